@@ -21,8 +21,8 @@ _KEY = re.compile(r"^(?P<key>[a-z]+): *(?P<value>.*)$")
 
 ANSWER = "answer"
 """In the conditions and texts of a prediction's outcomes: the number that is its answer."""
-GIVEN = ("machine", "model")
-"""Facts that are there without a run (`session.Session.given`)."""
+GIVEN = ("machine", "model", "given")
+"""Facts that are there without a run (`session.Session.measured`)."""
 
 
 class ChapterError(ForgeError):
@@ -43,6 +43,10 @@ class Run:
     name: str
     command: str
     """As a reader would type it: `forge naive --only run "Once upon a time" 128`."""
+    condition: str = ""
+    """An expression over `GIVEN`. Where it does not hold the command is not run, nor shown what depends on it."""
+    unclaimed: str = ""
+    """What is said there."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Predict:
     """The first whose condition holds is said once the answer is known."""
     restated: str = ""
     """The question as its verdict repeats it; by default its sentences that end with a question mark."""
+    untold: str = ""
+    """What is said where the run does not tell the answer."""
 
     @property
     def expression(self) -> str:
@@ -132,6 +138,10 @@ class Claim:
     expression: str
     otherwise: str = ""
     """What is said where it does not hold."""
+    condition: str = ""
+    """An expression. Where it does not hold the sentence is not claimed."""
+    unclaimed: str = ""
+    """What is said there."""
 
 
 @dataclass(frozen=True)
@@ -225,14 +235,16 @@ def expressions_of(block: Block) -> list[str]:
     texts: list[str] = []
     conditions: list[str | None] = []
     if isinstance(block, Predict):
-        texts = [block.question, block.answer, block.why, block.restated]
+        texts = [block.question, block.answer, block.why, block.restated, block.untold]
         texts += [text for choice in block.choices for text in (choice.text, choice.why)]
         conditions = [choice.condition for choice in block.choices]
     elif isinstance(block, Check):
-        texts = [text for claim in block.claims for text in (claim.sentence, claim.otherwise)]
-        conditions = [claim.expression for claim in block.claims]
+        texts = [text for claim in block.claims for text in (claim.sentence, claim.otherwise, claim.unclaimed)]
+        conditions = [condition for claim in block.claims for condition in (claim.expression, claim.condition)]
     elif isinstance(block, Prose):
         texts = [block.text]
+    elif isinstance(block, Run):
+        texts, conditions = [block.unclaimed], [block.condition]
     elif isinstance(block, Recap):
         texts = [*block.lines]
     if isinstance(block, Predict | Finding):
@@ -327,13 +339,24 @@ def _directive(words: Sequence[str], body: Sequence[str], line: int) -> Block:
 
 
 def _run(words: Sequence[str], body: Sequence[str]) -> Run:
-    commands = [text for text in body if text.strip()]
+    commands: list[str] = []
+    keys = {"if": "", "else": ""}
+    for text in filter(str.strip, body):
+        found = _KEY.match(text)
+        if found and found["key"] in keys:
+            keys[found["key"]] = found["value"]
+        else:
+            commands.append(text)
     if len(commands) != 1 or shlex.split(commands[0])[:1] != ["forge"]:
         raise ValueError("a run is one command line that begins with forge")
     _, *names = words
     if len(names) > 1 or not all(name.isidentifier() for name in names):
         raise ValueError("a run's name is one word")
-    return Run(names[0] if names else "", commands[0].strip())
+    if bool(keys["if"]) != bool(keys["else"]):
+        raise ValueError("a run's 'if: CONDITION' has an 'else: SENTENCE' for where it is left out")
+    if keys["if"]:
+        check_expression(keys["if"])
+    return Run(names[0] if names else "", commands[0].strip(), keys["if"], keys["else"])
 
 
 def _source(words: Sequence[str], body: Sequence[str]) -> Source:
@@ -371,7 +394,7 @@ def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
     last = keys["question"]
     for text in body:
         found, choice = _KEY.match(text), _CHOICE.match(text)
-        if found and found["key"] in ("answer", "restated", "why"):
+        if found and found["key"] in ("answer", "restated", "why", "else"):
             last = keys.setdefault(found["key"], [])
             last.append(found["value"])
         elif found and found["key"] in _OUTCOMES:
@@ -395,6 +418,7 @@ def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
         _paragraph(keys.get("why", [])),
         _outcomes(outcomes) if outcomes else (),
         _paragraph(keys.get("restated", [])),
+        _paragraph(keys.get("else", [])),
     )
 
 
@@ -442,23 +466,35 @@ def _outcomes(found: Sequence[tuple[str | None, Sequence[str]]]) -> tuple[Outcom
     return outcomes
 
 
+_OF_A_CLAIM = {"if": "condition", "else": "unclaimed", "otherwise": "otherwise"}
+
+
 def _check(words: Sequence[str], body: Sequence[str]) -> Check:
     claims: list[Claim] = []
     sentence: list[str] = []
+    key = ""
     for text in body:
         found = _KEY.match(text)
-        if found and found["key"] == "otherwise" and claims and not sentence:
-            claims[-1] = replace(claims[-1], otherwise=found["value"])
-        elif text.startswith("    ") and claims and claims[-1].otherwise and not sentence:
-            claims[-1] = replace(claims[-1], otherwise=f"{claims[-1].otherwise} {text.strip()}")
+        if found and found["key"] in _OF_A_CLAIM and claims and not sentence:
+            key = _OF_A_CLAIM[found["key"]]
+            claims[-1] = replace(claims[-1], **{key: found["value"]})
+        elif text.startswith("    ") and claims and key and not sentence:
+            claims[-1] = replace(claims[-1], **{key: f"{getattr(claims[-1], key)} {text.strip()}"})
         elif text.startswith("    "):
             check_expression(text)
             claims.append(Claim(" ".join(sentence), text.strip()))
-            sentence = []
+            sentence, key = [], ""
         elif text.strip():
             sentence.append(text.strip())
     if sentence or not claims or not all(claim.sentence for claim in claims):
         raise ValueError("a check is sentences, each followed by an expression that is indented by four spaces")
+    for claim in claims:
+        if bool(claim.condition) != bool(claim.unclaimed):
+            raise ValueError("a claim's 'if: CONDITION' has an 'else: SENTENCE' for where it is not claimed")
+        if claim.condition:
+            check_expression(claim.condition)
+        if words[0] == "expect" and not claim.otherwise:
+            raise ValueError(f"what is said where this is not so? {claim.sentence!r} has no 'otherwise: SENTENCE'")
     return Check(tuple(claims), certain=words[0] == "check")
 
 

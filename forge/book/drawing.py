@@ -25,8 +25,6 @@ MAX_WIDTH = 96
 MAX_SOURCE_WIDTH = 124
 UNKNOWN = "This run does not tell."
 REFUTED = "Not so in this run. It follows from how the engine works, so this is a bug in forge."
-UNEXPECTED = "Not so in this run: this machine, or the options that you gave, make the difference."
-DISTURBED = "Not so in this run: other programs kept the machine busy."
 _LIT = "▌"
 _COMMENT = re.compile(r"(?:^\s*|  )(# .*)$")
 _MARK = 2
@@ -119,7 +117,10 @@ def draw_command(console: Console, command: str) -> None:
 
 
 def draw_run(console: Console, run: Run, session: Session) -> None:
-    """The command, and what it found if it has been run."""
+    """The command, and what it found if it has been run; or why it is left out."""
+    if session.leaves_out(run):
+        draw_prose(console, session.fill(run.unclaimed))
+        return
     draw_command(console, session.command(run))
     report = session.reports.get(run)
     if report is not None:
@@ -213,7 +214,7 @@ def _draw_question(console: Console, predict: Predict, session: Session) -> None
 def _draw_verdict(console: Console, predict: Predict, session: Session) -> None:
     verdict = session.verdict(predict)
     draw_prose(console, f"*{session.fill(predict.short_question)}*")
-    console.print(Text(verdict or UNKNOWN, f"{TITLE} {ACCENT}"))
+    console.print(Text(verdict or session.fill(predict.untold) or UNKNOWN, f"{TITLE} {ACCENT}"))
     explanation = session.explanation(predict) if verdict else ""
     if explanation:
         draw_prose(console, explanation)
@@ -225,10 +226,11 @@ def _draw_check(console: Console, check: Check, session: Session) -> None:
         sentence = Text.assemble(marks[judged.holds], session.fill(judged.claim.sentence))
         print_hanging(console, sentence, _MARK, MAX_WIDTH)
         if judged.holds is False:
-            why = session.fill(judged.claim.otherwise) or _why_not(check, session)
+            why = session.fill(judged.claim.otherwise) or REFUTED
             print_hanging(console, Text(f"{' ' * _MARK}{why}", QUIET), _MARK, MAX_WIDTH)
         elif judged.holds is None:
-            console.print(Text(f"{' ' * _MARK}{UNKNOWN}", QUIET))
+            why = session.fill(judged.claim.unclaimed) if judged.unclaimed else UNKNOWN
+            print_hanging(console, Text(f"{' ' * _MARK}{why}", QUIET), _MARK, MAX_WIDTH)
 
 
 def _draw_recap(console: Console, recap: Recap, session: Session) -> None:
@@ -249,12 +251,6 @@ def _draw_recap(console: Console, recap: Recap, session: Session) -> None:
         if index or recap.lines:
             console.print()
         console.print(text)
-
-
-def _why_not(check: Check, session: Session) -> str:
-    if check.certain:
-        return REFUTED
-    return DISTURBED if session.machine_was_busy else UNEXPECTED
 
 
 def lines_of(console: Console, draw: Callable[[Console], None]) -> list[str]:

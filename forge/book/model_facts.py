@@ -13,7 +13,7 @@ def model_facts(name: str = DEFAULT_MODEL, kv_dtype: str | None = None) -> dict[
 
         # The shape of its cache: one number for a key, one for a value.
         return _facts(name, kv_dtype or "float32", num_layers=1, num_kv_heads=1, head_dim=1, vocab_size=VOCAB_SIZE)
-    from forge.model.weight_source import open_weights
+    from forge.model.loader import open_weights
 
     path = resolve_model(name)
     with open_weights(path) as source:

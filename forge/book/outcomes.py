@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from forge.book.chapter import ANSWER, Block, Chapter, Check, Finding, Outcome, Predict
+from forge.book.chapter import ANSWER, Block, Chapter, Check, Finding, Outcome, Predict, expressions_of
 from forge.book.measured import Path, Touch, Unmeasured, check_expression, evaluate, fill
 from forge.book.session import chosen, explanation, right_answer, right_choice
 from forge.views.palette import QUIET, TITLE, TROUBLE
@@ -25,6 +25,9 @@ from forge.views.text import one_line
 
 TRIES = 4000
 OTHERWISE = "otherwise"
+_GIVEN = re.compile(r"\"(\w+)\" in given")
+_NULLABLE = re.compile(r"([\w.\[\]]+) is None")
+"""What an expression asks for that a run may not have."""
 _CONSTANT = re.compile(r"(?<![\w.\]])\d[\d_]*\.?\d*(?:e-?\d+)?|\"[^\"]*\"|'[^']*'")
 
 
@@ -41,8 +44,15 @@ class Rendered:
 
 
 def render_outcomes(chapter: Chapter, measured: Mapping[str, Any]) -> list[Rendered]:
-    """`measured`: the facts of a real run of the chapter, from which the search starts."""
-    return [rendered for block in chapter.blocks for rendered in _rendered(block, measured)]
+    """`measured`: the facts of a real run, from which the search starts; a second search gives every option
+    that a condition asks for."""
+    found = [rendered for block in chapter.blocks for rendered in _rendered(block, measured)]
+    if all(rendered.text is not None for rendered in found):
+        return found
+    expressions = " ".join(expression for block in chapter.blocks for expression in expressions_of(block))
+    given = {**measured, "given": _GIVEN.findall(expressions)}
+    again = [rendered for block in chapter.blocks for rendered in _rendered(block, given)]
+    return [first if first.text is not None else second for first, second in zip(found, again, strict=True)]
 
 
 def print_outcomes(console: Console, outcomes: Sequence[Rendered]) -> None:
@@ -124,10 +134,12 @@ def _search(holds: Callable[[Touch], bool], expressions: Sequence[str], measured
     if holds(_untouched):
         return _untouched
     leaves = _leaves(expressions, measured)
+    nullable = _leaves([part for expression in expressions for part in _NULLABLE.findall(expression)], measured)
     constants = [_constant(text) for expression in expressions for text in _CONSTANT.findall(expression)]
     draw = random.Random(0)
     for attempt in range(TRIES):
         values = _varied(leaves, constants, draw, spread=0.1 + 3 * attempt / TRIES)
+        values |= {path: None for path in nullable if draw.random() < 0.2}
 
         def touch(path: Path, value: Any, values: Mapping[Path, Any] = values) -> Any:
             return values.get(path, value)

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import date
 
 from rich.console import Console
 from rich.text import Text
@@ -20,11 +21,12 @@ from forge.book.chapter import Block, Predict, Run, Source, Step
 from forge.book.drawing import draw_block, draw_command, draw_step, draw_title, lines_of
 from forge.book.paged_output import EnoughRead, paged_output
 from forge.book.progress import Progress, save_progress
+from forge.book.review import note_answers
 from forge.book.session import Session, parse_guess
 from forge.errors import ForgeError
 from forge.views.keys import EOF, Keys, open_keys, read_line
 from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE
-from forge.views.terminal import can_redraw
+from forge.views.terminal import can_redraw, print_hanging
 from forge.views.text import one_line
 
 AROUND = 4
@@ -35,6 +37,17 @@ MOST_CUT = 4
 _NEXT = ("enter", "space", "right", "down", "page-down", "n")
 _BACK = ("backspace", "left", "up", "page-up", "b")
 _QUIT = (EOF, "q")
+_HELP = ("?", "h")
+_KEYS = (
+    ("n, Enter, Space, →", "the next page, or the rest of this one"),
+    ("b, Backspace, ←", "back"),
+    ("0 to 9, then Enter", "your answer, on a page that asks"),
+    ("a", "run the page's experiment again; its command line can be edited"),
+    (": COMMAND", "run a forge command, as in a shell"),
+    (":?WORD", "look a word or a symbol of a screen up in the glossary"),
+    ("q, Ctrl-D", "quit; forge next goes on at this page"),
+)
+_PASSES = "No answer yet: the same key again goes on without one."
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x1b]*\x1b\\)")
 
 RunLine = Callable[[str], int]
@@ -50,12 +63,14 @@ class Pager:
         self._session = session
         self._progress = progress
         self._run_line = run_line
-        self._steps = session.chapter.steps()
+        self._steps = session.steps()
         self._page = 0
         self._screen = 0
         self._typed = ""
         """What the reader has typed of an answer."""
         self._objection = ""
+        self._passed = False
+        """The reader has asked to go on without an answer, and was asked back."""
         self._redraws = can_redraw(console)
 
     def read(self, page: int = 0) -> int:
@@ -77,7 +92,27 @@ class Pager:
                     self._leave_line()
                     return 0
 
+    def choose_page(self, left: int) -> int | None:
+        """Ask a reader who left this chapter on page `left`, counted from 0, where to begin: there (the runs are taken
+        over), on the first page (0), or not at all (None)."""
+        with open_keys(self._console) as keys:
+            self._clear()
+            draw_title(self._console, self._entry.number, self._session.chapter.title)
+            self._console.print(f"\nYou left this chapter on page {left + 1} of {len(self._steps)}.\n", highlight=False)
+            choices = (("[n]", " goes on there"), ("[b]", " begins on page 1"), ("[q]", "uit"))
+            self._console.print(Text("  ").join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in choices))
+            while True:
+                key = keys.read_key()
+                if key in _NEXT:
+                    self.resume()
+                    return left
+                if key in _BACK:
+                    return 0
+                if key in _QUIT:
+                    return None
+
     def _save(self) -> None:
+        note_answers(self._progress, self._entry, self._session.guesses, date.today())
         self._progress.session = {"of": self._identity, **self._session.saved()}
         self._progress.reach(self._entry.command, self._page, len(self._steps))
         save_progress(self._progress)
@@ -88,18 +123,23 @@ class Pager:
         return f"{__version__} {hashlib.sha256(self._entry.path.read_bytes()).hexdigest()[:16]}"
 
     def resume(self) -> None:
-        """Take over what the runs of the session before found, if it was of this chapter as it is now."""
+        """Take over what the runs of the session before found, if it was of this chapter as it is now, with the options
+        that the reader gives now, if any."""
         saved = self._progress.session
-        if self._progress.last == self._entry.command and saved.get("of") == self._identity:
+        typed = {run.command: command for run, command in self._session.commands.items()}
+        is_same = self._progress.last == self._entry.command and saved.get("of") == self._identity
+        if is_same and (not typed or typed == saved.get("typed")):
             with suppress(LookupError, TypeError, ValueError, AttributeError, ForgeError):
                 self._session.restore(saved)
+        self._steps = self._session.steps()
 
     @property
     def _step(self) -> Step:
         return self._steps[self._page]
 
     def _runs(self) -> list[Run]:
-        return [block for block in self._step if isinstance(block, Run)]
+        runs = (block for block in self._step if isinstance(block, Run))
+        return [run for run in runs if not self._session.leaves_out(run)]
 
     def _catch_up(self, keys: Keys) -> None:
         """Run what this page or one before it needs and has not been run."""
@@ -111,7 +151,7 @@ class Pager:
         self._draw_title()
         draw_command(self._console, self._session.command(run))
         self._console.print()
-        with keys.paused():
+        with keys.muted():
             report = self._session.perform(run)
         self._session.drawn[run] = tuple(lines_of(self._console, report.draw))
 
@@ -165,7 +205,9 @@ class Pager:
 
     def _prompt(self) -> Text:
         """The last line of a page that asks."""
-        before = Text.assemble(("[Enter]", ACCENT), (" passes  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
+        before = Text.assemble(("[n]", ACCENT), ("o answer  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
+        if self._typed:
+            before = Text.assemble(("[Enter]", ACCENT), (" answers  ", QUIET))
         if self._objection:
             before = Text(f"{self._objection} ", TROUBLE)
         return Text.assemble(before, ("Your guess: ", TITLE), self._typed, "▌" if self._redraws else "")
@@ -173,9 +215,11 @@ class Pager:
     def _key_line(self, more: bool) -> Text:
         last = self._page == len(self._steps) - 1 and not more
         on = ("[n]", "ext (more)" if more else " ends the chapter" if last else "ext")
-        keys = [on, ("[b]", "ack"), ("[:]", " your own command"), ("[q]", "uit")]
+        keys = [on, ("[b]", "ack"), ("[:]", " command"), ("[:?WORD]", " glossary"), ("[?]", " keys"), ("[q]", "uit")]
         if self._runs():
-            keys.insert(2, ("[a]", "gain with other options"))
+            keys.insert(2, ("[a]", "gain"))
+        if self._console.is_dumb_terminal:  # its keys are read by lines
+            keys.append(("Enter", " ends each"))
         long = Text("  ").join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in keys)
         if long.cell_len <= self._console.width:
             return long
@@ -192,6 +236,8 @@ class Pager:
         key = keys.read_key() if keys.single or not self._asks() else self._read_answer()
         if self._asks() and self._screen == num_screens - 1 and self._types(key):
             return True
+        if key in _HELP:
+            self._help(keys)
         if key in _NEXT:
             return self._forward(num_screens)
         if key in _BACK:
@@ -230,10 +276,11 @@ class Pager:
         return "enter"
 
     def _types(self, key: str) -> bool:
-        """Take `key` as part of the answer to the page's question, if it is: a digit begins one, Enter ends it."""
+        """Take `key` as part of the answer to the page's question, if it is: a digit begins one, Enter ends it. A key
+        that would go on without an answer is asked back once."""
         predict = self._step[-1]
         assert isinstance(predict, Predict), "only a page that asks takes an answer"
-        self._objection = ""
+        passes, self._passed, self._objection = self._passed, False, ""
         if key == "enter" and self._typed:
             self._answer(predict)
         elif key == "backspace" and self._typed:
@@ -242,10 +289,10 @@ class Pager:
             self._typed = ""
         elif len(key) == 1 and (self._typed or key.isdigit() or key in "-."):
             self._typed += key
-            if predict.choices:
-                self._answer(predict)
         elif key == "space" and self._typed:
             self._typed += " "
+        elif key in _NEXT and not passes:
+            self._passed, self._objection = True, _PASSES
         else:
             return False
         return True
@@ -294,6 +341,16 @@ class Pager:
         if line and line.strip():
             self._console.print(Text("\nAny key returns to the chapter.", QUIET))
             keys.read_key()
+
+    def _help(self, keys: Keys) -> None:
+        """Every key and what it does, until the next one."""
+        self._clear()
+        self._draw_title()
+        width = max(len(name) for name, _ in _KEYS) + 2
+        for name, meaning in _KEYS:
+            print_hanging(self._console, Text.assemble((name.ljust(width), ACCENT), meaning), width)
+        self._console.print(Text("\nAny key returns to the chapter.", QUIET))
+        keys.read_key()
 
     def _complain(self, message: str) -> None:
         self._console.print(Text(one_line(message), TROUBLE))

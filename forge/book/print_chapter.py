@@ -14,7 +14,7 @@ def print_chapter(console: Console, number: int, session: Session) -> int:
     """Print the chapter, running each experiment where it stands. Returns the exit status."""
     draw_title(console, number, session.chapter.title)
     status = 0
-    for step in session.chapter.steps():
+    for step in session.steps():
         status = max(status, _print_step(console, step, session))
         if status > FAILED:  # an experiment was interrupted
             break
@@ -25,7 +25,7 @@ def _print_step(console: Console, step: Step, session: Session) -> int:
     status = 0
     for block in step:
         console.print()
-        if isinstance(block, Run):
+        if isinstance(block, Run) and not session.leaves_out(block):
             draw_command(console, session.command(block))
             console.print()
             report = session.perform(block)

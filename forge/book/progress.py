@@ -24,6 +24,8 @@ class Progress:
     finished: set[str] = field(default_factory=set)
     last: str | None = None
     """The chapter that was read last."""
+    review: dict[str, str] = field(default_factory=dict)
+    """Questions that were answered wrong, and the day from which on they are asked again (`forge.book.review`)."""
     session: Mapping[str, Any] = field(default_factory=dict)
     """Of the last chapter, if it was left in the middle: `Session.saved`, and what identifies its text."""
 
@@ -57,6 +59,7 @@ def save_progress(progress: Progress) -> None:
         "pages": progress.pages,
         "finished": sorted(progress.finished),
         "last": progress.last,
+        "review": progress.review,
         "session": progress.session,
     }
     with suppress(OSError, RuntimeError):  # the latter where there is no home
@@ -71,4 +74,5 @@ def _progress(found: Any) -> Progress:
     pages = {str(command): int(page) for command, page in found["pages"].items()}
     last = found["last"]
     session = dict(found.get("session", {}))
-    return Progress(pages, set(map(str, found["finished"])), None if last is None else str(last), session)
+    review = {str(key): str(day) for key, day in found.get("review", {}).items()}
+    return Progress(pages, set(map(str, found["finished"])), None if last is None else str(last), review, session)

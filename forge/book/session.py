@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from forge.book.chapter import ANSWER, Chapter, Claim, Finding, Outcome, Predict, Run, Step
+from forge.book.chapter import ANSWER, Block, Chapter, Claim, Finding, Outcome, Predict, Run, Step, Verdict, names_of
 from forge.book.measured import Touch, Unmeasured, evaluate, fill
 from forge.book.other_load import LoadMeter, OtherLoad
 from forge.errors import UsageError
@@ -55,7 +55,9 @@ class Judged:
 
     claim: Claim
     holds: bool | None
-    """None where this run cannot tell."""
+    """None where this run cannot tell, or the sentence is not claimed."""
+    unclaimed: bool = False
+    """The claim's condition does not hold."""
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Session:
     """Facts about the model that the chapter runs."""
     drawn: dict[Run, tuple[str, ...]] = field(default_factory=dict)
     """The lines of each report as they were drawn, for a session that goes on later."""
+    given: Sequence[str] = ()
+    """Names of the options that the reader gave."""
     goes_on: str = ""
     """What `forge next` opens after this chapter, in a sentence."""
 
@@ -81,7 +85,7 @@ class Session:
     def measured(self) -> dict[str, Any]:
         """The facts of each named run that has happened, and `GIVEN`, which are there in any case."""
         named = {run.name: report.facts for run, report in self.reports.items() if run.name}
-        return {"machine": {"busy": self.machine_was_busy}, "model": self.model} | named
+        return {"machine": {"busy": self.machine_was_busy}, "model": self.model, "given": list(self.given)} | named
 
     @property
     def machine_was_busy(self) -> bool:
@@ -99,9 +103,25 @@ class Session:
         return report
 
     def unperformed(self, steps: Sequence[Step]) -> list[Run]:
-        """The runs of `steps` that have not happened."""
+        """The runs of `steps` that have not happened and are not left out."""
         runs = [block for step in steps for block in step if isinstance(block, Run)]
-        return [run for run in runs if run not in self.reports]
+        return [run for run in runs if run not in self.reports and not self.leaves_out(run)]
+
+    def leaves_out(self, block: Block) -> bool:
+        """Whether the block is a run whose condition does not hold, or depends on one."""
+        if isinstance(block, Run):
+            return bool(block.condition) and not evaluate(block.condition, self.measured)
+        left_out = {run.name for run in self.chapter.runs() if self.leaves_out(run)}
+        predict = block.predict if isinstance(block, Verdict) else block
+        return bool(left_out) and bool(names_of(predict) & left_out)
+
+    def steps(self) -> tuple[Step, ...]:
+        """The chapter's steps without the blocks that are left out; of a run that is, its place stays."""
+        kept = (
+            tuple(block for block in step if isinstance(block, Run) or not self.leaves_out(block))
+            for step in self.chapter.steps()
+        )
+        return tuple(step for step in kept if step)
 
     def fill(self, text: str) -> str:
         return fill(text, self.measured)
@@ -111,7 +131,10 @@ class Session:
         judged = []
         for claim in claims:
             try:
-                judged.append(Judged(claim, bool(evaluate(claim.expression, measured))))
+                if claim.condition and not evaluate(claim.condition, measured):
+                    judged.append(Judged(claim, None, unclaimed=True))
+                else:
+                    judged.append(Judged(claim, bool(evaluate(claim.expression, measured))))
             except Unmeasured:
                 judged.append(Judged(claim, None))
         return judged
@@ -141,6 +164,7 @@ class Session:
         """What `restore` needs to go on without running anything again; plain data."""
         return {
             "model": self.model,
+            "given": list(self.given),
             "typed": {run.command: self.command(run) for run in self.chapter.runs()},
             "runs": [
                 {
@@ -161,7 +185,7 @@ class Session:
         Raises `LookupError`, `TypeError` or `ValueError` for what `saved` has not made.
         """
         runs = {run.command: run for run in self.chapter.runs()}
-        self.model = dict(saved["model"])
+        self.model, self.given = dict(saved["model"]), tuple(map(str, saved.get("given", ())))
         self.commands = {run: str(saved["typed"].get(command, command)) for command, run in runs.items()}
         for found in saved["runs"]:
             run = runs.get(found["command"])

@@ -193,7 +193,7 @@ def _stations(visit: Visit) -> Iterator[Station]:
     )  # fmt: skip
     arrived = [one.arrived for one in first.arrived]
     yield Station(
-        ENGINE, "The request joins the queue", "forge.engine.engine.Engine.add_request",
+        ENGINE, "The request joins the queue", "forge.engine.registry.RequestRegistry.add_request",
         f"It becomes seq {seq_id}. A step that is under way ends first.", after(arrived[0]) if arrived else None,
     )  # fmt: skip
     admitted = [explain_admission(one) for one in first.admitted if one.seq_id == seq_id]

@@ -3,9 +3,11 @@
 [dim]forge batching --only run --requests 32[/dim]
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge.cli import options
@@ -15,10 +17,11 @@ from forge.cli.run_control import load_model, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
+from forge.trace.records import StepRecord
 from forge.trace.timeline import timeline_of
 from forge.trace.totals import Percentiles, totals_of
 from forge.views.charts import bar
-from forge.views.formatting import count, ms, percent, times
+from forge.views.formatting import count, ms, percent, plural, times
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT
 from forge.views.progress import progress_line
@@ -27,8 +30,7 @@ from forge.views.request_sets import identity_text, workload_text
 from forge.views.run_summary import totals_object
 from forge.views.screen import Part, Table, question, report, sentences
 from forge.views.summary import RunLabel
-from forge.workload.requests import Arrival as WorkloadArrival
-from forge.workload.requests import Range, Workload, WorkloadRun, make_workload
+from forge.workload.requests import Arrival, Range, Workload, WorkloadRun, make_workload
 from forge.workload.ways import Measured, identical, measure_all, speed_up
 
 if TYPE_CHECKING:
@@ -36,9 +38,13 @@ if TYPE_CHECKING:
     from forge.workload.ways import How
 
 _WORKLOAD = "Requests"
+LOAD_SLOTS = 8
+LOAD_QUESTION = "What do requests notice as the load grows?"
 BATCHES = (1, 4, 16)
-TURNS = 2
-"""Of each way; the faster one is shown."""
+TURNS = 3
+"""Of each way; the median is shown."""
+STEADY = 1.15
+"""From a greater spread of its turns on, two ways cannot be compared by their times."""
 QUESTION = "What does it buy to run requests together, and who pays?"
 BUDGET_QUESTION = "What does a long prompt cost those that decode beside it?"
 NUM_STORIES, STORY_TOKENS = 8, 96
@@ -57,6 +63,9 @@ class BatchingArgs:
     budgets: str | None = option(
         None, "Long prompts that come while stories decode, with these tokens a step instead: 32,128,512.", "Scheduler"
     )
+    loads: str | None = option(
+        None, f"Instead: requests arrive at these shares of what {LOAD_SLOTS} slots can serve: 50,80,95.", "Scheduler"
+    )
 
 
 @experiment(bugs=True)
@@ -69,8 +78,11 @@ def batching(
     engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
 ) -> Experiment:
     if asked.budgets is not None:
-        limits = parse_budgets(asked.budgets)
+        limits = parse_numbers(asked.budgets, "--budgets", "32,128")
         return Experiment(lambda: measure_budgets(engine, limits, seed))
+    if asked.loads is not None:
+        loads = parse_numbers(asked.loads, "--loads", "50,80,95")
+        return Experiment(lambda: measure_loads(engine, loads, asked.requests, seed))
     sizes = asked.requests, prompt_tokens, max_tokens, seed
     return Experiment(lambda: measure_ways(engine, sizes, ways_of(BATCHES), TURNS))
 
@@ -126,11 +138,11 @@ class BudgetRun:
         return "whole prompts" if self.budget is None else count(self.budget)
 
 
-def parse_budgets(text: str) -> list[int]:
+def parse_numbers(text: str, flag: str, example: str) -> list[int]:
     """`32,128,512`. Raises `UsageError`."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) >= 1 for word in words):
-        raise UsageError(f"--budgets takes numbers of tokens with commas between them, such as 32,128, not {text!r}")
+        raise UsageError(f"{flag} takes numbers with commas between them, such as {example}, not {text!r}")
     return sorted({int(word) for word in words})
 
 
@@ -139,7 +151,7 @@ def measure_budgets(engine: EngineArgs, budgets: Sequence[int], seed: int) -> Re
     llm = load_model(engine)
     stories = make_workload(llm.tokenizer, NUM_STORIES, Range(16, 16), Range(STORY_TOKENS, STORY_TOKENS), seed=seed)
     length = min(LONG_PROMPT, llm.max_model_len - 8)
-    arrival = WorkloadArrival("every", STEPS_BETWEEN)
+    arrival = Arrival("every", STEPS_BETWEEN)
     prompts = make_workload(llm.tokenizer, NUM_PROMPTS, Range(length, length), Range(4, 4), arrival, seed=seed + 1)
     late = [replace(one, arrival=one.arrival + STEPS_BETWEEN) for one in prompts.requests]
     workload = Workload((*stories.requests, *late), "steps")
@@ -185,7 +197,7 @@ def _all_of(values: Sequence[float | None]) -> Percentiles:
 
 def budgets_screen(about: str, runs: Sequence[BudgetRun]) -> Iterator[Part]:
     """A row per budget: what the stories notice, and what the prompts do."""
-    yield from question(BUDGET_QUESTION, f"{about}, the better of {TURNS} turns")
+    yield from question(BUDGET_QUESTION, f"{about}, the best of {TURNS} turns")
     columns = ["tokens a step: {shown}", "steps: {num_steps:count}", "tok/s: {tokens_per_second:rate}"]
     columns += ["rows between: {rows.p50:,.0f}", "most: {rows.maximum:,.0f}"]
     columns += ["gap p50: {gap_ms.p50:ms}", "p99: {gap_ms.p99:ms}", "TTFT: {first_token_ms:ms}"]
@@ -195,6 +207,83 @@ def budgets_screen(about: str, runs: Sequence[BudgetRun]) -> Iterator[Part]:
             "rows between: what the model computes from one token of a story to its next, the median and the most. "
             "gap: the same in milliseconds. TTFT: of the long prompts, the median."
         ]
+    )
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """Requests that arrive at random, at a share of what the slots can serve."""
+
+    load: int
+    """Of that, in percent."""
+    busy_slots: float
+    """On average, while requests still arrived."""
+    waited_steps: Percentiles
+    """Steps that a request stood in the queue."""
+    first_token_ms: Percentiles
+    per_token_ms: Percentiles
+    tokens_per_second: float
+
+
+def measure_loads(engine: EngineArgs, loads: Sequence[int], number: int, seed: int) -> Report:
+    """The same requests at every load. They arrive on the engine's clock of steps, so that every machine sees the same
+    queue; milliseconds are this machine's."""
+    llm = load_model(engine, max_num_seqs=LOAD_SLOTS)
+    workload = make_workload(llm.tokenizer, number, Range(16, 16), Range(8, 64), seed=seed)
+    runs = []
+    with progress_line() as progress:
+        _run_load(llm, Workload(workload.requests[:2], "steps"), 100, seed)
+        for load in loads:
+            progress(f"{load} % of what {LOAD_SLOTS} slots can serve")
+            runs.append(_run_load(llm, workload, load, seed))
+    label = run_label(llm)
+    facts = {**as_object(label), "slots": LOAD_SLOTS, "requests": number, "runs": [as_object(one) for one in runs]}
+    return report(facts, lambda: loads_screen(f"{label} · {plural(number, 'request')}", runs))
+
+
+def _run_load(llm: "LLM", workload: Workload, load: int, seed: int) -> LoadRun:
+    """Interarrival times are exponential, with the mean at which the slots are busy for `load` percent of the time."""
+    every = workload.output_tokens / len(workload.requests) / LOAD_SLOTS / (load / 100)
+    times = Arrival("poisson", 1 / every).times(len(workload.requests), Random(seed))
+    requests = tuple(replace(one, arrival=at) for one, at in zip(workload.requests, times, strict=True))
+    steps = list(WorkloadRun(llm.new_engine(max_num_seqs=LOAD_SLOTS), Workload(requests, "steps")))
+    timelines = timeline_of(steps).requests()
+    totals = totals_of(steps, timelines)
+    arriving = [step for step in steps if step.queues.waiting or step.queues.finished < len(requests) // 2]
+    assert totals.first_token is not None, "at least one request ran"
+    return LoadRun(
+        load,
+        sum(len(step.items) for step in arriving) / max(1, len(arriving)),
+        _all_of(_steps_in_queue(steps)),
+        totals.first_token,
+        totals.per_token or totals.first_token,
+        totals.tokens_per_second or 0.0,
+    )
+
+
+def _steps_in_queue(steps: Sequence[StepRecord]) -> list[float]:
+    """Of each request, in the order of arrival, the steps between its arrival and the first that computes it."""
+    began: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for item in step.items:
+            began.setdefault(item.seq_id, number)
+    arrived = [step.queues.waiting + step.queues.running + step.queues.finished for step in steps]
+    return [float(began[seq_id] - bisect_right(arrived, place)) for place, seq_id in enumerate(sorted(began))]
+
+
+def loads_screen(about: str, runs: Sequence[LoadRun]) -> Iterator[Part]:
+    """A row per load."""
+    yield from question(LOAD_QUESTION, f"{about} arrive at random, {LOAD_SLOTS} slots")
+    columns = [
+        "load: {load} %",
+        f"busy of {LOAD_SLOTS}: {{busy_slots:.1f}}",
+        "steps in queue p50: {waited_steps.p50:.0f}",
+    ]
+    columns += ["p99: {waited_steps.p99:.0f}", "TTFT p50: {first_token_ms.p50:ms}", "p99: {first_token_ms.p99:ms}"]
+    columns += ["TPOT: {per_token_ms.p50:ms}", "tok/s: {tokens_per_second:rate}"]
+    yield from (Table.of(runs, *columns), None)
+    yield from sentences(
+        ["load: of what the slots can serve. The steps are the same on every machine; times are ms of this one."]
     )
 
 
@@ -211,6 +300,7 @@ def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Meas
         "prompt_tokens": sum(len(request.prompt_token_ids) for request in workload.requests),
         "max_output_tokens": workload.output_tokens,
         "identical": identical(measured),
+        "steady": max(max(one.all_seconds) / min(one.all_seconds) for one in measured) < STEADY,
         **{way_name(one): _way_object(one, measured[0]) for one in measured},
     }
 

@@ -237,6 +237,7 @@ def constrained_object(result: Constrained) -> dict[str, Any]:
         **picked(result, "prompt", "vocab_size", "free_text", "text"),
         "record": record if isinstance(record, dict) else {},
         "is_json": record is not None,
+        "has_mood": isinstance(record, dict) and "mood" in record,
         "finish_reason": result.constrained.output.outputs[0].finish_reason,
         "places": plain(places),
         "num_tokens": len(places),

@@ -3,13 +3,13 @@
 [dim]forge kernels --only run --type F16 --type Q4_0[/dim]
 """
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 from rich.text import Text
@@ -35,10 +35,14 @@ VOCABULARY = 4096
 DEFAULT_TYPES = ("Q8_0", "Q4_0")
 CONTEXTS = (16, 500, 2000)
 """Tokens before a single row, whose keys and values it reads."""
-ROUNDS, ROUND_SECONDS = 4, 0.02
+STEADY = 1.25
+"""From a greater spread of its turns on, a run does not tell one explanation from another."""
+ROUNDS, ROUND_SECONDS = 5, 0.02
 """Each number of rows has its turn this often, and takes this long or one pass. The shortest pass counts: whatever else
 the machine does can only add time, and a burst of it does not last for all turns."""
-LIMIT_SECONDS = 0.2
+LIMIT_SECONDS, LIMIT_TURNS = 0.05, 3
+"""Each limit is measured for so long, so many times before the models and after each of them; the best counts. The roof
+is measured apart from the passes that are held against it."""
 ARRAY_BYTES = 1 << 28
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 CACHE_BYTES = 32 << 20
@@ -92,6 +96,8 @@ class Pass:
     products: int
     seconds: float
     """The shortest's."""
+    spread: float = 1.0
+    """How many times as long the shortest pass of the median turn took as the shortest of all turns."""
 
     @property
     def ms(self) -> float:
@@ -151,13 +157,6 @@ class Measured:
         """The weights may stay in the processor's last cache between two passes."""
         return self.size.weight_bytes < self.cache_bytes
 
-    @property
-    def reached(self) -> Limits:
-        """What its passes did, so what the machine can do at least."""
-        products = max(found.products_per_second for found in self.passes)
-        read = 0.0 if self.fits_in_cache else max(found.bytes_per_second for found in self.passes)
-        return Limits(read, products)
-
 
 @dataclass(frozen=True)
 class KernelsResult:
@@ -181,26 +180,29 @@ def run(
     """
     types = types or (DEFAULT_TYPES if model is None else ())
     on_progress("what this machine can do")
-    limits = [_limits(threads)]
+    limits = _limits(threads)
     measured = []
     for name in types:
         on_progress(f"making up a model in {name}")
         with _made_up(name) as made_up:
             measured.append(_measure_model(made_up, threads, on_progress))
-        limits.append(_limits(threads))
+        limits += _limits(threads)
     if model is not None:
         measured.append(_measure_model(model, threads, on_progress))
-    on_progress("what this machine can do, once more")
-    limits += [_limits(threads), *(model.reached for model in measured)]
+        limits += _limits(threads)
     return KernelsResult(reduce(Limits.or_better, limits), tuple(measured))
 
 
-def _limits(threads: int | None) -> Limits:
+def _limits(threads: int | None) -> list[Limits]:
+    """What the machine can do, measured `LIMIT_TURNS` times."""
     from forge.backends.cpu.features import usable_cpus
     from forge.bench.limits_worker import product_rate, read_bandwidth
 
     threads = threads or usable_cpus()
-    return Limits(read_bandwidth(ARRAY_BYTES, LIMIT_SECONDS, threads), product_rate(LIMIT_SECONDS, threads))
+    return [
+        Limits(read_bandwidth(ARRAY_BYTES, LIMIT_SECONDS, threads), product_rate(LIMIT_SECONDS, threads))
+        for _ in range(LIMIT_TURNS)
+    ]
 
 
 @contextmanager
@@ -223,7 +225,7 @@ def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Me
 
     size = measure_model(path)
     longest = min(max(*ROWS, *CONTEXTS) + 1, size.max_context)
-    llm = LLM(path, device="cpu", threads=threads, max_model_len=longest, max_num_seqs=1, block_size=BLOCK_SIZE)
+    llm = LLM(path, device="cpu", threads=threads, max_model_len=longest, max_num_seqs=1)
     blocks = -(-longest // BLOCK_SIZE)
     storage = llm.model.new_storage(llm.model.kv_layout(blocks, BLOCK_SIZE, llm.kv_dtype))
     works: list[Work] = []
@@ -234,15 +236,16 @@ def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Me
     for case in (case for case in cases if case.length <= longest):
         token_ids = [ids[case.context :] for ids in case.token_ids(size.vocab_size, seed=1)]
         works.append((case, partial(llm.model.forward, batch_of(token_ids, case.context, blocks), storage)))
-    seconds = _shortest([work for _, work in works], lambda turn: on_progress(f"{model_name(path)}: {turn}"))
+    every = _shortest_by_turn([work for _, work in works], lambda turn: on_progress(f"{model_name(path)}: {turn}"))
     passes, long_passes = [], []
-    for (case, _), shortest in zip(works, seconds, strict=True):
-        needs = needs_of(case, size)
+    for (case, _), turns in zip(works, every, strict=True):
+        needs, shortest = needs_of(case, size), min(turns)
         if case.context:
             held = case.context * size.kv_bytes
             long_passes.append(LongPass(case.context, held, needs.bytes_read, shortest * 1e3))
         else:
-            passes.append(Pass(case.tokens, needs.bytes_read, needs.products, shortest))
+            spread = median(turns) / shortest
+            passes.append(Pass(case.tokens, needs.bytes_read, needs.products, shortest, spread))
     assert isinstance(llm.model, Qwen3) and isinstance(llm.model.backend, CpuBackend)
     threads = llm.model.backend.threads
     return Measured(model_name(path), size, threads, tuple(passes), tuple(long_passes), last_cache_bytes())
@@ -257,19 +260,18 @@ def last_cache_bytes(caches: Path = CACHES) -> int:
     return max(sizes, default=CACHE_BYTES)
 
 
-def _shortest(works: Sequence[Callable[[], object]], on_progress: Progress) -> list[float]:
-    """The seconds of the shortest pass of each, after one that is not counted."""
-    shortest = [math.inf] * len(works)
+def _shortest_by_turn(works: Sequence[Callable[[], object]], on_progress: Progress) -> list[list[float]]:
+    """For each of `works` the seconds of the shortest pass of every turn, after one that is not counted."""
+    shortest: list[list[float]] = [[] for _ in works]
     for work in works:
         work()
     for turn in range(ROUNDS):
         on_progress(f"{turn + 1} of {ROUNDS}")
-        for index, work in enumerate(works):
-            spent = 0.0
-            while spent < ROUND_SECONDS:
-                _, taken = timed(work)
-                spent += taken
-                shortest[index] = min(shortest[index], taken)
+        for work, turns in zip(works, shortest, strict=True):
+            seconds: list[float] = []
+            while sum(seconds) < ROUND_SECONDS:
+                seconds.append(timed(work)[1])
+            turns.append(min(seconds))
     return shortest
 
 
@@ -288,7 +290,8 @@ def kernels_object(result: KernelsResult) -> dict[str, Any]:
         }
         for model in result.models
     ]
-    return as_object(limits, "ridge") | {"models": models}
+    spreads = [found.spread for model in result.models for found in model.passes]
+    return as_object(limits, "ridge") | {"models": models, "steady": max(spreads) < STEADY}
 
 
 _OF_A_LINE = ("bytes_per_second", "products_per_second", "limit_seconds")
@@ -304,10 +307,10 @@ def screen(result: KernelsResult) -> Iterator[Part]:
         "products": lambda value: f"{value / 1e9:,.0f}",
         "limit": lambda found: f"{percent(found.against(limits).share):>6}  {found.against(limits).bound}",
     }
-    columns = ["rows: {rows:count}", "ms: {ms:.2f}", "ms per row: {ms_per_row:.3f}", "GB/s: {bytes_per_second:G}"]
+    columns = ["rows: {rows:count}", "ms: {ms:ms}", "ms per row: {ms_per_row:ms}", "GB/s: {bytes_per_second:G}"]
     columns += ["G products/s: {products_per_second:products}", "of the limit: {:limit}"]
     after = ["1 row after: {context:plural token}", "keys and values: {kv_bytes:size}"]
-    after += ["with the weights: {bytes_read:size}", "ms: {ms:.2f}"]
+    after += ["with the weights: {bytes_read:size}", "ms: {ms:ms}"]
     for model in result.models:
         about = f"  {reads(model)}, {plural(model.threads, 'thread')}"
         yield from (None, Text.assemble((model.name, TITLE), (about, QUIET)))

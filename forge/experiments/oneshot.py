@@ -15,7 +15,8 @@ from forge.cli.compare_judging import CLASSES
 from forge.cli.run_control import load_model, run_label
 from forge.engine_args import EngineArgs
 from forge.option import option
-from forge.trace.records import Deferred, StepRecord
+from forge.reasons import Deferred
+from forge.trace.records import StepRecord
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, plural, size
 from forge.views.json_output import picked

@@ -52,7 +52,8 @@ def paged(
     ] = 12,
     *,
     engine: Annotated[
-        EngineArgs, Takes("model device threads block_size num_blocks max_model_len", num_blocks=64, max_model_len=256)
+        EngineArgs,
+        Takes("model device threads block_size num_blocks max_model_len", kv="paged", num_blocks=64, max_model_len=256),
     ],
     output: Annotated[OutputArgs, Takes("pace", pace=PACE)],
     json: options.JsonOption = False,

@@ -333,4 +333,4 @@ _ROWS = (
 
 
 def _clean(text: str) -> str:
-    return one_line(neutralise(tail(text, _SHOWN)))
+    return one_line(neutralise(tail(text, _SHOWN))).strip("\ufffd")  # half a character where a text was cut

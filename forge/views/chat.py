@@ -14,8 +14,9 @@ from forge.views.text import WordWrap, neutralise
 PROMPT = "you> "
 HELP = (
     "/fork marks a place · /back returns to it · /reset forgets the conversation\n"
-    "/exit or Ctrl-D ends it · Ctrl-C ends an answer"
+    "/exit or Ctrl-D ends it · Ctrl-C ends an answer, or clears the line"
 )
+CLEARED = "line cleared · Ctrl-C again or Ctrl-D ends the conversation"
 
 
 class ChatView:
@@ -32,19 +33,31 @@ class ChatView:
             self._quiet(HELP)
 
     def ask(self) -> str | None:
-        """The next message without white space around it; None when there are no more."""
+        """The next message without white space around it; None when there are no more.
+
+        At a terminal Ctrl-C clears the line; raises KeyboardInterrupt for a second one on an empty line.
+        """
         try:
-            import readline  # noqa: F401 (importing it gives input() line editing and history)
+            import readline  # importing it gives input() line editing and history
+
+            typed = readline.get_line_buffer
         except ImportError:
-            pass
-        try:
-            return input(PROMPT if self._asking else "").strip()
-        except (EOFError, KeyboardInterrupt) as end:
-            if self._asking:
-                self._console.print()  # the line that was being typed ends here
-            if isinstance(end, KeyboardInterrupt):
-                raise
-            return None
+            typed = str
+        cleared = False
+        while True:
+            try:
+                return input(PROMPT if self._asking else "").strip()
+            except EOFError:
+                if self._asking:
+                    self._console.print()
+                return None
+            except KeyboardInterrupt:
+                if self._asking:
+                    self._console.print()  # the line that was being typed ends here
+                if not self._asking or (cleared and not typed()):
+                    raise
+                cleared = True
+                self._quiet(CLEARED)
 
     def step(self, record: StepRecord) -> None:
         """Print what the step made certain of the answer."""

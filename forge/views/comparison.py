@@ -3,7 +3,7 @@
 `compare_runs` turns two results into a `Comparison`, plain data; the rest of the file draws one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import StepRecord, TokenRecord
+from forge.trace.speculation_summary import draft_totals
 from forge.views.cache_figures import CacheFigures
-from forge.views.comparison_rows import comparison_table
 from forge.views.curves import curve_plot, shape_sentence
 from forge.views.formatting import plural
 from forge.views.generation import sample_texts
 from forge.views.json_output import as_object, climb_object, picked, run_object
 from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.screen import sides as side_by_side
 from forge.views.summary import Forward, RunResult
 from forge.views.terminal import can_redraw, print_table
 from forge.views.text import one_line, quoted, short_name, tail
@@ -265,6 +267,50 @@ def print_interrupted(console: Console, sides: Sequence[Side]) -> None:
     console.print(Text("interrupted: two whole runs are needed for a comparison"))
 
 
+def comparison_table(sides: Sequence[Side]) -> Table:
+    """The figures of both sides, where at least one has them. Decoding alone has a ratio: people quote its speed."""
+    facts = [_side_facts(side) for side in sides]
+    left, right = (side.result.decode_tokens_per_second for side in sides)
+    gains = {"decode": right / left} if left and right else {}
+    return side_by_side([side.name for side in sides], facts, *_table_rows(sides, facts), gains=gains)
+
+
+def _side_facts(side: Side) -> dict[str, Any]:
+    drafts = draft_totals(record.cycles for record in side.result.records)
+    accepted, proposed = sum(draft.accepted for draft in drafts), sum(draft.proposed for draft in drafts)
+    return {
+        "result": side.result,
+        "cache": side.cache,
+        "first_ms": side.time_to_first_token_ms,
+        "all_ms": sum(side.result.forward_ms),
+        "forwards": len(side.result.records),
+        "accepted": accepted / proposed if drafts else None,
+        "drafts_ms": sum(draft.ms for draft in drafts) if drafts else None,
+    }
+
+
+def _table_rows(sides: Sequence[Side], facts: Sequence[dict[str, Any]]) -> Iterator[str]:
+    several, caches = any(side.others for side in sides), [side.cache for side in sides]
+    if several:
+        yield "first token, median: {first_ms:ms ms}"
+    else:
+        yield "time to first token: {result.time_to_first_token_ms:ms ms}"
+    yield "decode: {result.decode_tokens_per_second:rate tok/s}"
+    if not several:
+        yield "last / second forward: {result.last_over_second:times}"
+    yield from ("all forwards: {all_ms:ms ms}", "forwards: {forwards:count}")
+    if any(one["accepted"] is not None for one in facts):
+        yield from ("guesses accepted: {accepted:percent}", "proposing them: {drafts_ms:ms ms}")
+    yield from ("tokens computed: {result.tokens_computed:count}", "KV held: {result.kv_bytes_held:size}")
+    if any(cache and cache.most_bytes_reserved for cache in caches):
+        yield from ("KV reserved: {cache.most_bytes_reserved:size}", "blocks used at once: {cache.most_blocks:count}")
+        yield "reserved and empty: {cache.internal_fragmentation:share}"
+    if any(cache and cache.kind == "prefix" for cache in caches):
+        yield "prompt tokens found: {cache.hits}"
+        if several:
+            yield "blocks saved at once: {cache.most_blocks_saved:count}"
+
+
 def verdict(comparison: Comparison) -> list[Text]:
     """Whether the two sides said the same, and how far apart their logits are."""
     logits = _logits_text(comparison.logits)
@@ -334,9 +380,13 @@ def _num_tokens(answer: Answer) -> int:
 def _margin_line(margin: Margin, sides: Sequence[Side]) -> Text:
     """How close the decision was."""
     names = [one_line(side.name) for side in sides]
-    apart = " and ".join(f"{value:.3g} on {name}" for value, name in zip(margin.margins, names, strict=True))
+    distances = [f"{abs(value):.3g}" for value in margin.margins]
+    apart = " and ".join(f"{distance} on {name}" for distance, name in zip(distances, names, strict=True))
+    apart = f"{distances[0]} on either side" if len(set(distances)) == 1 else apart
+    drawn = [name for value, name in zip(margin.margins, names, strict=True) if value < 0]
+    unlikelier = f"; on {' and '.join(drawn)} the less likely one was drawn" if drawn else ""
     said = "a near tie: " if margin.is_near_tie else ""
-    return Text(f"  {said}the two tokens' logits are {apart} apart")
+    return Text(f"  {said}the two tokens' logits are apart by {apart}{unlikelier}")
 
 
 def _logits_text(logits: LogitDifference | None) -> str:

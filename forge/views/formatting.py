@@ -1,9 +1,10 @@
 """How numbers look, everywhere: one place so that two screens never disagree about a millisecond.
 
-Milliseconds have one decimal (two below 0.1, where one would say nothing), counts have thousands separators, sizes are
+Milliseconds have one decimal, and below 1 two significant digits; counts have thousands separators, sizes are
 in powers of 1000.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,10 +13,12 @@ NOTHING = "–"
 
 
 def ms(value: float | None) -> str:
-    """`2.1`, without the unit."""
+    """`12.3`, `2.1`, `0.21`, `0.021`, without the unit."""
     if value is None:
         return NOTHING
-    return f"{value:,.2f}" if 0 < value < 0.1 else f"{value:,.1f}"
+    size = abs(value)
+    decimals = 1 if size >= 0.95 or size == 0 else min(4, 1 - math.floor(math.log10(size)))
+    return f"{value:,.{decimals}f}"
 
 
 def count(value: int) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from forge.trace.explain import explain_cycle
+from forge.trace.explain import explain_cycle, explain_undrafted
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, rate
 from forge.views.forwards import Note, chart_rows, chart_scale, compact_chart, spaced
@@ -145,11 +145,19 @@ class LiveGeneration(LiveView):
 
 
 def forward_line(number: int, record: StepRecord) -> str:
-    """`forward   1  prefill     4 tok      1.9 ms  " there"  id 291  p 0.931`, several samples one after another."""
-    tokens = (f"{quoted(token.text)}  id {token.token_id}  p {token.probability:.3f}" for token in record.tokens)
+    """`forward   1  prefill     4 tok      1.9 ms  " there"  id 291`, several samples one after another.
+
+    A token's probability (`p 0.931`) follows where it was reported.
+    """
+    tokens = (f"{quoted(token.text)}  id {token.token_id}{_probability(token.probability)}" for token in record.tokens)
     figures = f"{count(record.tokens_computed):>5} tok  {ms(record.forward_ms):>8} ms"
     guesses = "".join(f"  guessed: {explain_cycle(cycle)}" for cycle in record.cycles)
-    return f"forward {number:>3}  {record.phase:<7}  {figures}  {' | '.join(tokens)}{guesses}".rstrip()
+    plain = "".join(f"  plain: {explain_undrafted(undrafted)}" for undrafted in record.undrafted[:1])
+    return f"forward {number:>3}  {record.phase:<7}  {figures}  {' | '.join(tokens)}{guesses}{plain}".rstrip()
+
+
+def _probability(probability: float | None) -> str:
+    return "" if probability is None else f"  p {probability:.3f}"
 
 
 def sample_texts(result: RunResult, prompt: str, quiet_prompt: bool = False) -> list[Text]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from forge.engine.outputs import CompletionOutput
 from forge.engine.task import Logprobs
+from forge.trace.explain import explain_undrafted
 from forge.trace.records import Spread, StepRecord
-from forge.trace.speculation_summary import draft_totals
+from forge.trace.speculation_summary import draft_totals, undrafted_counts
 from forge.views.streams import TextStreams
 from forge.views.summary import Forward, RunResult
 
@@ -56,9 +57,33 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
         "per_forward_ms": spread_object(result.spread),
         **picked(result, "tokens_computed", "kv_bytes_held"),
         "forwards": forward_objects(result.records),
-        "speculation": [as_object(one, "acceptance") for one in draft_totals(step.cycles for step in result.records)],
+        **speculation_object(result.records),
         "samples": [_sample_object(sample, result.endings[sample.index], token_text) for sample in output.outputs],
         "prompt_logprobs": _prompt_logprobs(output, token_text),
+    }
+
+
+CYCLE_NUMBERS = ("num_accepted", "num_emitted", "target_positions", "draft_positions")
+"""What a draft cycle's object has beside its fields."""
+
+
+def speculation_object(records: Sequence[StepRecord]) -> dict[str, Any]:
+    """The draft tokens of a run by proposer, and how many decodes had none, by reason."""
+    totals = draft_totals(record.cycles for record in records)
+    return {
+        "speculation": [as_object(total, "acceptance") for total in totals],
+        "undrafted": undrafted_counts(records),
+    }
+
+
+def cycles_object(record: StepRecord) -> dict[str, Any]:
+    """The draft tokens of a step by sequence and proposer, with the numbers accepted and emitted; and who had none."""
+    return {
+        "cycles": [as_object(cycle, *CYCLE_NUMBERS) for cycle in record.cycles],
+        "undrafted": [
+            {**undrafted._asdict(), "decision": plain(undrafted.decision), "why": explain_undrafted(undrafted)}
+            for undrafted in record.undrafted
+        ],
     }
 
 
@@ -113,6 +138,7 @@ def forward_objects(records: tuple[StepRecord, ...]) -> list[dict[str, Any]]:
                 "milliseconds": record.forward_ms,
                 **{name: first.get(name) for name in ("token_id", "text", "probability")},
                 "tokens": tokens,
+                **cycles_object(record),
             }
         )
     return objects

@@ -54,6 +54,9 @@ class Keys(Protocol):
         Keys that were typed before its end are discarded: they were meant for what was on the screen then.
         """
 
+    def muted(self) -> AbstractContextManager[None]:
+        """A context in which typed keys are neither echoed nor kept. Ctrl-C works."""
+
 
 def open_keys(console: Console) -> Keys:
     """The keys of the terminal that `console` draws on."""
@@ -107,6 +110,8 @@ class LineKeys:
         finally:
             with suppress(ImportError, ValueError):  # Windows has no termios; standard input may be closed
                 _discard_typed(sys.stdin.fileno())
+
+    muted = paused
 
 
 class TerminalKeys:
@@ -166,9 +171,19 @@ class TerminalKeys:
         try:
             yield
         finally:
-            self._pending = b""
             self._take()
-            _discard_typed(self._descriptor)
+            self._discard()
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._discard()
+
+    def _discard(self) -> None:
+        self._pending = b""
+        _discard_typed(self._descriptor)
 
     def _wait(self, timeout: float | None) -> str:
         """`input` if there is something to read, or `RESIZE`, or `TIMEOUT`."""

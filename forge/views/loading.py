@@ -5,7 +5,15 @@ so it is always announced, by a line where there is no terminal to draw on.
 """
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from forge.views.palette import ACCENT
 from forge.views.terminal import can_redraw
@@ -47,20 +55,23 @@ class LoadingBar:
             self._progress.refresh()
 
     def compiling(self, done: int, total: int) -> None:
-        """`done` of `total` kernels are compiled; called before each and after the last."""
+        """`done` of `total` kernels are compiled; called before each and after the last. One kernel can take half a
+        minute, so the elapsed time is drawn too, by a thread."""
         if not can_redraw(self._console):
             if done == 0:
                 self._console.print(COMPILING, highlight=False)
             return
         if done == 0 or self._progress is None:
             self.__exit__()
-            self._progress = self._new_progress(MofNCompleteColumn())
+            self._progress = self._new_progress(MofNCompleteColumn(), TimeElapsedColumn(), moves=True)
             self._task = self._progress.add_task(COMPILING, total=total)
         self._progress.update(self._task, completed=done)
         self._progress.refresh()
 
-    def _new_progress(self, amount: ProgressColumn) -> Progress:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(complete_style=ACCENT), amount)
-        progress = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
+    def _new_progress(self, *amount: ProgressColumn, moves: bool = False) -> Progress:
+        """moves: it is drawn anew several times a second, and not only when it is told of more."""
+        bar = BarColumn(20 if moves else 40, complete_style=ACCENT)
+        columns = (TextColumn("{task.description}", markup=False), bar, *amount)
+        progress = Progress(*columns, console=self._console, auto_refresh=moves, refresh_per_second=4, transient=True)
         progress.start()
         return progress

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from forge.trace.records import Spread, StepRecord
-from forge.trace.speculation_summary import draft_totals
+from forge.trace.speculation_summary import draft_totals, undrafted_counts
 from forge.views.formatting import count, ms, percent, plural, rate, size
 from forge.views.palette import GOOD, QUIET, TROUBLE
 from forge.views.summary import RunLabel, RunResult
@@ -36,7 +36,8 @@ def run_facts(result: RunResult) -> list[Fact]:
 
 
 def draft_facts(records: Sequence[StepRecord]) -> list[Fact]:
-    """For each proposer: how many of its draft tokens were accepted, by position, and the time that they took."""
+    """For each proposer: how many of its draft tokens were accepted, by position, and the time that they took. Then the
+    decodes without draft tokens, with the reasons."""
     drafts, facts = draft_totals(record.cycles for record in records), []
     for draft in drafts:
         positions = " ".join(f"{accepted / proposed * 100:.0f}" for accepted, proposed in draft.by_position)
@@ -49,7 +50,22 @@ def draft_facts(records: Sequence[StepRecord]) -> list[Fact]:
             facts.append(
                 (f"{one_line(draft.name)} won", f"{count(draft.won)} of {count(draft.cycles)} cycles, {gained}")
             )
-    return facts
+    plain = [f"{count(number)} {_UNDRAFTED[reason]}" for reason, number in undrafted_counts(records).items()]
+    return [*facts, ("plain decodes", ", ".join(plain))] if plain else facts
+
+
+_UNDRAFTED = {
+    "measures": "to know what one takes",
+    "loses": "because draft tokens did not pay",
+    "waits": "because draft tokens did not pay",
+    "cannot_win": "because even accepted draft tokens would not pay",
+    "no_proposal": "without a proposal",
+    "pauses": "in a pause after no proposals",
+    "no_room": "without room for draft tokens",
+    "last_token": "for the last token",
+    "not_wanted": "without proposers",
+}
+"""Why a decode had no draft tokens, as `undrafted_counts` calls it."""
 
 
 def spread_text(spread: Spread | None) -> str:

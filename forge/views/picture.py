@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 
-from forge.errors import ForgeError
+from forge.errors import file_error
 from forge.views.history import History
 from forge.views.run_summary import print_serving
 from forge.views.scheduler import scheduler_lines
@@ -42,7 +42,7 @@ def save_picture(console: ForgeConsole, path: Path, title: str = "forge") -> Non
     try:
         console.save_svg(str(path), title=title, code_format=_FORMAT)
     except OSError as error:
-        raise ForgeError(f"{path}: cannot write the picture: {error.strerror or error}") from None
+        raise file_error(f"{path}: cannot write the picture", error) from None
 
 
 def save_serving(path: Path, history: History) -> None:

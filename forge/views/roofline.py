@@ -43,7 +43,7 @@ def roofline(points: Sequence[Point], bytes_per_second: float, per_second: float
         marks[row, round((x - low) / (high - low) * (room - 1))] = (one.mark, one.style)
     labels = [_with_unit(10**top), *[""] * (_HEIGHT - 2), _with_unit(10**bottom)]
     edge = max(map(len, labels))
-    plot = [Text(f"{what} per second", QUIET)]
+    plot = [Text(f"{what} per second (log, log)", QUIET)]
     lines = line_plot([Curve(roof, QUIET)], top - bottom, room * 2, room, _HEIGHT)
     for row, (label, line) in enumerate(zip(labels, lines, strict=True)):
         cells = [marks.get((row, column), (character, QUIET)) for column, character in enumerate(line.plain)]

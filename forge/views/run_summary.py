@@ -12,13 +12,12 @@ from rich.text import Text
 
 from forge.trace.explain import class_name, explain_finish, explain_preempted, explain_request, explain_wait
 from forge.trace.records import StepRecord
-from forge.trace.speculation_summary import draft_totals
 from forge.trace.timeline import RequestTimeline
 from forge.trace.totals import STARVED, Percentiles, Totals, totals_of
 from forge.views.charts import sparkline, throughput_plot
 from forge.views.formatting import NOTHING, count, ms, percent, plural, rate
 from forge.views.history import History
-from forge.views.json_output import as_object, picked
+from forge.views.json_output import as_object, cycles_object, picked, speculation_object
 from forge.views.metrics import draft_facts, flowing
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.scheduler import chart_series
@@ -28,6 +27,9 @@ from forge.views.text import one_line
 
 _LONGEST_WAITS = 3
 _CHART_WIDTH = 60
+_WIDE = 64
+"""Columns from which the table of times has room for whole names."""
+_SHORT = {"queue": "queue", "first_token": "TTFT", "per_token": "TPOT", "end_to_end": "E2E"}
 _TIMES = (
     ("queue time", "queue"),
     ("time to first token", "first_token"),
@@ -45,7 +47,7 @@ def serving_object(
         **as_object(label),
         "totals": None if totals is None else totals_object(totals),
         "sequences": [request_object(one) for one in requests],
-        "speculation": [as_object(draft, "acceptance") for draft in draft_totals(record.cycles for record in records)],
+        **speculation_object(records),
         "steps": [step_object(record) for record in records],
     }
 
@@ -86,7 +88,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "admitted": [one.seq_id for one in record.admitted],
         "preempted": [one.seq_id for one in record.preempted],
         "finished": [one.seq_id for one in record.finished],
-        "cycles": [as_object(one, "target_positions", "draft_positions") for one in record.cycles],
+        **cycles_object(record),
     }
 
 
@@ -102,7 +104,7 @@ def print_serving(console: Console, history: History, requests: Sequence[Request
     for line in flowing(total_facts(totals, history.records), console.width):
         console.print(line)
     console.print()
-    print_table(console, times_table(totals))
+    print_table(console, times_table(totals, console.width))
     console.print()
     for line in charts_over_time(history, console.width):
         console.print(line)
@@ -194,12 +196,13 @@ def preemptions_text(totals: Totals) -> str:
     return f"{text}, {plural(totals.tokens_recomputed, 'token')} computed again ({percent(totals.recomputed_share)})"
 
 
-def times_table(totals: Totals) -> Table:
-    table = new_table()
-    table.add_column("milliseconds")
+def times_table(totals: Totals, width: int) -> Table:
+    """Percentiles of the requests' times; on a narrow screen with short names."""
+    narrow = width < _WIDE
+    table = new_table("ms" if narrow else "milliseconds")
     for name in ("p50", "p90", "p99", "max"):
-        table.add_column(name, justify="right", min_width=8)
-    for title, name in _TIMES:
+        table.add_column(name, justify="right", min_width=5 if narrow else 8, no_wrap=True)
+    for title, name in ((_SHORT[name], name) for _, name in _TIMES) if narrow else _TIMES:
         found: Percentiles | None = getattr(totals, name)
         values = (found.p50, found.p90, found.p99, found.maximum) if found else (None,) * 4
         table.add_row(Text(title, QUIET), *(ms(value) for value in values))

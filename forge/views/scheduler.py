@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from forge.reasons import NoBlocks, WaitReason
 from forge.trace.explain import (
     class_name,
     explain,
@@ -16,8 +17,9 @@ from forge.trace.explain import (
     explain_cycle,
     explain_finish,
     explain_preemption,
+    explain_undrafted,
 )
-from forge.trace.records import Execution, FinishRecord, ItemRecord, NoBlocks, StepRecord, WaitReason
+from forge.trace.records import Execution, FinishRecord, ItemRecord, StepRecord
 from forge.trace.totals import percentile
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
@@ -25,6 +27,8 @@ from forge.views.history import History, Moment
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.text import one_line, quoted
 
+_REASON_INDENT = 19
+"""Columns before the words of a reason: its sign and name, and the sequence."""
 QUESTION = "Who runs, who waits, and why?"
 CHART_STEPS = 400
 """Steps that the small charts look back on, at most."""
@@ -164,9 +168,10 @@ def reason_lines(record: StepRecord, width: int) -> list[Text]:
     lines += [_reason("−", "preempted", one.seq_id, explain_preemption(one), TROUBLE) for one in record.preempted]
     lines += [_reason("+", "admitted", one.seq_id, explain_admission(one), GOOD) for one in record.admitted]
     lines += [_reason("?", "guessed", one.seq_id, one_line(explain_cycle(one)), QUIET) for one in record.cycles]
+    lines += [_reason("·", "plain", who, text, QUIET) for who, text in undrafted_texts(record)]
     lines += [_reason("✓", "finished", one.seq_id, finish_text(one), ACCENT) for one in record.finished]
     lines += [_reason("✗", "refused", one.request_id, one_line(one.message), TROUBLE) for one in record.rejected]
-    return [_cut(line, width) for line in lines]
+    return [part for line in lines for part in _wrapped(line, width)]
 
 
 def wait_texts(record: StepRecord) -> list[tuple[int | str, str]]:
@@ -178,6 +183,14 @@ def wait_texts(record: StepRecord) -> list[tuple[int | str, str]]:
         (seq_ids[0] if len(seq_ids) == 1 else _several(seq_ids), explain(reason) + _judged(reason, record))
         for reason, seq_ids in together.items()
     ]
+
+
+def undrafted_texts(record: StepRecord) -> list[tuple[int | str, str]]:
+    """Which sequences were decoded without draft tokens, and why; those with the same reason together."""
+    together: dict[str, list[int]] = {}
+    for undrafted in record.undrafted:
+        together.setdefault(explain_undrafted(undrafted), []).append(undrafted.seq_id)
+    return [(seq_ids[0] if len(seq_ids) == 1 else _several(seq_ids), text) for text, seq_ids in together.items()]
 
 
 def _judged(reason: WaitReason, record: StepRecord) -> str:
@@ -246,6 +259,7 @@ def step_line(record: StepRecord) -> str:
         *(f"-{one.seq_id} {explain_preemption(one)}" for one in record.preempted),
         *(f"{who} {'waits' if isinstance(who, int) else 'wait'} {text}" for who, text in wait_texts(record)),
         *(f"{one.seq_id} guessed: {one_line(explain_cycle(one))}" for one in record.cycles),
+        *(f"{who} plain: {text}" for who, text in undrafted_texts(record)),
         *(f"{one.seq_id} finished {finish_text(one)}" for one in record.finished),
         *(f"{one_line(one.request_id)} refused: {one_line(one.message)}" for one in record.rejected),
     ]
@@ -259,6 +273,18 @@ def print_step_line(console: Console, record: StepRecord) -> None:
 def _reason(sign: str, name: str, who: int | str, text: str, style: str) -> Text:
     owner = sequence_style(who) if isinstance(who, int) else ""
     return Text.assemble((f"{sign} {name:<10} ", style), (f"{who!s:>4}", owner), f"  {text}", no_wrap=True)
+
+
+def _wrapped(line: Text, width: int) -> list[Text]:
+    """A line of a reason, broken at spaces; what does not fit stands below the reason's beginning."""
+    parts: list[Text] = []
+    while line.cell_len > width:
+        at = line.plain.rfind(" ", _REASON_INDENT + 1, width)
+        if at < 0:
+            break
+        parts.append(line[:at])
+        line = Text.assemble(" " * _REASON_INDENT, line[at + 1 :], no_wrap=True)
+    return [*parts, _cut(line, width)]
 
 
 def _cut(line: Text, width: int) -> Text:

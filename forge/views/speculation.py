@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from forge.trace.records import SpecCycle, StepRecord, TokenRecord
+from forge.trace.records import SpecCycle, StepRecord, TokenRecord, Undrafted
 from forge.views.palette import GOOD, QUIET
 from forge.views.text import neutralise
 
@@ -19,6 +19,7 @@ class Step:
     number: int
     tokens: tuple[TokenRecord, ...]
     cycles: tuple[SpecCycle, ...]
+    undrafted: tuple[Undrafted, ...] = ()
 
     @property
     def winner(self) -> SpecCycle | None:
@@ -39,7 +40,9 @@ class Step:
 
 
 def steps_of(records: Sequence[StepRecord]) -> list[Step]:
-    return [Step(number, record.tokens, record.cycles) for number, record in enumerate(records, start=1)]
+    return [
+        Step(number, record.tokens, record.cycles, record.undrafted) for number, record in enumerate(records, start=1)
+    ]
 
 
 def marked_text(steps: Sequence[Step], token_text: TokenText) -> Text:

@@ -11,8 +11,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from forge.engine.outputs import RequestOutput
+from forge.reasons import Phase
 from forge.trace.explain import explain_finish
-from forge.trace.records import Phase, Spread, StepRecord
+from forge.trace.records import Spread, StepRecord
 
 if TYPE_CHECKING:
     import numpy as np

@@ -69,9 +69,9 @@ class Terminal:
             self.press(key)
         return self.page
 
-    def wait_for(self, text: str) -> str:
-        """Read until `text` is on the page; returns the page."""
-        return self._wait(lambda: text in self.page, repr(text))
+    def wait_for(self, text: str, times: int = 1) -> str:
+        """Read until `text` is on the page, so many times; returns the page."""
+        return self._wait(lambda: self.page.count(text) >= times, repr(text))
 
     def _wait(self, arrived: Callable[[], bool], what: str) -> str:
         deadline = time.monotonic() + PATIENCE

@@ -11,8 +11,10 @@ from forge.backends.reference import ReferenceOperations
 from forge.book import bugs
 from forge.book.bug_runs import run_requests, run_with_and_without
 from forge.book.bugs import BUGS, BugRequest, bugs_of
+from forge.book.command_line import Given
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
+from forge.cli.chapters import with_given
 from forge.cli.run_control import load_model
 from forge.engine import sampling
 from forge.engine.sampler import Sampler
@@ -76,6 +78,17 @@ def test_the_command_shows_what_caught_a_bug(forge):
     assert max(map(len, found.out.splitlines())) <= 80
     facts = json.loads(forge("paged", "--bug", "decref-first", "--json").out)
     assert facts["caught_by"] == "invariant" and facts["step"] == 2 and facts["sound"] and facts["different"] == 1
+
+
+@pytest.mark.parametrize("words", [("--model", "/nonexistent"), ("--block-size", "8"), ("Once",)])
+def test_an_option_that_a_bugs_runs_would_ignore_is_refused(forge, words):
+    found = forge("paged", *words, "--bug", "freed-block")
+    assert found.status == 2 and found.out == "" and "leave " in found.err and found.err.count("\n") == 1
+
+
+def test_a_readers_options_reach_a_bugs_runs_only_where_these_take_them():
+    given = Given({"model": "mine.gguf", "threads": "1", "prompt": "The fox"})
+    assert with_given("forge paged --bug freed-block", given) == "forge paged --bug freed-block --threads 1"
 
 
 def test_a_bug_that_nothing_catches_is_a_failure(forge, monkeypatch):

@@ -222,3 +222,20 @@ def test_what_is_wrong_is_said_with_its_line(text, expected):
     with pytest.raises(ChapterError) as found:
         parse_chapter(text, "c.md")
     assert str(found.value).startswith(expected)
+
+
+def test_a_claim_and_a_run_may_have_a_condition():
+    text = "```forge run a\nforge naive\nif: not model.x\nelse: Left out.\n```\n\n```forge check\nSo.\n    a.ms > 0\n"
+    text += "if: a.lost\nelse: Not tested,\n    for once.\n```\n"
+    run, check, _ = parse_chapter(f"# T\n\n{text}").blocks
+    assert (run.condition, run.unclaimed) == ("not model.x", "Left out.")
+    assert (check.claims[0].condition, check.claims[0].unclaimed) == ("a.lost", "Not tested, for once.")
+    for part in ("else: Left out.\n", "if: a.lost\n", "lost"):
+        wrong = text.replace(part, "")
+        with pytest.raises(ChapterError):
+            parse_chapter(f"# T\n\n{wrong}")
+
+
+def test_an_expectation_says_what_is_said_where_it_does_not_hold():
+    with pytest.raises(ChapterError, match="has no 'otherwise"):
+        parse_chapter("# T\n\n```forge run a\nforge naive\n```\n\n```forge expect\nFast.\n    a.ms < 1\n```\n")

@@ -11,7 +11,6 @@ from forge.book.chapter import (
     ANSWER,
     GIVEN,
     Check,
-    Finding,
     Predict,
     Prose,
     Recap,
@@ -34,9 +33,8 @@ from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
 from forge.cli.run_control import INTERRUPTED
 from forge.errors import UsageError
-from forge.experiments import kernels
-from forge.views.formatting import NOTHING
 from forge.views.terminal import open_console
+from tests.book.claims import ill_formed, short_measurements
 from tests.views.records import terminal
 
 ENTRIES = entries()
@@ -50,18 +48,10 @@ each_chapter = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry
 
 
 @pytest.fixture
-def short(monkeypatch):
+def short():
     """Measurements that take no longer than they must."""
-    for name, value in {
-        "SHAPE_LAYERS": 1,
-        "ROUND_SECONDS": 0.0005,
-        "LIMIT_SECONDS": 0.01,
-        "ARRAY_BYTES": 1 << 22,
-    }.items():
-        monkeypatch.setattr(kernels, name, value)
-    monkeypatch.setattr("forge.cli.arrivals.TIMES", 1)
-    monkeypatch.setattr("forge.cli.run_control.REPEATS", 1)
-    monkeypatch.setattr("forge.experiments.batching.TURNS", 1)
+    with short_measurements():
+        yield
 
 
 def blocks(entry, kind) -> list:
@@ -75,25 +65,6 @@ def typed_commands(entry) -> list[str]:
     fenced += [command for recap in blocks(entry, Recap) for command in recap.commands]
     runs = {run.command for run in entry.chapter.runs()}
     return [line for line in dict.fromkeys(fenced) if line.startswith("forge ") and line not in runs]
-
-
-def ill_formed(text: str) -> str | None:
-    """What is wrong with a text as it is rendered, as far as a program can tell."""
-    faults = {
-        "a figure is missing": r"(?<!\d)–|\{\{|\bNone\b|\bnan\b|\binf\b",
-        "no sentence begins or ends so": r"^[a-z]|[^.?!:)`*]$",
-        "a full stop too many": r"\.\.(?!\.)|[,;] ?\.| [,.;]",
-        "singular and plural": r"(?<![\d.,])1 (?:tokens|rows|blocks|steps|requests|sequences|passes|forwards|times)\b",
-        "a word twice": r"\b(\w+) \1\b",
-    }
-    plain = " ".join(text.split())
-    return next((fault for fault, pattern in faults.items() if re.search(pattern, plain)), None)
-
-
-def test_a_text_that_is_not_well_formed_is_noticed():
-    assert not ill_formed("It took 4.0 ms, 1 step and 1.1 times as long. So (it is).")
-    assert ill_formed("It took – ms.") and ill_formed("It took 1 steps.") and ill_formed("It is is so.")
-    assert ill_formed("it is.") and ill_formed("It is") and ill_formed("It is..")
 
 
 def test_chapters_are_numbered_without_a_gap_and_each_is_a_command():
@@ -153,12 +124,18 @@ def test_pictures_fit_a_narrow_terminal(entry):
     assert not [line for line in shown if len(line) > COLUMNS]
 
 
+def complaints(err: str) -> list[str]:
+    """What was written to standard error beside the lines by which a benchmark says in a pipe what it does."""
+    said = re.compile(r"judges beside generations.*|many prompts in one forward|\d+ in, \d+ out, \d+ at once")
+    return [line for line in err.splitlines() if not said.fullmatch(line)]
+
+
 @each_chapter
 def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
     session = Session(entry.chapter, run_reported, model=model_facts())
     assert print_chapter(open_console(), entry.number, session) == 0
     out, err = capfd.readouterr()
-    assert err == "" and "\x1b" not in out and "{{" not in out
+    assert complaints(err) == [] and "\x1b" not in out and "{{" not in out
     assert max(map(len, out.splitlines())) <= 80
     for block in entry.chapter.blocks:
         for expression in expressions_of(block):
@@ -168,24 +145,12 @@ def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
             lines = lines_of(terminal(width), lambda console, step=step: draw_step(console, step, session))
             assert max(Text.from_ansi(line).cell_len for line in lines) <= width
     certain = [judged for check in blocks(entry, Check) if check.certain for judged in session.judge(check.claims)]
-    assert certain and all(judged.holds for judged in certain)
+    claimed = [judged for judged in certain if judged.holds is not None]  # the others name what this run cannot test
+    assert claimed and all(judged.holds for judged in claimed)
     assert all(session.verdict(predict) for predict in blocks(entry, Predict))
     for outcome in render_outcomes(entry.chapter, session.measured):
         assert outcome.text is not None, f"no facts lead to this outcome of {outcome.question!r}: {outcome.condition}"
         assert not ill_formed(outcome.text), f"{ill_formed(outcome.text)}: {outcome.text}"
-
-
-@pytest.mark.parametrize("entry", [ENTRIES[0], ENTRIES[1], ENTRIES[3], ENTRIES[4]], ids=lambda entry: entry.command)
-@pytest.mark.parametrize("shape", ["hash", "small"])
-def test_a_chapter_tells_the_truth_about_another_model(entry, shape, model, capfd, short):
-    given = Given({"model": "hash" if shape == "hash" else model})
-    session = Session(entry.chapter, run_reported, model=model_facts(given.values["model"]))
-    session.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
-    assert print_chapter(open_console(), entry.number, session) == 0
-    said = [session.fill(block.text) for block in blocks(entry, Prose)]
-    said += [session.finding(block) or "" for block in blocks(entry, Finding)]
-    said += [f"{session.verdict(block)} {session.explanation(block)}" for block in blocks(entry, Predict)]
-    assert not [text for text in said if NOTHING in text]
 
 
 @each_chapter
@@ -195,7 +160,7 @@ def test_every_command_that_a_reader_is_told_to_type_works(entry, capfd, short):
         status = main(shlex.split(line)[1:])
         out, err = capfd.readouterr()
         assert status == 0 or (status == DIFFERENT and "forge compare" in line), f"{line}: {err}"
-        assert out and err == ""
+        assert out and complaints(err) == []
 
 
 def test_a_chapter_may_be_opened_by_its_number(forge, small, short):

@@ -1,6 +1,7 @@
 """Blocks as lines: within the width, with and without colour."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from rich.text import Text
@@ -124,12 +125,15 @@ def test_a_check_says_what_holds(session):
     out = drawn(Check(claims, certain=True), session)
     assert "✓ It is 4.0." in out and "✗ Slow." in out and "· Who knows." in out
     assert "so this is a bug" in out and "a.ms" not in out
-    expectation = Check(claims, certain=False)
-    assert "options that you gave" in drawn(expectation, session)
-    session.loads[session.chapter.runs()[0]] = OtherLoad(1.5, 2)
-    assert "other programs kept the machine busy" in drawn(expectation, session)
     told = Check((Claim("Slow.", "a.ms > 9", "It took only {{a.ms:ms}} ms."),), certain=False)
     assert drawn(told, session) == "✗ Slow.\n  It took only 4.0 ms.\n"
+
+
+def test_a_claim_is_not_made_where_its_condition_does_not_hold(session):
+    claim = Claim("Nothing was lost.", "a.lost == 0", condition="a.ms > 9", unclaimed="Nothing ran in {{a.ms:ms}} ms.")
+    assert drawn(Check((claim,), certain=True), session) == "· Nothing was lost.\n  Nothing ran in 4.0 ms.\n"
+    met = replace(claim, condition="a.ms > 1", expression="a.ms == 4")
+    assert drawn(Check((met,), certain=True), session) == "✓ Nothing was lost.\n"
 
 
 def test_a_recap_says_what_to_remember_and_where_to_go_on(session):

@@ -1,7 +1,7 @@
 """The pager with keys from a list: which page is shown, and what each key does."""
 
 import re
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from rich.text import Text
@@ -47,7 +47,7 @@ class FakeKeys:
 
     def __init__(self, keys):
         self.keys = list(keys)
-        self.pauses = 0
+        self.is_muted = False
 
     def __enter__(self):
         return self
@@ -62,8 +62,13 @@ class FakeKeys:
         return key
 
     def paused(self):
-        self.pauses += 1
         return nullcontext()
+
+    @contextmanager
+    def muted(self):
+        self.is_muted = True
+        yield
+        self.is_muted = False
 
 
 class Reader:
@@ -80,23 +85,41 @@ class Reader:
 
     def run_command(self, command: str) -> Report:
         self.commands.append(command)
+        self.was_muted = self.keys.is_muted
         if "wrong" in command:
             raise UsageError("no such option")
         return Report({"ms": 7.0 * len(self.commands)}, lambda console: console.print(Text("the report")))
 
-    def read(self, *keys, page: int = 0, height: int = 24, resumes: bool = False) -> list[str]:
+    def read(self, *keys, page: int = 0, height: int = 24, resumes: bool = False, text: str = TEXT) -> list[str]:
         """The pages that were shown, without escape codes."""
-        console = terminal(80, height)
-        self._monkeypatch.setattr(pager, "open_keys", lambda console: FakeKeys(keys))
-        self._monkeypatch.setattr(pager, "read_line", lambda prompt, prefill="": self.lines.pop(0))
-        session = Session(parse_chapter(TEXT), self.run_command)
-        shell = self.shell_lines.append
-        made = Pager(console, self.entry, session, self.progress, shell)
         if resumes:
             self.progress = load_progress()
-            made = Pager(console, self.entry, session, self.progress, shell)
-            made.resume()
-        self.status = made.read(page)
+        opened = self._open(keys, height, text)
+        if resumes:
+            opened.resume()
+        self.status = opened.read(page)
+        return self._screens()
+
+    def choose(self, *keys, given: str | None = None) -> list[str]:
+        """The pages that a reader sees who names the chapter again, after the page that asks where to begin."""
+        self.progress = load_progress()
+        opened = self._open(keys, 24, TEXT)
+        if given is not None:
+            self.session.commands = dict.fromkeys(self.session.chapter.runs(), given)
+        page = opened.choose_page(self.progress.pages["naive"])
+        if page is not None:
+            opened.read(page)
+        return self._screens()
+
+    def _open(self, keys, height: int, text: str) -> Pager:
+        self._console, self.keys = terminal(80, height), FakeKeys(keys)
+        self._monkeypatch.setattr(pager, "open_keys", lambda console: self.keys)
+        self._monkeypatch.setattr(pager, "read_line", lambda prompt, prefill="": self.lines.pop(0))
+        self.session = Session(parse_chapter(text), self.run_command)
+        return Pager(self._console, self.entry, self.session, self.progress, self.shell_lines.append)
+
+    def _screens(self) -> list[str]:
+        console = self._console
         screens = re.split(r"\x1b\[H\x1b\[2J|\x1b\[2J\x1b\[H", written(console))
         return [re.sub(r"\x1b\[[0-9;]*m", "", screen).strip("\n") for screen in screens if screen]
 
@@ -121,12 +144,12 @@ def test_back_on_the_first_page_stays(reader):
 def test_a_page_has_its_title_its_text_and_its_keys(reader):
     page = reader.read("q")[0]
     assert page.startswith("── 1 · T ───") and "Page one." in page
-    assert page.endswith("[n]ext  [b]ack  [:] your own command  [q]uit")
+    assert page.endswith("[n]ext  [b]ack  [:] command  [:?WORD] glossary  [?] keys  [q]uit")
 
 
 def test_going_past_the_last_page_ends_the_chapter(reader):
-    pages = reader.read("n", "n", "n", "n", "n", page=1)
-    assert places(pages) == ["2", "3", "3", "4", "5"] and "[n] ends the chapter" in pages[-1]
+    pages = reader.read("n", "n", "n", "n", "n", "n", page=1)
+    assert places(pages) == ["2", "2", "3", "3", "4", "5"] and "[n] ends the chapter" in pages[-1]
     assert reader.status == 0 and load_progress().finished == {"naive"}
 
 
@@ -145,8 +168,69 @@ def test_an_answer_that_is_none_is_asked_for_again(reader):
     assert "That should be" not in pages[4] and "You said 7. It is 7: your guess was exact." in pages[-1]
 
 
+CHOICES = """# 1 · T
+
+```forge predict
+Which?
+
+- this one, if a.ms > 100
+- that one, otherwise
+```
+
+```forge predict
+How long?
+
+answer: {{a.ms:.0f}}
+```
+
+```forge run a
+forge naive --only run
+```
+"""
+
+
+def test_a_choice_waits_for_enter_so_the_next_question_is_asked_too(reader):
+    _, typed, second, *_ = reader.read("2", "enter", "7", "enter", "q", text=CHOICES)
+    assert "Your guess: 2▌" in typed and "[Enter] answers" in typed and "Which?" in typed
+    assert "How long?" in second and "Your guess: ▌" in second
+    assert [guess.text for guess in reader.session.guesses.values()] == ["2", "7"]
+
+
+@pytest.mark.parametrize("key", ["n", "enter", "space", "right"])
+def test_a_key_that_would_pass_a_question_is_asked_back_once(reader, key):
+    asked, asked_back, passed, *_ = reader.read(key, key, "q", text=CHOICES)
+    assert "Which?" in asked and "Which?" in asked_back and "the same key again goes on without one" in asked_back
+    assert "How long?" in passed and "goes on without one" not in passed
+
+
+def test_another_key_in_between_asks_again(reader):
+    pages = reader.read("n", "escape", "n", "q", text=CHOICES)
+    assert all("Which?" in page for page in pages)
+
+
+@pytest.mark.parametrize("key", ["?", "h"])
+def test_the_keys_are_listed(reader, key):
+    page = reader.read(key, "x", "q")[1]
+    assert ":?WORD" in page and "quit; forge next goes on at this page" in page
+
+
+def test_a_reader_who_names_a_chapter_is_asked_whether_to_go_on(reader):
+    reader.read("n", "7", "enter", "q")
+    asked, page = reader.choose("n", "q")
+    assert "You left this chapter on page 3 of 5." in asked and places([page]) == ["3"] and "You said 7." in page
+    assert reader.commands == ["forge naive --only run"], "what the session before measured is still there"
+    assert places(reader.choose("x", "b", "q")[1:]) == ["1"]
+    assert len(reader.choose("q")) == 1 and load_progress().pages == {"naive": 0}
+
+
+def test_other_options_than_before_run_again(reader):
+    reader.read("n", "7", "enter", "q")
+    reader.choose("n", "q", given="forge naive --only run -m other")
+    assert reader.commands == ["forge naive --only run", "forge naive --only run -m other"]
+
+
 def test_passing_gives_the_answer_without_a_guess(reader):
-    assert "It is 7.\nBecause." in reader.read("n", "enter", "q")[-1]
+    assert "It is 7.\nBecause." in reader.read("n", "enter", "enter", "q")[-1]
 
 
 def test_an_answered_question_can_be_looked_at_again(reader):
@@ -154,8 +238,9 @@ def test_an_answered_question_can_be_looked_at_again(reader):
     assert "You said 7." in page and "Your guess" not in page
 
 
-def test_a_run_happens_once(reader):
-    reader.read("n", "n", "n", "b", "n", "b", "q")
+def test_a_run_happens_once_and_what_is_typed_meanwhile_is_not_echoed(reader):
+    reader.read("n", "n", "n", "n", "b", "n", "b", "q")
+    assert reader.was_muted
     assert reader.commands == ["forge naive --only run"]
 
 
@@ -200,7 +285,7 @@ def test_a_term_is_looked_up(reader):
 def test_the_last_page_has_the_score_and_where_to_go_on(reader):
     page = reader.read("n", "7", "enter", "n", "n", "q")[-1]
     assert "Your predictions: 1 of 1 right, or within a factor of 1.5." in page
-    assert "Your predictions" not in reader.read("n", "enter", "n", "n", "q")[-1]
+    assert "Your predictions" not in reader.read("n", "enter", "enter", "n", "n", "q")[-1]
 
 
 def test_a_session_goes_on_without_running_anything_again(reader):
@@ -214,7 +299,7 @@ def test_a_session_goes_on_without_running_anything_again(reader):
 
 
 def test_a_session_that_cannot_be_read_begins_anew(reader):
-    reader.read("n", "n", "q")
+    reader.read("n", "n", "n", "q")
     reader.progress.session = {**reader.progress.session, "runs": [{"command": "forge naive --only run"}]}
     save_progress(reader.progress)
     reader.read("q", page=2, resumes=True)

@@ -143,3 +143,13 @@ def test_a_run_that_does_not_tell_gives_no_verdict():
 def test_claims_hold_or_do_not_or_cannot_be_told():
     claims = [Claim("", "a.ms > 1"), Claim("", "a.ms > 10"), Claim("", "a.other")]
     assert [judged.holds for judged in session(ms=4.0).judge(claims)] == [True, False, None]
+
+
+def test_what_depends_on_a_run_that_is_left_out_is_left_out_too():
+    text = '# T\n\n```forge run a\nforge naive\nif: not "model" in given\nelse: Yours.\n```\n'
+    text += "\nIt took {{a.ms}}.\n\n## Next\n"
+    made = Session(parse_chapter(text), lambda command: Report({"ms": 1}, lambda console: None))
+    assert made.unperformed(made.steps()) and len(made.steps()) == 3
+    made.given = ("model",)
+    assert not made.unperformed(made.steps())
+    assert [type(block).__name__ for step in made.steps() for block in step] == ["Run", "Prose", "Recap"]

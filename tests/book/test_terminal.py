@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from forge.book.progress import load_progress
 from tests.book.terminal import Terminal
 from tests.cli.conftest import environment, start
 from tests.small_models import write_small_qwen3
@@ -26,7 +27,8 @@ def test_reading_predicting_and_stopping(naive):
         terminal.press_until("Your guess: ▌", " ")
         assert "Your guess: 3▌" in terminal.press("3")
         assert "  1  attention" in terminal.press("\r")
-        assert "$ forge naive Once 12 --only run" in terminal.press("2")
+        assert "Your guess: 2▌" in terminal.press("2")
+        assert "$ forge naive Once 12 --only run" in terminal.press("\r")
         terminal.press_until("You said 3")
         terminal.press_until("You said 2")
         assert "Your guess" not in terminal.press_until("Predict", "b")
@@ -76,9 +78,14 @@ def test_keys_that_were_typed_before_a_run_ended_do_nothing(naive):
     with Terminal(*naive) as terminal:
         terminal.wait_for("[q]uit")
         terminal.press_until("Your guess: ▌", " ")
-        assert "Where does the time of a" in terminal.press("\r")
-        terminal.send("\rqq")
+        terminal.press("n")
+        assert "Where does the time of a" in terminal.press("n")
+        terminal.press("n")
+        terminal.send("n")
+        terminal.wait_for("$ forge naive")
+        terminal.send("qqqZZZ")
         terminal.wait_for("[a]gain")
+        assert "ZZZ" not in terminal.written
         assert "[q]uit" in terminal.press("n")
         terminal.send("q")
         assert terminal.finish() == 0 and terminal.is_sane()
@@ -131,6 +138,10 @@ def test_the_reader_is_brought_back_to_the_page_that_was_left(naive, state_home)
         assert " 2 / " in page and "From text to numbers" in page
         terminal.send("q")
         assert terminal.finish() == 0
+    with Terminal(*naive) as terminal:
+        assert "You left this chapter on page 2 of" in terminal.wait_for("[q]uit")
+        terminal.send("q")
+        assert terminal.finish() == 0
     with Terminal("chapters") as terminal:
         assert terminal.finish() == 0 and "page 2 of" in terminal.page
 
@@ -163,10 +174,12 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_pages_one_after_another(nai
         assert "\x1b" not in terminal.written and terminal.written.count("── 1 · ") == 3
 
 
-def test_no_pause_runs_straight_through_on_a_terminal(naive):
+def test_no_pause_runs_straight_through_on_a_terminal_and_finishes_the_chapter(naive, state_home):
     with Terminal(*naive, "--no-pause") as terminal:
         assert terminal.finish() == 0 and terminal.is_sane()
         assert "References" in terminal.written and "[q]uit" not in terminal.written
+        assert "forge next goes on with chapter 2, forge kv-cache." in terminal.written
+    assert load_progress().finished == {"naive"}
 
 
 def test_without_a_terminal_to_read_keys_from_it_does_not_wait(naive):

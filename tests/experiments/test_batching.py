@@ -6,7 +6,7 @@ import pytest
 
 from forge.cli.main import main
 from forge.errors import UsageError
-from forge.experiments.batching import parse_budgets
+from forge.experiments.batching import parse_numbers
 
 
 def test_a_budget_bounds_the_rows_between_two_tokens_and_whole_prompts_do_not(capfd):
@@ -19,12 +19,25 @@ def test_a_budget_bounds_the_rows_between_two_tokens_and_whole_prompts_do_not(ca
 
 
 @pytest.mark.parametrize("text", ["", "32,", "0", "-1", "32;64", "many"])
-def test_budgets_that_are_no_numbers_are_refused(text):
+def test_budgets_and_loads_that_are_no_numbers_are_refused(text):
     with pytest.raises(UsageError, match="such as 32,128"):
-        parse_budgets(text)
+        parse_numbers(text, "--budgets", "32,128")
 
 
 def test_the_table_of_budgets_fits_80_columns(capfd):
     assert main(["batching", "--only", "run", "--budgets", "32", "-m", "hash"]) == 0
     out = capfd.readouterr().out
     assert "whole prompts" in out and max(map(len, out.splitlines())) <= 80
+
+
+def test_requests_wait_longer_as_the_load_grows_and_alike_on_every_machine(capfd):
+    facts = []
+    for _ in range(2):
+        assert main(["batching", "--only", "run", "--loads", "95,50", "-m", "hash", "-n", "60", "--json"]) == 0
+        facts.append(json.loads(capfd.readouterr().out))
+    queued = [[run["waited_steps"] for run in found["runs"]] for found in facts]
+    assert queued[0] == queued[1], "steps do not depend on the machine"
+    idle, loaded = facts[0]["runs"]
+    assert (idle["load"], loaded["load"]) == (50, 95)
+    assert idle["waited_steps"]["p50"] == 0 and loaded["waited_steps"]["p99"] > idle["waited_steps"]["p99"] + 5
+    assert loaded["busy_slots"] > 1.3 * idle["busy_slots"] and loaded["busy_slots"] <= facts[0]["slots"]

@@ -58,7 +58,7 @@ def test_the_screen_holds_every_run_within_its_width(width):
         "what does a forward wait for",
         "13.0",
         "3.0 eager",
-        "0.6 graph",
+        "0.60 graph",
         "prefill 64 tokens",
         "decode 1 token",
     ):
@@ -67,7 +67,7 @@ def test_the_screen_holds_every_run_within_its_width(width):
 
 def test_the_sentences_compare_with_the_floor_and_between_launches():
     said = " ".join(measured_sentences(MEASURED))
-    assert "Reading every weight once takes 0.3 ms" in said
+    assert "Reading every weight once takes 0.30 ms" in said
     assert "5.0 x as fast" in said
     assert "same 16 tokens" in said
 

@@ -87,14 +87,6 @@ def test_a_model_that_no_cache_holds_is_not_said_to_be_in_one():
     assert "More than memory" not in written(console)
 
 
-def test_what_a_pass_did_is_what_the_machine_can_do_at_least():
-    quick, small = measured("large", 100_000_000, {1: 1.0, 8: 1.0}), measured("small", 10_000_000, {1: 0.1})
-    assert LIMITS.or_better(quick.reached).or_better(small.reached) == Limits(100e9, 1000e9)
-    best = LIMITS.or_better(quick.reached)
-    assert all(found.against(best).share <= 1 for found in quick.passes)
-    assert small.reached.bytes_per_second == 0
-
-
 def test_the_last_cache_is_the_largest_that_the_system_names(tmp_path):
     for index, text in enumerate(("32K\n", "1024K\n", "32768K\n")):
         (tmp_path / f"index{index}").mkdir()

@@ -44,3 +44,11 @@ def test_a_model_of_ones_own_is_measured_beside_those_that_are_made_up(tmp_path,
     assert [model.name for model in models] == ["random-q8_0", "small"]
     assert [found.context for found in models[0].long_passes] == list(kernels.CONTEXTS)
     assert [found.context for found in models[1].long_passes] == [16]
+
+
+def test_the_roof_is_measured_apart_from_the_passes_that_are_held_against_it(tmp_path, short, monkeypatch):
+    low = kernels.Limits(1.0, 2.0)
+    monkeypatch.setattr(kernels, "_limits", lambda threads: [low])
+    path = write_small_qwen3(tmp_path / "small.gguf", max_position_embeddings=20)
+    result = kernels.run(path, threads=1)
+    assert result.limits == low and max(found.products_per_second for found in result.models[0].passes) > 2.0

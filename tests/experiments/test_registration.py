@@ -41,7 +41,7 @@ def test_an_experiments_help_is_its_docstring():
     assert doc.startswith(experiments.summaries()["kv-cache"]) and "forge kv-cache --only run" in doc
 
 
-@pytest.mark.parametrize("name", ["temperature.py", "11_temperature.md"])
+@pytest.mark.parametrize("name", ["temperature.py", "13_temperature.md"])
 def test_the_example_is_shown_as_it_is(name):
     shown = (ROOT / "chapters" / "reference" / "extending.md").read_text(encoding="utf-8")
     assert (EXAMPLE / name).read_text(encoding="utf-8") in shown
@@ -49,7 +49,7 @@ def test_the_example_is_shown_as_it_is(name):
 
 def test_the_example_is_a_command_after_the_others():
     listed = with_example("--help")
-    assert listed.index("10. The same prompt") < listed.index("11. Temperature: how far")
+    assert listed.index("12. ") < listed.index("13. Temperature: how far")
 
 
 def test_the_examples_experiment_runs_alone():

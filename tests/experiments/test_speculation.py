@@ -15,7 +15,7 @@ from forge.experiments.speculation import (
     speculation_object,
     steps_of,
 )
-from forge.trace.records import ItemRecord, SpecCycle, SpecDecision, StepRecord, TokenRecord, TokenVerdict
+from forge.trace.records import ItemRecord, SpecCycle, SpecDecision, StepRecord, TokenRecord, TokenVerdict, Undrafted
 from forge.trace.speculation_summary import SpeculationSummary
 from forge.views.json_output import to_json
 from forge.views.screen import draw
@@ -72,7 +72,7 @@ def test_a_cycle_says_why_the_run_ended_where_it_did():
     assert '2 of 2  and the target adds " a" (p 0.50)' in line(whole)
     assert '" tall" is rejected (kept below 0.10 / 0.50, it drew 0.73); drawn instead: " a"' in line(drawn)
     assert 'the target draws " a" (p 0.50), not " tall" (p 0.10)' in line(looked_up)
-    assert line(mismatch).endswith("0.2 + 0.4 ms")
+    assert line(mismatch).endswith("0.20 + 0.40 ms")
 
 
 def test_a_text_that_ends_in_a_run_is_said_to():
@@ -96,7 +96,7 @@ def test_switching_off_and_on_is_told_with_its_reason():
 
 def test_one_that_never_begins_is_told_too():
     never = SpecDecision(0, "cannot_win", 0.4, None, retry_in=64)
-    record = replace(step(2, 1, 0.3), cycles=(SpecCycle(7, "little", 9, (), (), (), 0.0, 0.3, never),))
+    record = replace(step(2, 1, 0.3), undrafted=(Undrafted(7, "off", 64, never),))
 
     (told,) = decisions_told(steps_of([record]))
     assert "even draft tokens that are all accepted would not pay" in told and "64 tokens" in told

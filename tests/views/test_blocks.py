@@ -7,10 +7,10 @@ import pytest
 
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
+from forge.reasons import Deferred
 from forge.trace.records import (
     AdmitRecord,
     CacheRecord,
-    Deferred,
     FinishRecord,
     ItemRecord,
     PreemptRecord,

@@ -45,4 +45,16 @@ def test_a_message_that_is_never_finished_ends_its_line(monkeypatch, end):
     else:
         with pytest.raises(KeyboardInterrupt):
             ChatView(console, LABEL).ask()
-    assert console.file.getvalue() == "\n"
+    assert [line for line in console.file.getvalue().splitlines() if "line cleared" not in line] == [""] * (
+        1 if end is EOFError else 2
+    )
+
+
+def test_ctrl_c_in_a_pipe_ends_the_conversation_at_once(monkeypatch):
+    def ends(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", ends)
+    with pytest.raises(KeyboardInterrupt):
+        ChatView(console := piped(), LABEL).ask()
+    assert written(console) == ""

@@ -94,14 +94,14 @@ def test_a_token_that_differs_is_reported_with_its_margin():
     assert clear.margin.margins == pytest.approx((2.5, 2.5))
     out = shown(clear)
     assert not clear.margin.is_near_tie
-    assert "✗ the tokens differ" in out and "2.5 on off and 2.5 on on apart" in out
+    assert "✗ the tokens differ" in out and "apart by 2.5 on either side" in out
     assert comparison_object(clear)["margin"]["apart"] == pytest.approx(2.5)
 
 
 def test_a_margin_within_what_the_logits_differ_by_anyway_is_a_near_tie():
     close = differing_at(4, margin=0.015, moved=0.01)
     assert comparison_object(close)["margin"]["near_tie"]
-    assert "a near tie: the two tokens' logits are 0.015 on off" in shown(close)
+    assert "a near tie: the two tokens' logits are apart by 0.015 on either side" in shown(close)
     assert not close.identical
 
 

@@ -4,9 +4,10 @@ from forge.views import formatting
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(None, "–"), (0.0, "0.0"), (0.04, "0.04"), (1.94, "1.9"), (1234.56, "1,234.6")]
+    ("value", "shown"),
+    [(None, "–"), (0.0, "0.0"), (0.042, "0.042"), (0.24, "0.24"), (0.97, "1.0"), (1.94, "1.9"), (1234.56, "1,234.6")],
 )
-def test_milliseconds_have_one_decimal(value, shown):
+def test_milliseconds_have_one_decimal_and_below_1_two_significant_digits(value, shown):
     assert formatting.ms(value) == shown
 
 

@@ -68,7 +68,7 @@ def test_the_block_names_every_figure():
         "KV held",
     ):
         assert any(line.startswith(name + " ") for line in out.splitlines()), name
-    assert "per forward ms" in out and "min 0.6  median 0.6  max 1.9  mean 0.9  (n=5)" in out
+    assert "per forward ms" in out and "min 0.60  median 0.60  max 1.9  mean 0.86  (n=5)" in out
     assert "NumPy float32" in out
 
 

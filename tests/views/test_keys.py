@@ -105,6 +105,15 @@ def test_what_was_typed_before_a_pause_ended_is_discarded(ours):
         assert keys.read_key(timeout=5) == "x"
 
 
+def test_what_is_typed_while_muted_is_neither_echoed_nor_kept(ours):
+    with TerminalKeys(ours.theirs) as keys:
+        with keys.muted():
+            ours.type(b"qq\n")
+            assert select.select([ours.theirs], [], [], 5)[0]
+            assert not select.select([ours.ours], [], [], 0.05)[0], "the terminal wrote what was typed"
+        assert keys.read_key(timeout=0) == TIMEOUT
+
+
 def test_lines_that_were_typed_before_a_pause_ended_are_discarded(ours, monkeypatch):
     with open(ours.theirs, closefd=False) as stream:
         monkeypatch.setattr("sys.stdin", stream)

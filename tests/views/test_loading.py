@@ -1,3 +1,5 @@
+import time
+
 from forge.views.loading import WORTH_A_BAR, LoadingBar
 from tests.views.records import piped, terminal, written
 
@@ -32,3 +34,12 @@ def test_the_bar_is_taken_away_when_loading_fails():
     except RuntimeError:
         pass
     assert written(console).rfind("\x1b[?25h") > 0
+
+
+def test_the_time_moves_while_a_single_kernel_is_compiled():
+    console = terminal()
+    with LoadingBar(console, "big") as bar:
+        bar.compiling(0, 11)
+        drawn = written(console)
+        time.sleep(1.2)
+        assert "0/11" in drawn and "0:00:01" in written(console)[len(drawn) :]

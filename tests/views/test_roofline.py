@@ -21,5 +21,5 @@ def test_a_mark_lies_where_its_intensity_and_rate_are_and_is_named_once():
 
 def test_the_axes_say_what_they_measure():
     plot = picture(Point("a", "it", 1, 50e9))
-    assert plot[0] == "products per second" and "products per byte" in plot[-2] and "500 G ┤" in plot[1]
+    assert plot[0] == "products per second (log, log)" and "products per byte" in plot[-2] and "500 G ┤" in plot[1]
     assert max(map(len, picture(Point("a", "it", 1, 50e9), width=40))) <= 40

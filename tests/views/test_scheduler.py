@@ -6,21 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.text import Text
 
+from forge.reasons import Deferred, MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted
 from forge.trace.explain import explain
-from forge.trace.records import (
-    Deferred,
-    Execution,
-    FinishRecord,
-    ItemRecord,
-    MaxNumSeqs,
-    NoBlocks,
-    NoBudget,
-    PoolExhausted,
-    SpecCycle,
-    StepRecord,
-    TokenVerdict,
-    WaitRecord,
-)
+from forge.trace.records import Execution, FinishRecord, ItemRecord, SpecCycle, StepRecord, TokenVerdict, WaitRecord
 from forge.views.history import History
 from forge.views.picture import save_serving
 from forge.views.run_live import serving_view
@@ -33,15 +21,15 @@ from forge.views.scheduler import (
 )
 from forge.views.terminal import open_console
 from tests.trace.runs import crowded
-from tests.views.records import LABEL, piped, terminal, written
+from tests.views.records import LABEL, piped, step, terminal, written
 
 RUN = crowded()
 
 
 def history(steps: tuple[StepRecord, ...] = RUN.steps) -> History:
     found = History(LABEL, 3)
-    for step in steps:
-        found.feed(step)
+    for record in steps:
+        found.feed(record)
     found.end(RUN.ends)
     return found
 
@@ -143,7 +131,7 @@ def test_guesses_are_shown_with_their_acceptance_and_the_rollback_in_both_caches
         assert "decode 1 seq + 4 guesses" in text and "small 1 of 4; KV 9 > 14 > 11; 0.5 + 1.0 ms" in text
     console, own = piped(), history((*RUN.steps[:3], record))
     print_serving(console, own, own.requests())
-    assert "small guesses 1 of 4 accepted (25 %; by position 100 0 0 0), 0.5 ms" in written(console)
+    assert "small guesses 1 of 4 accepted (25 %; by position 100 0 0 0), 0.50 ms" in written(console)
     found = serving_object(LABEL, own.records, own.requests())
     assert found["speculation"][0]["accepted"] == 1
     assert found["steps"][3]["cycles"][0]["target_positions"] == [
@@ -248,3 +236,14 @@ def test_fragmentation_and_sharing_are_in_step_lines_the_closing_table_and_json(
     assert "shared 6 % on average, 25 % at most" in written(console)
     found = serving_object(LABEL, own.records, own.requests())
     assert found["steps"][3]["sharing"] == 0.25 and found["totals"]["sharing_max"] == 0.25
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_cycle_is_shown_whole_on_a_narrow_screen(width):
+    verdict = TokenVerdict(5, False, 6, 0.1)
+    cycle = SpecCycle(7, "tales-draft-q8_0", 9, (5, 6, 7, 8), (verdict,), (6,), 65.5, 22.2, draft_cached=(0, 15))
+    record = replace(step(2, 1, 0.3), cycles=(cycle,))
+    lines = reason_lines(record, width)
+    assert max(line.cell_len for line in lines) <= width
+    told = " ".join(" ".join(line.plain for line in lines).split())
+    assert told == "? guessed 7 tales-draft-q8_0 0 of 4; KV 8 > 13 > 9, draft's 0 > 15 > 9; 65.5 + 22.2 ms"

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from forge.trace.records import FinishRecord, PoolExhausted
+from forge.reasons import PoolExhausted
+from forge.trace.records import FinishRecord
 from forge.views.json_output import run_object
 from forge.views.summary import RunResult
 from tests.trace.runs import crowded

@@ -1,4 +1,4 @@
-"""11. Temperature: how far does a drawn text follow the likeliest one?
+"""13. Temperature: how far does a drawn text follow the likeliest one?
 
 [dim]forge temperature --only run "Once upon a time" 32[/dim]
 """

@@ -25,8 +25,8 @@ from forge.errors import UsageError
 from forge.experiments.bench import kit
 from forge.experiments.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.model.catalog import resolve_model
+from forge.model.loader import open_weights
 from forge.model.synth import SHAPES, default_file_name, synth
-from forge.model.weight_source import open_weights
 from forge.views.screen import Part, Table, fill, title, trouble
 from forge.views.text import one_line
 

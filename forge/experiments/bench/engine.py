@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.arguments import Takes, command, was_given
+from forge.cli.arguments import Takes, command, make, stated
 from forge.engine_args import EngineArgs
-from forge.errors import UsageError
 from forge.experiments.batching import measure_ways
 from forge.experiments.bench import kit
+from forge.needs import check_needs
 from forge.views.report import Report
 from forge.workload.ways import How
 
@@ -25,7 +25,7 @@ def bench_engine(
     batch: Annotated[str, typer.Option(help="Sequences at once, with commas.")] = "4,16",
     *,
     engine: Annotated[
-        EngineArgs, Takes("model kv device threads num_blocks speculate draft k", kv="paged", speculate="off")
+        EngineArgs, Takes("model kv device threads num_blocks speculate draft k", kv="paged", unmade=True)
     ],
     reps: Annotated[int, typer.Option(help="Turns of each way; the median counts.")] = 3,
 ) -> Report:
@@ -40,11 +40,11 @@ def bench_engine(
     """
     sizes = kit.numbers(batch, "--batch", "numbers of sequences", "4,16")
     kit.at_least_one(reps=reps)
-    if engine.draft and not was_given(ctx, "speculate"):
-        engine = replace(engine, speculate="draft")
+    values, given, spelled = stated(ctx, ctx.params)
+    values["speculate"] = values["speculate"] or ("draft" if values["draft"] else "off")
+    check_needs(values, given, spelled)
+    engine = make(EngineArgs, values)
     guesses = engine.speculate != "off"
-    if was_given(ctx, "k") and not was_given(ctx, "speculate") and not guesses:
-        raise UsageError("--k means nothing without guesses: give --speculate draft or ngram too, or leave it out")
     hows: tuple[How, ...] = ("static", "continuous", "speculative") if guesses else ("static", "continuous")
     ways: list[tuple[How, int]] = [("sequential", 1), *((how, size) for size in sizes for how in hows)]
     engine = replace(engine, speculate_fixed=guesses)

@@ -51,7 +51,8 @@ def measure(kv: str, sequences: int, steps: int) -> Facts:
     """The microseconds of a decode step. Every sequence's prompt is its own: nothing is shared."""
     max_tokens = steps + sequences + 1  # prompts are computed one after another, and none may end before the last step
     length = PROMPT_TOKENS + max_tokens
-    llm = LLM("hash", kv=kv, max_num_seqs=sequences, max_model_len=length, num_blocks=sequences * (length // 16 + 1))
+    num_blocks = None if kv == "off" else sequences * (length // 16 + 1)
+    llm = LLM("hash", kv=kv, max_num_seqs=sequences, max_model_len=length, num_blocks=num_blocks)
     prompts = np.random.default_rng(0).integers(0, 256, (sequences, PROMPT_TOKENS)).tolist()
     run = llm.start(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     while any(one.num_output_tokens == 0 for one in llm.engine.scheduler.unfinished()):

@@ -52,7 +52,7 @@ def benchmark(screen: Callable[[Facts], Iterable[Part]]) -> Callable[[Callable[.
         found = signature(measure, eval_str=True)
 
         def run(**given: Any) -> Report:
-            with progress_line() as say:
+            with progress_line(lines=True) as say:
                 facts = {"machine": machine.cpu_model()} | last_of(measure(say, **given))
             status = INTERRUPTED if facts.get("interrupted") else int(not facts.get("identical", True))
             return report(plain(facts), lambda: screen(facts), status)

@@ -30,7 +30,7 @@ def screen(facts: Facts) -> Iterator[Part]:
 @kit.benchmark(screen)
 def bench_prefix_planning(
     say: Progress,
-    engine: Annotated[EngineArgs, Takes("model device threads num_blocks")],
+    engine: Annotated[EngineArgs, Takes("model device threads num_blocks", kv="prefix")],
     requests: Annotated[int, option("All at once.", "--requests", "-n")] = 64,
     rubric_tokens: Annotated[
         list[int] | None, option("Tokens that all begin with; may be repeated.", default="100, 400, 1000")
@@ -44,7 +44,7 @@ def bench_prefix_planning(
     """
     rubrics = rubric_tokens or (100, 400, 1000)
     kit.at_least_one(rubric_tokens=min(rubrics), requests=requests, item_tokens=item_tokens, reps=reps)
-    llm = load_model(engine, kv="prefix")
+    llm = load_model(engine)
     maker = kit.PromptMaker(llm)
     engines = {name: llm.new_engine(prefix_planning=planning) for name, planning in (("off", False), ("on", True))}
     for one in engines.values():

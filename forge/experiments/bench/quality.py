@@ -114,7 +114,8 @@ def bench_quality(
         for one, dtype in dict.fromkeys(wanted):
             if (model, one) not in loaded:
                 say(f"loading {model} on {one}")
-                loaded[model, one] = LLM(model, device=one, threads=engine.threads, max_num_seqs=1)
+                threads = None if one == "reference" else engine.threads  # which that device has none of
+                loaded[model, one] = LLM(model, device=one, threads=threads, max_num_seqs=1)
             variants.append(_Variant(model, one, dtype, loaded[model, one]))
     first = variants[0]
     windows = _windows(first.llm, _read(text), tokens, min(WINDOW, *(llm.max_model_len for llm in loaded.values())))

@@ -34,7 +34,7 @@ from forge.bench.http_client import HttpClient, ServerProblem, Timed
 from forge.bench.process import BenchProcess, Launch
 from forge.cli.arguments import Takes, command
 from forge.engine_args import EngineArgs
-from forge.errors import ForgeError, UsageError
+from forge.errors import UsageError, file_error
 from forge.experiments.bench import kit
 from forge.experiments.bench.kit import MEASURE, Facts, Progress, option
 from forge.option import option as field_option
@@ -45,6 +45,7 @@ from forge.views.progress import progress_line
 from forge.views.report import Report
 from forge.views.screen import Part, Table, draw, fill, report, title, trouble
 from forge.views.text import one_line
+from forge.workload.recorded import RecordedRequest, recorded_requests
 
 PERCENTILES = (50, 90, 95, 99)
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
@@ -81,6 +82,11 @@ class ServePlan:
     probe_health: bool = field_option(False, "Time /health meanwhile, twenty times a second.", MEASURE)
     turns: int = field_option(7, "Of --engine or --peer: the parts that the requests are divided into.", MEASURE)
     api_key: str | None = field_option(None, "", envvar="FORGE_API_KEY")
+    workload: Path | None = field_option(
+        None, "Replay the arrivals and lengths of a run that --trace recorded.", MEASURE, metavar="FILE"
+    )
+    recorded: tuple[RecordedRequest, ...] = ()
+    """The requests of `workload`, in the order of their arrival."""
     token_range: tuple[int, int] = (256, 4000)
     """Random prompts are made of these token ids."""
 
@@ -97,6 +103,8 @@ class ServePlan:
     def prompts(self) -> list[Prompt]:
         """The prompts; the same for the same seed."""
         rng, (low, high), length = random.Random(self.seed), self.token_range, range(self.input_tokens)
+        if self.recorded:
+            return [[rng.randrange(low, high) for _ in range(request.prompt_tokens)] for request in self.recorded]
         if self.dataset == "words":
             words = WORDS.split()
             texts = self._with_reuse([[rng.choice(words) for _ in length] for _ in range(self.num_prompts)])
@@ -123,7 +131,10 @@ class ServePlan:
 @command
 def bench_serve(
     plan: Annotated[ServePlan, Takes(without="concurrency")],
-    concurrency: Annotated[str, option("Requests under way at most; several to compare: 1,4,16,64.")] = "4",
+    concurrency: Annotated[
+        str | None,
+        option("Requests under way at most; several to compare: 1,4,16,64.", default="4, or all of a --workload"),
+    ] = None,
     engine: Annotated[str | None, option("Run the same on this model without a server, in turns.")] = None,
     num_blocks: Annotated[int | None, option("For --engine.")] = None,
     peer: Annotated[str | None, option("Send the same to another server, in turns.")] = None,
@@ -138,12 +149,15 @@ def bench_serve(
 
     [dim]forge bench serve --concurrency 64 --num-prompts 400[/dim]
     [dim]forge bench serve --concurrency 1,4,16,64 --prefix-reuse 0:4,0.5:4,0.9:2 --svg sweep.svg --log-dir logs[/dim]
+    [dim]forge bench serve --workload run.jsonl[/dim]
     [dim]forge bench serve --concurrency 16 --num-prompts 112 --peer http://127.0.0.1:8081[/dim]
     """
     if peer is not None and engine is not None:
         raise UsageError("--peer and --engine are two comparisons: give one of them")
+    plan = plan if plan.workload is None else replaying(plan, plan.workload)
+    concurrency = str(len(plan.recorded) or 4) if concurrency is None else concurrency
     results, levels = [], kit.numbers(concurrency, "--concurrency", example="1,4,16,64")
-    with progress_line() as progress:
+    with progress_line(lines=True) as progress:
         for one in (replace(plan, concurrency=level) for level in levels):
             loading = {"num_blocks": num_blocks, "threads": own.threads}
             other = peer and replace(one, url=peer, model=peer_model, api_key=None, probe_health=False)
@@ -162,6 +176,18 @@ def bench_serve(
         save_picture(console, svg, "forge bench serve")
     facts = {"levels": every} if len(every) > 1 else every[0]
     return report(facts, lambda: parts, 0 if all(one.good for one in results) else 1)
+
+
+def replaying(plan: ServePlan, workload: Path) -> ServePlan:
+    """The plan with the requests of a recorded run. Raises what `recorded_requests` does."""
+    recorded = recorded_requests(workload)
+    return replace(
+        plan,
+        recorded=recorded,
+        input_tokens=round(fmean(request.prompt_tokens for request in recorded)),
+        output_tokens=round(fmean(request.output_tokens for request in recorded)),
+        num_prompts=len(recorded),
+    )
 
 
 @dataclass
@@ -274,14 +300,18 @@ class _Target:
         probing = asyncio.create_task(self._probe()) if self._plan.probe_health else None
         began, cpu_before = time.perf_counter(), time.process_time()
 
+        recorded = self._plan.recorded
+
         async def ask(number: int, prompt: Prompt) -> Timed:
             async with places:
                 if number % 20 == 0:
                     self._say(f"{number} of {len(prompts)} requests")
-                return await self._ask(prompt)
+                return await self._ask(prompt, recorded[number].output_tokens if recorded else None)
 
         tasks = []
         for number, prompt in enumerate(prompts):
+            if recorded:
+                await asyncio.sleep(max(0.0, recorded[number].arrival - (time.perf_counter() - began)))
             tasks.append(asyncio.create_task(ask(number, prompt)))
             if self._plan.request_rate is not None:
                 await asyncio.sleep(rng.expovariate(self._plan.request_rate))
@@ -294,8 +324,9 @@ class _Target:
             probing.cancel()
         return sum(one.num_tokens for one in answers if one.error is None) / seconds
 
-    async def _ask(self, prompt: Prompt) -> Timed:
-        body: dict[str, Any] = {"model": self.found.model, "prompt": prompt, "max_tokens": self._plan.output_tokens}
+    async def _ask(self, prompt: Prompt, output_tokens: int | None = None) -> Timed:
+        output_tokens = output_tokens or self._plan.output_tokens
+        body: dict[str, Any] = {"model": self.found.model, "prompt": prompt, "max_tokens": output_tokens}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         return await self.client.stream("/v1/completions", body)
 
@@ -502,7 +533,8 @@ def chart_parts(result: ServeBenchmark) -> list[Part]:
     began = min((one.started for one in result.good), default=0.0)
     if not (times := [moment - began for one in result.good for moment in one.chunks]):
         return []
-    return [None, title("Throughput over time", style=""), *throughput_plot(times, max(times), _WIDTH + 16, ACCENT)]
+    heading = f"Throughput over time, concurrency {result.plan.concurrency}"
+    return [None, title(heading, style=""), *throughput_plot(times, max(times), _WIDTH + 16, ACCENT)]
 
 
 def save_logs(folder: Path, levels: Sequence[Facts]) -> None:
@@ -513,4 +545,4 @@ def save_logs(folder: Path, levels: Sequence[Facts]) -> None:
             path = folder / f"{one['date']}-concurrency-{one['max_concurrency']}.json"
             path.write_text(json.dumps(one, indent=1), encoding="utf-8")
     except OSError as error:
-        raise ForgeError(f"{folder}: cannot write the logs: {error.strerror or error}") from None
+        raise file_error(f"{folder}: cannot write the logs", error) from None

@@ -14,7 +14,7 @@ from forge import __version__
 from forge.bench.closed_loop import Moments, answered
 from forge.bench.worker import Missing, Worker, one_line, serve_requests
 from forge.experiments.bench.serve import ServePlan, run
-from forge.model.weight_source import open_weights
+from forge.model.loader import open_weights
 from forge.server.server_process import ServerProcess
 
 WARM_ROUNDS = 3

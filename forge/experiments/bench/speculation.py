@@ -71,7 +71,7 @@ def screen(facts: Facts) -> Iterator[Part]:
 @kit.benchmark(screen)
 def bench_speculation(
     say: Progress,
-    engine: Annotated[EngineArgs, Takes("model kv device threads draft", kv="paged")],
+    engine: Annotated[EngineArgs, Takes("model kv device threads draft", kv="paged", speculate="draft")],
     speculate: Annotated[list[str] | None, option("draft or ngram; may be repeated.", default="both")] = None,
     k: Annotated[list[int] | None, option("Guesses at a time; may be repeated.", "--k", default="1 to 8")] = None,
     batch: Annotated[list[int] | None, option("Sequences; may be repeated.", default="1, 4, 16")] = None,
@@ -92,8 +92,7 @@ def bench_speculation(
             raise UsageError(f"--batch takes 1 to {len(BEGINNINGS)} sequences, got {size}")
     tokens = (32 if quick else 128) if tokens is None else tokens
     reps = (1 if quick else 5) if reps is None else reps
-    llm = load_model(engine)
-    llm.engine.report_probabilities = False
+    llm = load_model(engine, speculate=None, draft=())
     facts = {"label": f"{run_label(llm)} · {machine.cpu_model()}", "tokens": tokens, "repetitions": reps}
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     proposers = speculate or ["draft", "ngram"]

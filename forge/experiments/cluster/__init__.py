@@ -48,7 +48,7 @@ class ClusterArgs:
     threshold: int | None = option(None, "Tokens that a prefix's holder may be busier by.", _CLUSTER, shown="512")
     part: Literal["routers", "scale", "apart", "failure"] = option(
         "routers",
-        "routers on the same requests; scale, a simulation of up to 64; apart, prefill and decode; failure, an engine "
+        "routers on the same requests; scale, a simulation of up to 32; apart, prefill and decode; failure, an engine "
         "of a running server is killed (Ray Serve).",
         _CLUSTER,
     )
@@ -142,6 +142,7 @@ def routers_object(model: str, num_blocks: int, alone: "LocalRun", runs: "Sequen
         "num_blocks": num_blocks,
         "prompt_tokens": alone.prompt_tokens,
         "one_engine": {"tokens_computed": alone.computed_tokens, "hit_rate": alone.hit_rate},
+        "compared": [run.router for run in runs],
         "routers": {
             run.router.replace("-", "_"): {
                 "tokens_computed": run.computed_tokens,

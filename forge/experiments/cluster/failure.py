@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,18 @@ class Failure:
     ray: bool
     """Whether Ray Serve is installed: otherwise nothing was measured, and all else is 0."""
     streams: int = 0
-    told: int = 0
-    """Streams that ended with an error that says which replica died."""
     whole: int = 0
-    """Requests of which nothing had been sent."""
-    answered: int = 0
-    """Of those, the ones that got their answer, from whichever engine."""
+    """Requests without a stream."""
+    resumed: int = 0
+    """Requests of both kinds that the engine had, and that went on at another."""
+    identical: int = 0
+    """Requests whose text is, to the last character, the one of a run in which no engine died."""
     lost: int = 0
-    """Requests that ended in no way, or in two."""
+    """The others."""
+    gap_ms: float = 0.0
+    """The median over the streams of the longest time between two events, without a kill."""
+    pause_ms: float = 0.0
+    """The longest such time of any stream in the run with the kill."""
     back_seconds: float = 0.0
     """Until as many engines as before answered again."""
 
@@ -51,25 +56,38 @@ def measure_failure(replicas: int) -> Report:
         with ServerProcess(options) as server, progress_line() as progress:
             progress(f"starting {replicas} engines")
             server.wait_until_ready()
-            progress("killing one")
-            found = _kill_one(server, replicas)
+            _wait(lambda: _metric(server.url, "forge:replicas_reachable") == replicas)
+            progress("answers while no engine dies")
+            before, gaps = _ask_all(server, kill=False)
+            progress("the same while one is killed")
+            after, pauses = _ask_all(server, kill=True)
+            began = time.perf_counter()
+            _wait(lambda: _metric(server.url, "forge:replicas_reachable") == replicas)
+            identical = sum(one == other for one, other in zip(before, after, strict=True))
+            found = Failure(
+                True,
+                STREAMS,
+                WHOLE,
+                int(_metric(server.url, "forge:requests_resumed_total")),
+                identical,
+                STREAMS + WHOLE - identical,
+                sorted(gaps)[len(gaps) // 2],
+                max(pauses),
+                time.perf_counter() - began,
+            )
     return report(asdict(found), lambda: screen(found), 1 if found.lost else 0)
 
 
-def _kill_one(server: ServerProcess, replicas: int) -> Failure:
+def _ask_all(server: ServerProcess, kill: bool) -> tuple[list[str], list[float]]:
+    """The texts of all requests, and of each stream the longest time between two events, in milliseconds."""
     with ThreadPoolExecutor(STREAMS + WHOLE) as pool:
         streams = [pool.submit(_stream, server.url, number) for number in range(STREAMS)]
         whole = [pool.submit(_whole, server.url, number) for number in range(WHOLE)]
-        _wait(lambda: _running(server.url) >= STREAMS + WHOLE - 2)
-        os.kill(_engines(server.pid)[0], signal.SIGKILL)
-        began = time.perf_counter()
-        ends = [one.result() for one in streams]
-        answers = [one.result() for one in whole]
-    _wait(lambda: len(_engines(server.pid)) == replicas)
-    told, lost = sum(end == "told" for end in ends), sum(end == "lost" for end in [*ends, *answers])
-    return Failure(
-        True, STREAMS, told, WHOLE, sum(one == "answered" for one in answers), lost, time.perf_counter() - began
-    )
+        if kill:
+            _wait(lambda: _metric(server.url, "vllm:num_requests_running") >= STREAMS + WHOLE - 2)
+            os.kill(_engines(server.pid)[0], signal.SIGKILL)
+        streamed = [request.result() for request in streams]
+        return [text for text, _ in streamed] + [request.result() for request in whole], [gap for _, gap in streamed]
 
 
 def _post(url: str, number: int, stream: bool) -> Any:
@@ -79,32 +97,35 @@ def _post(url: str, number: int, stream: bool) -> Any:
     return urllib.request.urlopen(request, timeout=120)
 
 
-def _stream(url: str, number: int) -> str:
+def _stream(url: str, number: int) -> tuple[str, float]:
+    """A stream's text, empty if it did not end well, and the longest time between two events in milliseconds."""
     with _post(url, number, True) as answer:
-        events = [line[6:].strip() for line in answer if line.startswith(b"data: ")]
-    errors = [event for event in events if event.startswith(b'{"error"')]
-    if events[-1:] != [b"[DONE]"] or len(errors) > 1:
-        return "lost"
-    return "told" if errors else "answered"
+        events = [(time.perf_counter(), line[6:].strip()) for line in answer if line.startswith(b"data: ")]
+    longest = max((later - before) * 1e3 for (before, _), (later, _) in pairwise(events))
+    if events[-1][1] != b"[DONE]" or any(event.startswith(b'{"error"') for _, event in events):
+        return "", longest
+    chunks = [json.loads(event) for _, event in events[:-1]]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]), longest
 
 
 def _whole(url: str, number: int) -> str:
     try:
         with _post(url, STREAMS + number, False) as answer:
-            return "answered" if json.load(answer)["choices"] else "lost"
+            return json.load(answer)["choices"][0]["text"]
     except OSError:
-        return "lost"
+        return ""
 
 
-def _running(url: str) -> float:
+def _metric(url: str, name: str) -> float:
+    """The sum of a metric over its labels."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def _engines(pid: int) -> list[int]:
-    """The processes below this one that run an engine: Ray names them."""
-    return [one for one in _below(pid) if _command(one).startswith(b"ray::ServeReplica")]
+    """The processes below this one that run an engine."""
+    return [process for process in _below(pid) if b"forge.cluster.replica_engine" in _command(process)]
 
 
 def _below(pid: int) -> Iterator[int]:
@@ -138,13 +159,12 @@ def screen(found: Failure) -> Iterator[Part]:
         return
     ran = "{streams:plural stream} and {whole:plural request} without one ran when it was killed"
     yield from question(QUESTION, fill(ran, found))
-    said = (
-        "streams that were told why they ended  {told:>3} of {streams}",
-        "others that got their answer           {answered:>3} of {whole}",
-        "seconds until the engine was back      {back_seconds:5.1f}",
+    lines = (
+        "requests that went on at another engine          {resumed:>6}",
+        "longest time between two events, milliseconds    {pause_ms:>6.0f}",
+        "the same while no engine dies, median            {gap_ms:>6.0f}",
+        "seconds until the engine was back                {back_seconds:>6.1f}",
     )
-    yield from sentences(fill(line, found) for line in said)
-    yield from (
-        None,
-        check(not found.lost, "every request ended once", fill("{lost:plural request} ended in no way", found)),
-    )
+    yield from sentences(fill(line, found) for line in lines)
+    same = "every request has the text of a run in which no engine died"
+    yield from (None, check(not found.lost, same, fill("{lost:plural request} ended otherwise", found)))

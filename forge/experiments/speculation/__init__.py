@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,18 +22,22 @@ from rich.text import Text
 from forge.cli import completion, options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.run_control import drive, exit_status, load_model, warm_up
+from forge.cli.run_control import REPEAT_SECONDS, REPEATS, drive, exit_status, load_model, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
 from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
+from forge.model.catalog import is_hash_model, resolve_model
+from forge.model.loader import open_weights
 from forge.option import option
+from forge.speculation.setup import DEFAULT_DRAFT
+from forge.tokenizer import Tokenizer
 from forge.trace.records import SpecDecision, StepRecord
-from forge.trace.speculation_summary import SpeculationSummary, cycles_of, draft_totals
+from forge.trace.speculation_summary import SpeculationSummary, cycles_of, draft_totals, undrafted_counts
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural, times
-from forge.views.json_output import as_object, picked, run_object
+from forge.views.json_output import CYCLE_NUMBERS, as_object, picked, run_object
 from forge.views.metrics import draft_facts, flowing, verdict
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
 from forge.views.report import Report
@@ -47,6 +52,11 @@ if TYPE_CHECKING:
     from forge.llm import LLM
 
 MAX_TOKENS = 64
+HASH_DRAFT = "hash:0.8"
+MOST_K = 12
+"""Of the draft lengths for which a speed-up is predicted."""
+STEADY = 1.25
+"""From a greater spread of its turns on, a run does not tell how fast it is."""
 PINS = "pins"
 """In place of a prompt: the four checks of a pair."""
 QUESTION = "Which draft tokens did the target accept?"
@@ -71,33 +81,37 @@ def speculation(
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
     *,
-    engine: Annotated[EngineArgs, Takes(_ENGINE, kv="basic")],
+    engine: Annotated[EngineArgs, Takes(_ENGINE, kv="basic", speculate="draft")],
     speculate: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--speculate",
             help="The proposer: draft or ngram.",
+            show_default="draft; ngram for a model that the bundled draft cannot draft for",
             autocompletion=completion.one_of("draft", "ngram"),
             rich_help_panel="Speculation",
         ),
-    ] = "draft",
+    ] = None,
     revocation: Revocation,
     sampling: Annotated[SamplingParams, Takes("temperature top_p top_k seed", ignore_eos=True)],
     pins: PinArgs,
 ) -> Experiment:
     if speculate == "off":
         raise UsageError("--speculate off proposes nothing: take draft or ngram, or forge generate")
-    if revocation.revoke_draft_at is not None and (speculate != "draft" or revocation.revoke_draft_at < 1):
+    if revocation.revoke_draft_at is not None and (speculate == "ngram" or revocation.revoke_draft_at < 1):
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
-    if prompt == PINS and speculate != "draft":
+    if prompt == PINS and speculate not in (None, "draft"):
         raise UsageError("pins checks a draft model: leave --speculate out")
     if prompt != PINS and (pins.lengths or pins.seeds):
         raise UsageError("--lengths and --seeds are for forge speculation pins")
-    engine, sampling = replace(engine, speculate=speculate), replace(sampling, max_tokens=max_tokens)
+    engine, sampling = replace(engine, speculate=speculate or "draft"), replace(sampling, max_tokens=max_tokens)
     if prompt != PINS:
 
         def measure() -> Report:
-            return _measure(load_model(engine), options.read_prompt(prompt), sampling, revocation, engine.drafts)
+            fitting = engine if speculate else with_a_proposer(engine)
+            llm = load_model(fitting)
+            llm.engine.report_probabilities = True  # what the target says instead, and how surely
+            return _measure(llm, options.read_prompt(prompt), sampling, revocation, fitting.drafts)
 
         return Experiment(measure, alone=revocation.is_asked_for)
     sizes = numbers(pins.lengths, "--lengths", "8,64,256") if pins.lengths else []
@@ -107,10 +121,25 @@ def speculation(
 
     def check() -> Report:
         rejection = engine.acceptance == "rejection" and not sampling.greedy
-        llm = load_model(engine, speculate=None, speculate_fixed=True)
+        llm = load_model(engine, speculate=None, draft=(), speculate_fixed=True)
         return _pins(llm, engine.drafts, sampling, sizes, drawn, rejection)
 
     return Experiment(check, alone=True)
+
+
+def with_a_proposer(engine: EngineArgs) -> EngineArgs:
+    """With a proposer that can draft for the model, where no draft is named: the bundled draft for a model with its
+    tokens, `HASH_DRAFT` for the hash model, n-gram lookup for any other."""
+    if engine.drafts:
+        return engine
+    model = str(engine.model)
+    if is_hash_model(model):
+        return replace(engine, draft=HASH_DRAFT)
+    fingerprints = []
+    for name in (model, DEFAULT_DRAFT):
+        with open_weights(resolve_model(name)) as weights:
+            fingerprints.append(Tokenizer(weights.tokenizer_spec()).fingerprint)
+    return engine if len(set(fingerprints)) == 1 else replace(engine, speculate="ngram")
 
 
 def numbers(text: str, flag: str, example: str) -> list[int]:
@@ -142,29 +171,53 @@ def _pins(
 def _measure(
     llm: "LLM", text: str, params: SamplingParams, revocation: Revocation, drafts: Sequence[str | Path]
 ) -> Report:
-    """Run with draft tokens, then once more without."""
+    """Run with draft tokens and without, in turns; the shortest run of each counts."""
     warm_up(llm, text)
     speculation = llm.engine.speculation
     names = [proposer.name for proposer in speculation.proposers]
+    acceptance = getattr(speculation, "acceptance", "gumbel")
     with watching(open_console(), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
         borrowed = BorrowedRun(llm, run, revocation, drafts)
-        drafted = drive(llm, borrowed, params, view.step)
-    llm.speculate_with("off")
-    plain = None
-    if not drafted.interrupted:
+        drafted_runs = [drive(llm, borrowed, params, view.step)]
+    plain_runs: list[RunResult] = []
+    same = replace(params, seed=run.seed)
+
+    def again() -> RunResult:
+        return drive(llm, llm.start([text], same), same, lambda record: None)
+
+    turns = 1 if revocation.is_asked_for else REPEATS
+    while not drafted_runs[-1].interrupted and len(plain_runs) < turns and _seconds(drafted_runs) < REPEAT_SECONDS:
+        if plain_runs:
+            with llm.engine.lock:
+                llm.engine.speculation = speculation
+            drafted_runs.append(again())
+        llm.speculate_with("off")
         warm_up(llm, text)
-        plain = drive(llm, llm.start([text], replace(params, seed=run.seed)), params, lambda record: None)
+        plain_runs.append(again())
+    drafted, plain = _shortest(drafted_runs), _shortest(plain_runs) if plain_runs else None
     result = SpeculationResult(
-        tuple(names),
-        drafted,
-        plain,
-        llm.tokenizer.token_text,
-        borrowed.draft_release_ms,
-        getattr(speculation, "acceptance", "gumbel"),
-        borrowed.told,
-    )
+        tuple(names), drafted, plain, llm.tokenizer.token_text, borrowed.draft_release_ms, acceptance, borrowed.told,
+        max(map(_spread, (drafted_runs, plain_runs))),
+    )  # fmt: skip
     return report(speculation_object(result), lambda: screen(result, text), exit_status(drafted))
+
+
+def _milliseconds(run: RunResult) -> float:
+    return sum(record.ended - record.started for record in run.records) * 1e3
+
+
+def _seconds(runs: Sequence[RunResult]) -> float:
+    return sum(map(_milliseconds, runs)) / 1e3
+
+
+def _shortest(runs: Sequence[RunResult]) -> RunResult:
+    return min(runs, key=_milliseconds)
+
+
+def _spread(runs: Sequence[RunResult]) -> float:
+    """How many times as long the median run took as the shortest; 1 for a single one."""
+    return median(map(_milliseconds, runs)) / _milliseconds(_shortest(runs)) if runs else 1.0
 
 
 @dataclass(frozen=True)
@@ -182,6 +235,8 @@ class SpeculationResult:
     """The rule by which draft tokens stood."""
     told: Sequence[str] = ()
     """Sentences about models that were taken back and given back."""
+    spread: float = 1.0
+    """How many times as long the median of the repeated runs took as the shortest, which counts."""
 
     @cached_property
     def summary(self) -> SpeculationSummary | None:
@@ -256,9 +311,9 @@ def decisions_told(steps: Sequence[Step]) -> list[str]:
     """When drafting was switched off and on, and why; each with the step that it followed."""
     told, on = [], True
     for step in steps:
-        for cycle in step.cycles:
-            decision = cycle.then if cycle.proposed else cycle.decision
-            if decision is not None and not cycle.error and (decision.k > 0) != on:
+        decisions = [cycle.then for cycle in step.cycles if not cycle.error]
+        for decision in decisions + [undrafted.decision for undrafted in step.undrafted]:
+            if decision is not None and (decision.k > 0) != on:
                 on = not on
                 told.append(f"after step {step.number}: {decision_sentence(decision)}")
     return told
@@ -335,7 +390,7 @@ def screen(result: SpeculationResult, prompt: str) -> Iterator[Part]:
     steps, summary = steps_of(result.drafted.records), result.summary
     yield from (lambda width: [_heading(result.proposers, result.drafted, width)], None)
     yield Text(neutralise(tail(prompt, _PROMPT_SHOWN)), QUIET) + marked_text(steps, result.token_text)
-    yield from ("[accepted]  ~the first rejected draft token~  the target's own", None)
+    yield from ("[accepted]  ~first rejected~  the target's own   ms of a cycle: draft + target", None)
     yield from (Hanging(line, CYCLE_INDENT) for line in _cycle_lines(steps, result.token_text))
     yield from sentences([*decisions_told(steps), *_failures(steps, result), *result.told])
     if summary is None:
@@ -392,14 +447,21 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
         "drafts": [as_object(draft, "acceptance") for draft in draft_totals(step.cycles for step in steps)],
         "errors": list(result.drafted.output.outputs[0].errors),
         "cycles": [
-            {"step": step.number, **as_object(cycle, "target_positions", "draft_positions")}
-            for step in steps
-            for cycle in step.cycles
+            {"step": step.number, **as_object(cycle, *CYCLE_NUMBERS)} for step in steps for cycle in step.cycles
         ],
+        "target_forwards": len(steps),
+        "plain_forwards": None if result.plain is None else len(result.plain.records),
+        "steady": result.spread < STEADY,
+        "sampled": result.drafted.sampled,
+        "acceptance_rule": result.acceptance,
+        "example": _example(result),
+        "has_example": _example(result) is not None,
+        "draft_has_cache": any(cycle.draft_cached is not None for cycle in cycles_of(result.drafted.records)),
         "num_cycles": len([cycle for cycle in cycles_of(result.drafted.records) if cycle.won and cycle.proposed]),
         "reasons": dict(
             Counter(cycle.decision.reason for step in steps for cycle in step.cycles if cycle.decision is not None)
         ),
+        "undrafted": undrafted_counts(result.drafted.records),
     }
     if summary is None or result.plain is None:
         return found
@@ -408,14 +470,21 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
         "expected_tokens": [summary.expected_tokens(k) for k in range(17)],
         **picked(summary, "tokens_per_pass", "drafting_share", "mean_k", "tokens_per_cycle"),
         "accepted_by_position": [accepted / proposed for accepted, proposed in summary.accepted_by_position],
-        "target_forwards": len(steps),
-        "plain_forwards": len(result.plain.records),
+        "best_k": summary.best_k(MOST_K),
+        "best_predicted": summary.predicted_for(summary.best_k(MOST_K)),
         **picked(summary, "draft_cost", "verify_cost", "draft_ms", "verify_ms"),
         "plain_forward_ms": summary.plain.forward_ms,
         "tokens_per_second": summary.speculative.tokens_per_second,
         "plain_tokens_per_second": summary.plain.tokens_per_second,
         **picked(summary, "predicted", "predicted_with_verification", "measured"),
     }
+
+
+def _example(result: SpeculationResult) -> dict[str, float] | None:
+    """The probabilities of the first draft token that the draft proposed too often, where they were compared."""
+    verdicts = (verdict for cycle in cycles_of(result.drafted.records) for verdict in cycle.verdicts)
+    pairs = ((verdict.p, verdict.q) for verdict in verdicts)
+    return next(({"p": p, "q": q} for p, q in pairs if p is not None and q is not None and 0.01 < p < q < 1), None)
 
 
 class LiveSpeculation(LiveView):

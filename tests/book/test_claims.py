@@ -1,0 +1,86 @@
+"""No page says what the reader's own options, another model or a busy machine make untrue (`tests.book.claims`).
+
+Of each chapter a few readings, the same in every run; with FORGE_ALL_TESTS every one, as a table.
+"""
+
+import os
+import random
+import time
+
+import pytest
+
+from tests.book import claims
+from tests.book.claims import HASH, OPTIONS, Case, busy_machine, cases, fits, ill_formed, read
+from tests.small_models import write_small_qwen3
+
+SAMPLE = 2
+LONG = ("serving", "cluster")
+"""Chapters that start servers, of which one reading is enough."""
+PINNED = (
+    Case("batching", "--requests 1", HASH, None),
+    Case("speculation", "--temperature 0.9", HASH, None),
+    Case("speculation", "--model hash --draft hash:0.5", HASH, 0),
+    Case("constrained", "--choice a --choice b", HASH, None),
+    Case("kernels", "--type Q4_K_M", claims.SYNTHETIC, 1),
+)
+"""Readings in which the book once accused forge of a bug, or a chapter stopped."""
+
+
+def sample(chapter: str) -> list[Case]:
+    """A few of a chapter's readings with models that run at once."""
+    quick = [
+        case for case in cases(chapter) if case.model != claims.BUNDLED and (chapter not in LONG or case.model == HASH)
+    ]
+    return random.Random(chapter).sample(quick, 1 if chapter in LONG else SAMPLE)
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory):
+    return write_small_qwen3(
+        tmp_path_factory.mktemp("models") / "synthetic.gguf", max_position_embeddings=claims.CONTEXT
+    )
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Ray Serve takes half a minute to start, and tests/cluster kill engines; here the chapter finds none."""
+    if not os.environ.get("FORGE_ALL_TESTS"):
+        monkeypatch.setattr("forge.experiments.cluster.failure.find_spec", lambda name: None)
+    with claims.short_measurements():
+        yield
+
+
+@pytest.mark.parametrize("case", [*PINNED, *(case for chapter in OPTIONS for case in sample(chapter))], ids=str)
+def test_no_claim_is_wrong_whatever_the_options_the_model_and_the_machine(case, synthetic):
+    if not fits(case.chapter, case.options, case.model):
+        pytest.skip("these options do not go with this model")
+    result = read(case, synthetic)
+    assert result.wrong == () and result.held + result.unclaimed > 0
+
+
+@pytest.mark.skipif(not os.environ.get("FORGE_ALL_TESTS"), reason="FORGE_ALL_TESTS is not set")
+def test_no_claim_is_wrong_in_any_reading_of_any_chapter():
+    assert claims.print_table([]) == 0
+
+
+def test_a_wrong_claim_is_found(synthetic, monkeypatch):
+    monkeypatch.setattr("forge.experiments.naive.distinct_tokens", lambda result: 1)
+    monkeypatch.setattr("forge.views.summary.RunResult.tokens_computed", 1)
+    (wrong, *_) = read(Case("naive", "Once 3", HASH, None), synthetic).wrong
+    assert wrong.startswith("exit status 1")
+
+
+def test_a_busy_machine_is_the_same_for_the_same_seed_and_its_clock_never_goes_back():
+    lost = []
+    for _ in range(2):
+        with busy_machine(4):
+            looks = [time.perf_counter() for _ in range(2000)]
+            assert looks == sorted(looks)
+            lost.append(looks[-1] - looks[0])
+    assert min(lost) > 0.5 and abs(lost[0] - lost[1]) < 0.2
+
+
+def test_a_text_that_is_not_well_formed_is_noticed():
+    assert not ill_formed("It took 4.0 ms, 1 step and 1.1 times as long. So (it is).")
+    assert ill_formed("It took – ms.") and ill_formed("It took 1 steps.") and ill_formed("It is is so.")
+    assert ill_formed("it is.") and ill_formed("It is") and ill_formed("It is..")
