@@ -1,31 +1,34 @@
-"""What the HTTP server has in place of an engine: a client of all replicas.
+"""What a front has in place of an engine: a client of all replicas, whose requests survive theirs.
 
-`ClusterClient` is an `EngineClient` whose commands go to Ray Serve instead of a socket, and the endpoints do not know
-the difference. A request that has sent nothing when its replica dies is tried once more, elsewhere; one that streams
-ends with an error that says so. Each replica is followed for as long as it runs: its cache events go to the router, its
-steps to the metrics.
+`ClusterClient` is an `EngineClient` whose commands go to the engine that a router chooses, and the endpoints do not
+know the difference. It keeps of every request what another engine needs to go on with it: the prompt, a seed, and the
+tokens that have come. When an engine fails, its requests are placed elsewhere, and their clients read the same tokens
+as if nothing had happened. A request ends with an error only where `ATTEMPTS` engines in a row bring no token of it.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from contextlib import suppress
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
 from forge.cache.prefix_index import PrefixIndex
-from forge.cluster.fleet import RouteRequest
-from forge.cluster.handoff import MIN_PROMPT
+from forge.cluster.breaker import Breaker
+from forge.cluster.fleet import NoReplica, RouteRequest
+from forge.cluster.handoff import MIN_PROMPT, prefill_of
+from forge.cluster.link import Link, open_link, watch_pulses
 from forge.cluster.metrics import ClusterMetrics
-from forge.cluster.replica import Report
-from forge.cluster.routing import Routing, routing_of
+from forge.cluster.pool import Pool
+from forge.cluster.routers import DEFAULT_THRESHOLD
+from forge.cluster.wire import Address, Place, ReplicaUpdate, Source, Unreachable
+from forge.engine.output_text import OutputText
+from forge.engine.resume import Emitted
+from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
-from forge.server.engine_client import EngineClient, RequestFailed
+from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, RequestFailed
 from forge.server.messages import (
     Abort,
     Answer,
@@ -33,290 +36,670 @@ from forge.server.messages import (
     AskTasks,
     Fault,
     Gauges,
-    LoadFailed,
     Ready,
+    RequestEnd,
     Submit,
     Update,
     Watch,
     Withdraw,
 )
+from forge.server.resumption import SeenStream, StreamPosition, checksum_of, shown_id
+from forge.tokenizer import StreamingDetokenizer
 from forge.trace.records import StepRecord
 
 logger = logging.getLogger("forge.server")
 
-ATTEMPTS = 2
-_LAST_CALLBACKS = 0.3
-"""Seconds in which Ray's threads still tell this loop of calls that have ended."""
-_FOLLOW_AGAIN = 0.2
-"""Seconds before a replica that could not be followed is followed again."""
+ATTEMPTS = 3
+"""Engines that may fail at a request one after another, without a token from any."""
+HOMELESS_SECONDS = 60.0
+"""How long a request that had an engine waits for another, where none runs."""
+ENGINES, PREFILLS = "engines", "prefills"
+
+
+class NoHealthyReplica(EngineDead):
+    """No engine can be reached at the moment."""
+
+    def __init__(self) -> None:
+        ForgeError.__init__(self, "no engine can be reached at the moment: come back in some seconds")
+
+
+@dataclass(eq=False)
+class _Request:
+    """A prompt that has not ended, and what has come of it."""
+
+    submit: Submit
+    token_ids: list[list[int]]
+    """Of each sample, the output tokens that have come."""
+    logprobs: list[list[Any]]
+    ended: set[int] = field(default_factory=set)
+    """Samples that have ended."""
+    replica: str | None = None
+    """The engine that has it; None while it waits for one."""
+    prefill: str | None = None
+    """The engine that computes its prompt, before another one takes it."""
+    accepted: bool = False
+    resumed: bool = False
+    failures: int = 0
+    """Engines that failed at it since its last token."""
+    avoid: frozenset[str] = frozenset()
+    """Those engines."""
+    homeless_since: float = 0.0
+
+    def emitted(self) -> tuple[Emitted, ...]:
+        """What another engine has to know. The last token of a sample that has ended is chosen again there."""
+        return tuple(
+            [
+                Emitted(tuple(tokens[:-1]), tuple(logprobs[:-1]))
+                if sample in self.ended
+                else Emitted(tuple(tokens), tuple(logprobs))
+                for sample, (tokens, logprobs) in enumerate(zip(self.token_ids, self.logprobs, strict=True))
+            ]
+        )
+
+
+@dataclass(eq=False)
+class _Question:
+    """A question to one engine, or requests that keep nothing, to any."""
+
+    command: Ask | AskTasks
+    replica: str | None = None
+    avoid: frozenset[str] = frozenset()
+    began: float = field(default_factory=time.perf_counter)
 
 
 class ClusterClient(EngineClient):
-    """Submits requests to replicas and follows what becomes of them."""
+    """Places requests at engines and follows what becomes of them. `join` and `leave` say which engines there are."""
 
-    def __init__(self, engines: DeploymentHandle, prefills: DeploymentHandle | None = None):
-        """prefills: the engines that compute prompts for others, where those are apart."""
+    is_resumable = True
+
+    def __init__(self, secret: bytes, router: str = "prefix", threshold: int = DEFAULT_THRESHOLD, apart: bool = False):
+        """apart: whether engines of the kind `PREFILLS` compute prompts for the others."""
         super().__init__("", {})
-        self._handle, self._prefills = engines, prefills
-        self._handles = [handle for handle in (engines, prefills) if handle is not None]
-        self._keys = count(secrets.randbits(48))  # the replicas' other clients have other keys
+        self.secret = secret
+        """Of the engines that run now."""
+        # What decodes comes with its blocks wherever it goes, so there prefixes decide where its prompt is computed.
+        self.pools = {ENGINES: Pool("least-tokens" if apart else router, threshold)}
+        if apart:
+            self.pools[PREFILLS] = Pool(router, threshold)
+        self._keys, self._numbers = count(secrets.randbits(60)), count(secrets.randbits(60))  # no other front has these
         self._index, self._block_size = PrefixIndex(), 16
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        """Of each request and question, by its key or number."""
-        self._followers: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._links: dict[str, tuple[Pool, Link]] = {}
+        self._addresses: dict[str, tuple[Pool, Address]] = {}
+        """Of every replica that there is."""
+        self._connecting: dict[str, asyncio.Task[None]] = {}
         self._gauges_of: dict[str, Gauges] = {}
-        self._watched = False
+        self._requests: dict[int, _Request] = {}
+        self._asked: dict[int, _Question] = {}
+        self._homeless: list[_Request] = []
+        self._seeds: dict[str, list[int]] = {}
+        """Of a request that is being submitted, those of its prompts to come; none where it has a seed."""
+        self._emitted: dict[str, list[tuple[int, ...]]] = {}
+        """Of a request that is being submitted, the tokens of its samples that are known."""
+        self._loop_tasks: list[asyncio.Task[None]] = []
+        self._is_watching = False
         self.metrics: ClusterMetrics | None = None
+        self.on_join: Callable[[str], None] = lambda name: None
+        """Called when a replica can be reached."""
+        self.num_resumed = 0
+        """Requests that went on at another engine."""
 
     def _start(self) -> None:
-        """The replicas are started by Ray Serve."""
-
-    @property
-    def routing(self) -> Routing:
-        """Of the replicas that answer."""
-        return routing_of(self._handle.deployment_name)
-
-    async def ready(self) -> Ready:
-        """Wait until replicas have loaded the model. Raises their `ForgeError`."""
-        for handle in reversed(self._handles):
-            message = await handle.ready.remote(RouteRequest("ready"))
-            routing_of(handle.deployment_name).fleet.end("ready")
-            if isinstance(message, LoadFailed):
-                error = ForgeError(message.message)
-                error.exit_code = message.exit_code
-                raise error
-        self._device, self._block_size = message.device, message.block_size
-        return message
+        """Ray starts the engines."""
 
     async def connect(self) -> None:
-        self._watched = self.on_record is not None
-        for handle in self._handles:
-            routing_of(handle.deployment_name).on_change = partial(self._follow_all, handle)
-            self._follow_all(handle)
+        """From here on replicas can join."""
+        self._is_watching = self.on_record is not None
+        if not self._loop_tasks:
+            links = lambda: [link for _, link in self._links.values()]  # noqa: E731
+            self._loop_tasks = [asyncio.create_task(watch_pulses(links)), asyncio.create_task(self._end_homeless())]
 
     def disconnect(self) -> None:
-        """Leave the loop."""
         self._is_leaving = True
-        for task in (*self._tasks.values(), *self._followers.values()):
+        for task in (*self._loop_tasks, *self._connecting.values()):
             task.cancel()
-
-    async def leave(self) -> None:
-        """End the routers, whose loop this is."""
-        self.disconnect()
-        await asyncio.gather(*self._tasks.values(), *self._followers.values(), return_exceptions=True)
-        for handle in self._handles:
-            await handle.shutdown_async()
-        await asyncio.sleep(_LAST_CALLBACKS)
+        for _, link in list(self._links.values()):
+            link.lose("this front has ended")
 
     def close(self) -> None:
-        """The replicas are ended by Ray Serve."""
+        """Ray ends the engines."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a healthy engine can be reached; where prompts are computed apart, one of each kind."""
+        return all(pool.fleet.num_healthy > 0 for pool in self.pools.values())
+
+    def check_ready(self) -> None:
+        """Raises `NoHealthyReplica` where no engine would answer a request."""
+        if not self.is_ready:
+            raise NoHealthyReplica
+
+    def take_ready(self, ready: Ready) -> None:
+        """What the engines told of the model."""
+        self._device, self._block_size = ready.device, ready.block_size
+        self._tokenizer = ready.tokenizer()
 
     def new_metrics(  # type: ignore[override]  # reads as one `Metrics`
         self, model_name: str, ready: Ready
     ) -> ClusterMetrics:
-        self.metrics = ClusterMetrics(model_name, ready, self.replica_of)
-        for _, name in self._followers:
+        self.metrics = ClusterMetrics(model_name, ready, self)
+        for name in self._links:
             self.metrics.join(name)
         return self.metrics
 
+    @property
+    def pid(self) -> int | None:
+        return None
+
+    def is_answering(self, patience: float) -> bool:
+        """True: this front lives. Whether an engine can be reached, `check_ready` says."""
+        return True
+
+    def end_by_force(self, after: float) -> None:
+        """The engines are ended by Ray, which has limits of its own."""
+
     def replica_of(self, request_id: str) -> str | None:
-        """Where a request went, if that is remembered."""
-        decision = self.routing.decisions.get(request_id)
+        """The engine that a request went to last, if that is remembered."""
+        decision = self.pools[ENGINES].decisions.get(request_id)
         return None if decision is None else decision.replica
+
+    # Replicas
+
+    def join(self, name: str, kind: str, address: Address) -> None:
+        """A replica has started: connect to it, and again whenever the connection is lost, until it leaves."""
+        if name not in self._addresses:
+            pool = self.pools[kind]
+            self._addresses[name], pool.breakers[name] = (pool, address), Breaker()
+            if name in self._links:  # it had left, and was still busy
+                pool.fleet.join(name)
+            else:
+                self._connect_after(name, 0.0)
+
+    def leave(self, name: str) -> None:
+        """A replica has ended, or begins to: it gets no new requests. What it has it may still finish."""
+        if name in self._addresses:
+            pool, _ = self._addresses.pop(name)
+            del pool.breakers[name]
+            pool.fleet.leave(name)
+            if name in self._connecting:
+                self._connecting.pop(name).cancel()
+            self._close_if_done(name)
+
+    @property
+    def replicas(self) -> set[str]:
+        """The names of all that have joined and not left."""
+        return set(self._addresses)
+
+    def _close_if_done(self, name: str) -> None:
+        """Close the connection to a replica that has left, once it has none of this front's requests."""
+        if name in self._addresses or name not in self._links:
+            return
+        if not any(name in (request.replica, request.prefill) for request in self._requests.values()):
+            self._links[name][1].lose("it has left")
+
+    def _connect_after(self, name: str, pause: float) -> None:
+        if not self._is_leaving:
+            task = self._connecting[name] = asyncio.get_running_loop().create_task(self._connect_to(name, pause))
+            task.add_done_callback(lambda _: self._connecting.pop(name, None))
+
+    async def _connect_to(self, name: str, pause: float) -> None:
+        while True:
+            await asyncio.sleep(pause)
+            pool, address = self._addresses[name]
+            try:
+                link = await open_link(name, address, self.secret, self._take_update, self._lost)
+                break
+            except Unreachable as error:
+                pause = pool.breakers[name].failed(is_gone=True) or 0.0
+                logger.warning("%s; next try in %.1f s", error, pause)
+        self._links[name] = pool, link
+        pool.fleet.join(name)
+        if self.metrics is not None:
+            self.metrics.join(name)
+        if self._is_watching:
+            link.send(Watch(True))
+        self.on_join(name)
+        homeless, self._homeless = self._homeless, []
+        for request in homeless:
+            self._place(request)
+
+    def _lost(self, link: Link) -> None:
+        """A connection is lost: place its requests elsewhere."""
+        pool, _ = self._links.pop(link.name)
+        pool.fleet.leave(link.name)
+        self._gauges_of.pop(link.name, None)
+        self._sum_gauges()
+        if self.metrics is not None:
+            self.metrics.leave(link.name)
+        if self._is_leaving:
+            return
+        if link.name in self._addresses:
+            logger.warning("replica %s is lost: %s", link.name, link.why_lost)
+            self._connect_after(link.name, pool.breakers[link.name].failed(is_gone=True) or 0.0)
+        for request in list(self._requests.values()):
+            if link.name in (request.replica, request.prefill):
+                self._fail_over(request, link.name, link.why_lost)
+        for question in list(self._asked.values()):
+            if question.replica == link.name:
+                self._ask_elsewhere(question, link.name, link.why_lost)
+
+    def _suspend(self, name: str, pool: Pool, pause: float) -> None:
+        """Send a replica that fails no requests for a while."""
+        logger.warning("replica %s fails: it gets no requests for %.1f s", name, pause)
+        pool.fleet.suspend(name)
+        asyncio.get_running_loop().call_later(pause, pool.fleet.resume, name)
+
+    # Commands
+
+    def submit(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        priority: int = 0,
+        salt: str = "",
+    ) -> Generation:
+        """As `EngineClient.submit`. Raises `NoHealthyReplica` where no engine can be reached."""
+        return self._submit(
+            request_id, prompts, params, secrets.randbits(32), stream=stream, priority=priority, salt=salt
+        )
+
+    async def resume(
+        self,
+        seen: SeenStream,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+    ) -> Generation:
+        """As `EngineClient.resume`. If an engine remembers the tokens, the prompt goes on behind them; else they are
+        all generated again, and are the same."""
+        options: dict[str, Any] = {"stream": True, "priority": priority, "salt": salt}
+        request_id = f"{shown_id(seen)}~{secrets.token_hex(3)}"  # its engine may not know yet that it was left
+        known = None
+        if len(prompts) == 1 and params.logprobs is None and any(seen.tokens):
+            known = await self.tokens_of(seen.request_id)
+        if known is None or known[0] != seen.seed or len(known[1]) != params.n:
+            return self._submit(request_id, prompts, params, seen.seed, seen, **options)
+        # A sample may have ended with its last token, which is chosen again.
+        self._emitted[request_id] = [tokens[:-1] for tokens in known[1]]
+        generation = self._submit(request_id, prompts, params, seen.seed, seen, **options)
+        for sample, tokens in enumerate(known[1]):
+            text = OutputText(
+                StreamingDetokenizer(self._tokenizer),
+                params.stop or (),
+                params.include_stop_str_in_output,
+                params.min_tokens,
+            )
+            for token_id in tokens[:-1]:
+                generation.add_token(sample, token_id, text.push(token_id), None)
+        generation.wake()
+        return generation
+
+    def _submit(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        seed: int,
+        seen: SeenStream | None = None,
+        **options: Any,
+    ) -> Generation:
+        """seed: for a request that gives none. The tokens must be the same wherever they are chosen, so it is fixed
+        here; a prompt's is that of the request and its number."""
+        self._check_reachable()
+        position = None
+        if options["stream"]:
+            checksum = checksum_of([prompt.token_ids for prompt in prompts], params)
+            position = StreamPosition(request_id, seed, checksum, len(prompts) * params.n, seen)
+        self._seeds[request_id] = [seed + index for index in range(len(prompts))] if params.seed is None else []
+        try:
+            generation = super().submit(request_id, prompts, params, **options)
+        finally:
+            del self._seeds[request_id]
+            self._emitted.pop(request_id, None)
+        generation.position = position
+        return generation
+
+    def _send(self, command: Any) -> None:
+        match command:
+            case Submit(key, params=params):
+                name = (
+                    command.request_id if command.request_id in self._seeds else command.request_id.rpartition("-")[0]
+                )
+                if self._seeds[name]:
+                    command = command._replace(params=replace(params, seed=self._seeds[name].pop(0) % 2**64))
+                emitted = self._emitted.get(name) or [()] * params.n
+                request = _Request(command, [list(tokens) for tokens in emitted], [[] for _ in emitted])
+                self._requests[key] = request
+                self._place(request)
+            case Ask() | AskTasks():
+                self._asked[command.number] = question = _Question(command)
+                self._put_question(question)
+            case Abort(key):
+                if key in self._requests:
+                    self._abort(self._requests.pop(key))
+            case Withdraw(number):
+                asked = self._asked.pop(number, None)
+                if asked is not None and asked.replica in self._links:
+                    self._links[asked.replica][1].send(command)
+            case Watch(wanted):
+                self._is_watching = wanted
+                for _, link in self._links.values():
+                    link.send(command)
+
+    # Requests
+
+    def _place(self, request: _Request) -> None:
+        """Send a request to the engine that its router chooses; where there is none, it waits for one."""
+        submit, emitted = request.submit, request.emitted()
+        request.replica = request.prefill = None
+        is_begun = any(sample.token_ids for sample in emitted)
+        longest = max((sample.token_ids for sample in emitted), key=len)
+        known = [*submit.token_ids, *longest]
+        keys = self._index.keys(known[:-1], self._block_size, submit.salt)
+        route = RouteRequest(submit.request_id, keys, len(known), self._block_size, request.avoid)
+        try:
+            if PREFILLS in self.pools and not is_begun and len(submit.token_ids) >= MIN_PROMPT:
+                decision = self.pools[PREFILLS].route(route)
+                request.prefill = decision.replica
+                place = Place(prefill_of(submit), decision.cached_tokens, hands_over=True)
+            else:
+                decision = self.pools[ENGINES].route(route)
+                request.replica = decision.replica
+                place = Place(submit, decision.cached_tokens, emitted if is_begun else ())
+        except NoReplica:
+            request.homeless_since = request.homeless_since or time.monotonic()
+            self._homeless.append(request)
+            return
+        request.homeless_since = 0.0
+        self._links[decision.replica][1].send(place)
+
+    def _continue(self, request: _Request) -> None:
+        """Its prompt is computed: send a request to the engine that decodes, which takes its beginning."""
+        submit, prefill = request.submit, request.prefill
+        assert prefill is not None, "an engine has computed its prompt"
+        route = RouteRequest(submit.request_id, (), 1, self._block_size, request.avoid)
+        try:
+            decision = self.pools[ENGINES].route(route)
+        except NoReplica:
+            self._place(request)  # it waits
+            return
+        source = Source(self._addresses[prefill][1], submit.key) if prefill in self._addresses else None
+        request.replica, request.prefill = decision.replica, None
+        self._links[decision.replica][1].send(Place(submit, source=source))
+
+    def _fail_over(self, request: _Request, name: str, why: str) -> None:
+        """An engine has failed at a request: place it elsewhere, or end it where too many have."""
+        self._end_everywhere(request)
+        request.failures += 1
+        request.avoid |= {name}
+        logger.warning("replica %s failed at %s (%s): it goes on elsewhere", name, request.submit.request_id, why)
+        if request.failures >= ATTEMPTS:
+            self._give_up(request, f"{request.failures} engines failed at this request, the last because {why}")
+            return
+        request.resumed = True
+        self.num_resumed += 1
+        self._place(request)
+
+    def _give_up(self, request: _Request, why: str) -> None:
+        key = request.submit.key
+        if key in self._generations:
+            self.abort(self._generations[key][0], RequestFailed(why))
+
+    def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
+        """As `EngineClient.abort`, counted where its requests were."""
+        requests = [self._requests[key] for key in generation.keys if key in self._requests]
+        if self.metrics is not None:
+            for request in requests:
+                self.metrics.take_end(request.replica, "abort" if error is None else "error", generation.params.n)
+        super().abort(generation, error)
+
+    def _abort(self, request: _Request) -> None:
+        self._end_everywhere(request)
+        self._homeless = [waiting for waiting in self._homeless if waiting is not request]
+        for name in (request.replica, request.prefill):
+            if name in self._links:
+                self._links[name][1].send(Abort(request.submit.key))
+
+    def _end_everywhere(self, request: _Request) -> None:
+        """It is on the way to no engine any more."""
+        for pool in self.pools.values():
+            pool.fleet.end(request.submit.request_id)
+
+    async def _end_homeless(self) -> None:
+        """End requests that have waited too long for an engine."""
+        while True:
+            await asyncio.sleep(1.0)
+            deadline = time.monotonic() - HOMELESS_SECONDS
+            late = [request for request in self._homeless if request.homeless_since < deadline]
+            self._homeless = [request for request in self._homeless if request not in late]
+            for request in late:
+                self._give_up(request, f"no engine could be reached for {HOMELESS_SECONDS:.0f} s")
+
+    # Questions
 
     async def ask(self, what: str, *arguments: Any) -> Any:
         """As `EngineClient.ask`, of the replica that has the request in question; with the decision that sent it
         there."""
-        decision = self.routing.decisions.get(arguments[0]) if arguments else None
-        if decision is None or decision.replica not in self.routing.fleet.replicas:
+        decision = self.pools[ENGINES].decisions.get(arguments[0]) if arguments else None
+        if decision is None or decision.replica not in self._links:
             return None
         found = await self._answer_to(Ask(next(self._numbers), what, arguments), 1)
-        return found if found is None else {**found, "route": asdict(decision)}
+        if found is None:
+            return None
+        prefill = self.pools[PREFILLS].decisions.get(arguments[0]) if PREFILLS in self.pools else None
+        return {**found, "route": asdict(decision)} | ({} if prefill is None else {"prefill_route": asdict(prefill)})
 
-    # Commands
+    async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
+        self._check_reachable()
+        return await super().answer(requests)
 
-    def _send(self, command: Any) -> None:
-        match command:
-            case Submit():
-                self._start_task(command.key, self._generate(command))
-            case Ask():
-                self._start_task(command.number, self._ask(command))
-            case AskTasks():
-                self._start_task(command.number, self._answer(command))
-            case Abort(key) | Withdraw(key):
-                if (task := self._tasks.pop(key, None)) is not None and task is not asyncio.current_task():
-                    task.cancel()
-            case Watch(wanted):
-                self._watched = wanted
-                for name in self.routing.fleet.replicas:
-                    self._start_task(next(self._keys), self._watch(name))
+    def _check_reachable(self) -> None:
+        if not self.pools[ENGINES].fleet.replicas:
+            raise NoHealthyReplica
 
-    def _start_task(self, key: int, work: Any) -> None:
-        task = self._tasks[key] = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(lambda ended: self._tasks.pop(key, None) if self._tasks.get(key) is ended else None)
-
-    async def _generate(self, submit: Submit) -> None:
-        """One prompt, from its route to its end."""
-        replica = None
-        for attempt in range(ATTEMPTS):
-            failure = await self._try(submit, avoid=replica)
-            if failure is None or submit.key not in self._generations:
-                return
-            replica, is_last = self.replica_of(submit.request_id), attempt == ATTEMPTS - 1
-            logger.warning("replica %s failed at %s: %s", replica, submit.request_id, failure.reason)
-            if failure.has_sent or is_last:
-                error = _died(replica) if failure.has_sent else RequestFailed(f"{ATTEMPTS} replicas failed at it")
-                self.abort(self._generations[submit.key][0], error)
-                return
-
-    async def _try(self, submit: Submit, avoid: str | None) -> "_Failure | None":
-        """Send a request to a replica, if there is one not to the one that has failed at it; None if it has ended
-        there."""
-        route, has_sent, calls = replace(self._route_of(submit), avoid=avoid), False, []
+    async def tokens_of(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+        """The seed of a request that any front had, and its samples' tokens, if an engine remembers them."""
+        questions: dict[int, asyncio.Future[Any]] = {}
+        for name, (_, link) in self._links.items():
+            question = _Question(Ask(next(self._numbers), "tokens", (request_id,)), name)
+            number = question.command.number
+            questions[number] = self._questions[number] = asyncio.get_running_loop().create_future()
+            self._asked[number] = question
+            link.send(question.command)
         try:
-            if self._prefills is not None and len(submit.token_ids) >= MIN_PROMPT:
-                # Ray gives what this returns to the replica that continues; its bytes never come here.
-                calls.append(self._prefills.prefill.remote(route, submit))
-            stream = self._streaming(self._handle).generate.remote(route, submit, *calls)
-            calls.append(stream)
-            async for update in stream:
-                has_sent = has_sent or bool(update.tokens or update.sample_ends)
-                if avoid is not None:
-                    update.accepted.clear()  # they were, by the first
-                self._take_in(update)
-                self._flush_when_due()
-                if update.ends or update.refused:
-                    return None
-            return _Failure(has_sent, "its answer ended early")
-        except asyncio.CancelledError:
-            for call in calls:
-                call.cancel()
-            raise
-        except Exception as error:
-            return _Failure(has_sent, _first_line(error))
+            answers = await asyncio.gather(*questions.values(), return_exceptions=True)
         finally:
-            for handle in self._handles:
-                routing_of(handle.deployment_name).fleet.end(route.request_id)
+            for number in questions:
+                self._questions.pop(number, None)
+                self._asked.pop(number, None)
+        found = [answer for answer in answers if isinstance(answer, tuple)]
+        return max(found, key=lambda known: sum(map(len, known[1])), default=None)
 
-    @staticmethod
-    def _streaming(handle: DeploymentHandle) -> Any:
-        return handle.options(stream=True)
+    def _put_question(self, question: _Question) -> None:
+        command = question.command
+        if isinstance(command, Ask):
+            question.replica = self.replica_of(command.arguments[0]) if command.arguments else None
+            if question.replica not in self._links:
+                self._answer_failed(question, "the replica that was asked has ended")
+                return
+        else:
+            tokens = command.requests[0][0] if command.requests else []
+            keys = self._index.keys(tokens, self._block_size)
+            num_tokens = sum(len(token_ids) for token_ids, _ in command.requests)
+            name = f"ask-{command.number}"
+            route = RouteRequest(name, keys, num_tokens, self._block_size, question.avoid)
+            try:
+                question.replica = self.pools[ENGINES].route(route).replica
+            except NoReplica as error:
+                self._answer_failed(question, str(error))
+                return
+        self._links[question.replica][1].send(command)
 
-    def _route_of(self, submit: Submit) -> RouteRequest:
-        keys = self._index.keys(submit.token_ids[:-1], self._block_size, submit.salt)
-        most = submit.params.max_tokens * submit.params.n
-        return RouteRequest(submit.request_id, keys, len(submit.token_ids), most, self._block_size)
+    def _ask_elsewhere(self, question: _Question, name: str, why: str) -> None:
+        """A replica has failed at a question, of which nothing has been sent."""
+        self.pools[ENGINES].fleet.end(f"ask-{question.command.number}")
+        question.avoid |= {name}
+        if isinstance(question.command, Ask) or len(question.avoid) >= ATTEMPTS:
+            self._answer_failed(question, f"the replica that was asked has failed: {why}")
+        else:
+            self._put_question(question)
 
-    async def _ask(self, question: Ask) -> None:
-        target = self.replica_of(question.arguments[0]) if question.arguments else None
-        await self._put(question.number, self._handle.ask.remote(_aimed_at(target), question.what, question.arguments))
+    def _answer_failed(self, question: _Question, why: str) -> None:
+        number = question.command.number
+        self._asked.pop(number, None)
+        future = self._questions.get(number)
+        if future is not None:
+            asyncio.get_running_loop().call_soon(self._take_answer, Answer(number, None, Fault(why, internal=True)))
 
-    async def _answer(self, question: AskTasks) -> None:
-        tokens = question.requests[0][0] if question.requests else []
-        keys = self._index.keys(tokens, self._block_size)
-        number = sum(len(token_ids) for token_ids, _ in question.requests)
-        route = RouteRequest(f"ask-{question.number}", keys, number, 0, self._block_size)
-        try:
-            for attempt in range(ATTEMPTS):
-                response = self._handle.answer.remote(route, question.requests)
-                if await self._put(question.number, response, is_last=attempt == ATTEMPTS - 1):
-                    return
-                route = replace(route, avoid=self.replica_of(route.request_id))
-        finally:
-            self.routing.fleet.end(route.request_id)
+    # Updates
 
-    async def _put(self, number: int, response: Any, is_last: bool = True) -> bool:
-        """Take in the answer to a question; False where there is none, which fails the question if it was asked for
-        the last time."""
-        try:
-            answer = await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except Exception as error:
-            if is_last:
-                fault = Fault(f"the replica that was asked has failed: {_first_line(error)}", internal=True)
-                self._take_answer(Answer(number, None, fault))
+    def _take_update(self, link: Link, update: ReplicaUpdate) -> None:
+        """Take in what an engine has sent: what is every front's concern first, then this one's requests."""
+        name = link.name
+        pool, _ = self._links[name]
+        if pool.router.needs_events and update.events:
+            pool.fleet.apply(name, update.events)
+        for key in update.accepted:
+            if (request := self._requests.get(key)) is not None:
+                self._end_everywhere(request)
+        if update.load is not None:
+            pool.fleet.report(name, update.load)
+        if update.gauges is not None:
+            self._gauges_of[name] = update.gauges
+            self._sum_gauges()
+        if self.metrics is not None:
+            self.metrics.take_update(name, update, time.perf_counter())
+        self._judge(name, pool, update)
+        update.accepted = list(self._newly_accepted(name, update.accepted))
+        if update.tokens:
+            self._note_tokens(update)
+        if update.sample_ends:
+            update.sample_ends = [end for end in update.sample_ends if self._is_new_end(end.key, end.sample)]
+        if update.ends:
+            update.ends = [end for end in update.ends if self._is_last(name, end)]
+        if update.refused:
+            update.refused = [refusal for refusal in update.refused if not self._is_elsewhere(name, refusal)]
+        if update.answers:
+            update.answers = [answer for answer in update.answers if not self._is_asked_elsewhere(name, answer)]
+        if update.records:
+            update.records = [self._located(name, record) for record in update.records]
+        rest = Update(
+            update.accepted,
+            update.refused,
+            update.tokens,
+            update.sample_ends,
+            update.ends,
+            update.answers,
+            records=update.records,
+        )
+        self._take_in(rest)
+        self._flush_when_due()
+        if name not in self._addresses:
+            self._close_if_done(name)
+
+    def _judge(self, name: str, pool: Pool, update: ReplicaUpdate) -> None:
+        """Note whether the engine works: steps that raise open its breaker."""
+        breaker = pool.breakers.get(name)
+        if breaker is None:
+            return
+        if not update.failed_in_a_row:
+            if update.steps:
+                breaker.succeeded()
+        elif (pause := breaker.failed()) is not None:
+            self._suspend(name, pool, pause)
+
+    def _newly_accepted(self, name: str, keys: list[int]) -> Iterator[int]:
+        for key in keys:
+            request = self._requests.get(key)
+            if request is not None and not request.accepted and request.replica == name:
+                request.accepted = True
+                yield key
+
+    def _note_tokens(self, update: ReplicaUpdate) -> None:
+        """Note tokens, and leave out those of samples that have ended: they were chosen again."""
+        find, repeated = self._requests.get, False
+        for key, sample, token_id, _, logprobs in update.tokens:
+            request = find(key)
+            if request is None:
+                continue
+            if sample in request.ended:
+                repeated = True
+                continue
+            request.token_ids[sample].append(token_id)
+            if logprobs is not None:
+                request.logprobs[sample].append(logprobs)
+            if request.failures:
+                request.failures, request.avoid = 0, frozenset()
+        if repeated:
+            update.tokens = [
+                token for token in update.tokens if (found := find(token[0])) is None or token[1] not in found.ended
+            ]
+
+    def _is_new_end(self, key: int, sample: int) -> bool:
+        request = self._requests.get(key)
+        if request is None or sample in request.ended:
             return False
-        self._take_answer(answer._replace(number=number))
+        request.ended.add(sample)
         return True
 
-    async def _watch(self, name: str) -> None:
-        with suppress(Exception):
-            await self._handle.watch.remote(_aimed_at(name), self._watched)
+    def _is_last(self, name: str, end: RequestEnd) -> bool:
+        """Whether a request has ended with this. What its engine could not finish, and what had its prompt computed,
+        goes on."""
+        request = self._requests.get(end.key)
+        if request is None:
+            return True
+        fault = end.fault
+        if fault is None and any(sample.finish_reason == "error" for sample in end.output.outputs):
+            fault = Fault("it could not finish it", internal=True)
+        if fault is not None and fault.internal:
+            self._fail_over(request, name, fault.message)
+            return False
+        if request.prefill == name and fault is None:
+            self._end_everywhere(request)
+            self._continue(request)
+            return False
+        del self._requests[end.key]
+        return True
 
-    # Reports
+    def _is_elsewhere(self, name: str, refusal: Any) -> bool:
+        """Whether a request that was refused is placed elsewhere: the engine, and not the request, was at fault."""
+        request = self._requests.get(refusal.key)
+        if request is None:
+            return False
+        if refusal.fault.internal:
+            self._fail_over(request, name, refusal.fault.message)
+            return True
+        if request.prefill == name:  # the engine that is to continue it says why
+            self._end_everywhere(request)
+            self._continue(request)
+            return True
+        self._end_everywhere(request)
+        del self._requests[refusal.key]
+        return False
 
-    def _follow_all(self, handle: DeploymentHandle) -> None:
-        """Follow the replicas that run now, and no others."""
-        deployment, running = handle.deployment_name, routing_of(handle.deployment_name).fleet.replicas
-        for key in [key for key in self._followers if key[0] == deployment and key[1] not in running]:
-            self._followers.pop(key).cancel()
-            self._gauges_of.pop(key[1], None)
-            if self.metrics is not None:
-                self.metrics.leave(key[1])
-        for name in running:
-            if (deployment, name) not in self._followers and not self._is_leaving:
-                task = asyncio.get_running_loop().create_task(self._follow(handle, name))
-                self._followers[deployment, name] = task
-                if self.metrics is not None:
-                    self.metrics.join(name)
-        self._sum_gauges()
-
-    async def _follow(self, handle: DeploymentHandle, name: str) -> None:
-        """Take in a replica's reports until it is gone."""
-        while True:
-            stream = self._streaming(handle).follow.remote(_aimed_at(name))
-            try:
-                if self._watched:
-                    await self._watch(name)
-                async for report in stream:
-                    self._take_report(handle, name, report)
-            except asyncio.CancelledError:
-                stream.cancel()
-                raise
-            except Exception as error:
-                logger.debug("replica %s cannot be followed: %s", name, _first_line(error))
-            await asyncio.sleep(_FOLLOW_AGAIN)
-
-    def _take_report(self, handle: DeploymentHandle, name: str, report: Report) -> None:
-        routing = routing_of(handle.deployment_name)
-        if routing.router is not None and routing.router.needs_events:
-            if report.whole and name in routing.fleet.replicas:
-                routing.fleet.prefixes.forget(routing.fleet.replicas[name].index)
-            routing.fleet.apply(name, report.events)
-        if self.metrics is not None:
-            self.metrics.take_report(name, report, time.perf_counter())
-        if report.gauges is not None:
-            self._gauges_of[name] = report.gauges
-            self._sum_gauges()
-        if report.records:
-            self._take_in(Update(records=[self._located(name, record) for record in report.records]))
+    def _is_asked_elsewhere(self, name: str, answer: Answer) -> bool:
+        question = self._asked.get(answer.number)
+        if question is None:
+            return False
+        self.pools[ENGINES].fleet.end(f"ask-{answer.number}")
+        if answer.fault is not None and answer.fault.internal and isinstance(question.command, AskTasks):
+            self._ask_elsewhere(question, name, answer.fault.message)
+            return True
+        del self._asked[answer.number]
+        if isinstance(question.command, AskTasks) and answer.fault is None and self.metrics is not None:
+            lengths = [len(token_ids) for token_ids, _ in question.command.requests]
+            self.metrics.take_answered(name, lengths, time.perf_counter() - question.began)
+        return False
 
     def _located(self, name: str, record: StepRecord) -> StepRecord:
         """A step with the engine that took it, and why requests came to it."""
-        decisions = self.routing.decisions
-        routes = tuple([decisions[one.request_id] for one in record.arrived if one.request_id in decisions])
+        decisions = self.pools[ENGINES].decisions
+        routes = tuple([decisions[request.request_id] for request in record.arrived if request.request_id in decisions])
         return replace(record, replica=name, routes=routes)
 
     def _sum_gauges(self) -> None:
         self.gauges = Gauges(*[sum(values) for values in zip(Gauges(), *self._gauges_of.values(), strict=True)])
-
-
-class _Failure:
-    """An attempt that came to nothing."""
-
-    def __init__(self, has_sent: bool, reason: str):
-        self.has_sent, self.reason = has_sent, reason
-
-
-def _aimed_at(name: str | None) -> RouteRequest:
-    return RouteRequest(f"to-{name}", target=name)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
-def _died(replica: str | None) -> RequestFailed:
-    return RequestFailed(f"replica {replica} died while it was answering: send the request again")

@@ -23,6 +23,17 @@ class CacheEvents:
     def __bool__(self) -> bool:
         return bool(self.published or self.evicted)
 
+    def then(self, later: "CacheEvents") -> "CacheEvents":
+        """Both as one batch."""
+        if not self or not later:
+            return later or self
+        published, evicted = dict.fromkeys(self.published), dict.fromkeys(self.evicted)
+        for now, before, keys in ((published, evicted, later.published), (evicted, published, later.evicted)):
+            now.update(dict.fromkeys(keys))
+            for key in keys:
+                before.pop(key, None)
+        return CacheEvents(tuple(published), tuple(evicted))
+
 
 NO_EVENTS = CacheEvents()
 

@@ -1,18 +1,30 @@
-"""What a router knows: the replicas, the requests that each has, and the prefixes that each has cached.
+"""What a router knows: the replicas, the work that each has left, and the prefixes that each has cached.
 
-A `Fleet` lives beside the router, in the process that routes. Loads are exact: a request counts from its decision to
-its end. Prefixes are what cache events told, so they trail a replica's cache by the time an event takes.
+A `Fleet` lives beside the router, in the process that routes. A replica's load is what its engine reported last, plus
+the requests that are on the way to it; so several routers in front of the same engines see each other's requests.
+Prefixes are what cache events told. Both trail the engine by the time that an update takes.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from forge.cluster.events import CacheEvents
 from forge.errors import ForgeError
 from forge.trace.records import RouteRecord
 
-_ROUTED = attrgetter("routed_tokens")
+_TOKENS, _ROUTED = attrgetter("tokens"), attrgetter("routed_tokens")
+SEQUENCE_TOKENS = 16
+"""Prompt tokens that a running sequence counts for: a prompt of some hundred tokens, computed in a few chunks, shares
+each of those steps with one row of every sequence."""
+INDEX_BYTES = 128 << 20
+"""Of a `PrefixMap`, at most."""
+_ENTRY_BYTES = 320
+"""Of one key: its slot in the ordered dictionary after that has grown, the key, and the bits of some 256 replicas."""
+_SWEPT = 512
+"""Keys from which the bits of replicas that have left are cleared with each batch of events."""
 
 
 class NoReplica(ForgeError):
@@ -20,6 +32,20 @@ class NoReplica(ForgeError):
 
     def __init__(self) -> None:
         super().__init__("no replica runs at the moment: try again when one has started")
+
+
+class Load(NamedTuple):
+    """The work that an engine has left, as the engine counts it."""
+
+    tokens: int = 0
+    """Prompt tokens that are not yet computed, without those that are cached."""
+    sequences: int = 0
+    """Sequences that run or wait."""
+
+    @property
+    def work(self) -> int:
+        """Both as one number, in prompt tokens. How long answers may become is not in it: no client knows."""
+        return self.tokens + SEQUENCE_TOKENS * self.sequences
 
 
 @dataclass(frozen=True)
@@ -30,17 +56,9 @@ class RouteRequest:
     keys: tuple[int, ...] = ()
     """The prefix key of each full block of the prompt."""
     num_prompt_tokens: int = 0
-    max_tokens: int = 0
     block_size: int = 16
-    target: str | None = None
-    """The one replica that this is for; None for any."""
-    avoid: str | None = None
-    """A replica that has failed at it: another one is tried, if there is one."""
-
-    @property
-    def num_tokens(self) -> int:
-        """What it may make a replica compute, if nothing of its prompt is cached."""
-        return self.num_prompt_tokens + self.max_tokens
+    avoid: frozenset[str] = frozenset()
+    """Replicas that have failed at it: another one is chosen, if there is one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,44 +69,66 @@ class Replica:
     index: int
     """Its bit in `PrefixMap`."""
     requests: int = 0
-    """Outstanding."""
+    """Sequences that its engine reported, and requests on the way to it."""
     tokens: int = 0
-    """Outstanding: of each request its uncached prompt tokens and the tokens that it may generate."""
+    """Its load: `Load.work` of what its engine reported, and of the requests on the way to it."""
     routed_tokens: int = 0
-    """Of all requests that it was ever given. Decides between replicas with as many tokens outstanding."""
+    """Of all requests that it was ever given. Decides between replicas of equal load."""
+    reported: Load = field(default_factory=Load)
 
 
 def least_busy(replicas: Sequence[Replica]) -> Replica:
-    """The one with the fewest tokens outstanding, of equals the one that was given the fewest so far. Written for
-    hundreds of replicas and thousands of decisions a second."""
-    fewest = min([one.tokens for one in replicas])
-    equals = [one for one in replicas if one.tokens == fewest]
-    return min(equals, key=_ROUTED) if len(equals) > 1 else equals[0]
+    """The one with the least load, of equals the one that was given the fewest tokens so far. Written for a thousand
+    replicas and thousands of decisions a second."""
+    least = min(replicas, key=_TOKENS)
+    fewest = least.tokens
+    equals = [replica for replica in replicas if replica.tokens == fewest]
+    return min(equals, key=_ROUTED) if len(equals) > 1 else least
 
 
 class PrefixMap:
-    """From a prefix key to the replicas that have its block, as one integer with a bit for each."""
+    """From a prefix key to the replicas that have its block, as one integer with a bit for each.
 
-    def __init__(self) -> None:
-        self.holders: dict[int, int] = {}
+    Takes `max_bytes` at most: beyond that the keys that were published longest ago are dropped, and their blocks are
+    cached without the router's knowledge. When a replica leaves, its bits stay until later events have swept them, a
+    few hundred keys at a time; `longest` is asked for replicas that run, so it never sees them.
+    """
+
+    def __init__(self, max_bytes: int = INDEX_BYTES) -> None:
+        self.holders: OrderedDict[int, int] = OrderedDict()
+        """The keys that were published last come last."""
+        self.max_keys = max(1, max_bytes // _ENTRY_BYTES)
+        self._gone = 0
+        """The bits of replicas that have left and are not swept yet."""
+        self._unswept = 0
+        """Keys at the beginning of `holders`, at most, that may have such a bit."""
 
     def publish(self, index: int, keys: Sequence[int]) -> None:
-        bit, holders = 1 << index, self.holders
+        bit, holders, rest = 1 << index, self.holders, ~self._gone
         for key in keys:
-            holders[key] = holders.get(key, 0) | bit
+            holders[key] = holders.pop(key, 0) & rest | bit
+        while len(holders) > self.max_keys:
+            holders.popitem(last=False)
+        self._sweep()
 
     def evict(self, index: int, keys: Sequence[int]) -> None:
-        bit, holders = 1 << index, self.holders
+        holders, rest = self.holders, ~(self._gone | 1 << index)
         for key in keys:
-            left = holders.get(key, 0) & ~bit
+            left = holders.get(key, 0) & rest
             if left:
                 holders[key] = left
             else:
                 holders.pop(key, None)
+        self._sweep()
 
     def forget(self, index: int) -> None:
         """A replica is gone, and its cache with it."""
-        self.evict(index, [key for key, held in self.holders.items() if held >> index & 1])
+        self._gone |= 1 << index
+        self._unswept = len(self.holders)
+
+    def is_swept(self, index: int) -> bool:
+        """Whether no key has the bit of a replica that has left, so that another replica may have the bit."""
+        return not self._gone >> index & 1
 
     def longest(self, keys: Sequence[int], among: int) -> tuple[int, int]:
         """Of the replicas in the mask `among`: how many blocks of a prompt the best of them have, and which those
@@ -101,6 +141,17 @@ class PrefixMap:
             best, length = held, length + 1
         return length, best if length else 0
 
+    def _sweep(self) -> None:
+        if self._gone:
+            holders, rest = self.holders, ~self._gone
+            for _ in range(min(_SWEPT, self._unswept, len(holders))):
+                key, held = holders.popitem(last=False)
+                if held & rest:
+                    holders[key] = held & rest
+            self._unswept -= min(_SWEPT, self._unswept)
+            if not self._unswept:
+                self._gone = 0
+
 
 @dataclass
 class Fleet:
@@ -111,21 +162,30 @@ class Fleet:
     mask: int = 0
     """The bits of all replicas."""
     _by_index: list[Replica | None] = field(default_factory=list)
-    _outstanding: dict[str, tuple[Replica, int]] = field(default_factory=dict)
-    """From a request's id to where it is and the tokens that it counts for."""
+    _suspended: set[str] = field(default_factory=set)
+    """Replicas that no request goes to while there is another."""
+    _on_the_way: dict[str, tuple[Replica, int]] = field(default_factory=dict)
+    """From the id of a request that no report counts yet to its replica and the load that it counts for."""
 
     def join(self, name: str) -> Replica:
         """A replica has started, with an empty cache."""
         if name not in self.replicas:
-            index = self._by_index.index(None) if None in self._by_index else len(self._by_index)
-            self._by_index[index : index + 1] = [Replica(name, index)]
+            index = self._free_index()
+            replica = self.replicas[name] = Replica(name, index)
+            self._by_index[index : index + 1] = [replica]
             self.mask |= 1 << index
-            self.replicas[name] = self._by_index[index]  # type: ignore[assignment]
         return self.replicas[name]
+
+    def _free_index(self) -> int:
+        for index, replica in enumerate(self._by_index):
+            if replica is None and self.prefixes.is_swept(index):
+                return index
+        return len(self._by_index)
 
     def leave(self, name: str) -> None:
         """A replica has ended or died. Its requests count for none until they are routed again."""
         replica = self.replicas.pop(name, None)
+        self._suspended.discard(name)
         if replica is not None:
             self._by_index[replica.index] = None
             self.mask &= ~(1 << replica.index)
@@ -138,14 +198,28 @@ class Fleet:
         for name in names:
             self.join(name)
 
-    def candidates(self, names: Sequence[str] | None = None) -> list[Replica]:
-        """The replicas to choose among: those of `names` that run. Raises `NoReplica` if there is none."""
-        found = list(self.replicas.values())
-        if names is not None:
-            found = [self.replicas[name] for name in names if name in self.replicas]
-        if not found:
+    def suspend(self, name: str) -> None:
+        """Send requests to other replicas for now, if there are any."""
+        self._suspended.add(name)
+
+    def resume(self, name: str) -> None:
+        self._suspended.discard(name)
+
+    @property
+    def num_healthy(self) -> int:
+        """Replicas that are not suspended."""
+        return len(self.replicas) - len(self._suspended & self.replicas.keys())
+
+    def candidates(self, avoid: frozenset[str] = frozenset()) -> list[Replica]:
+        """The replicas to choose among: those that are neither suspended nor in `avoid`, if there are any; else those
+        that are not suspended, else all. Raises `NoReplica` where none runs."""
+        running = list(self.replicas.values())
+        if not running:
             raise NoReplica
-        return found
+        healthy = running
+        if self._suspended:
+            healthy = [replica for replica in running if replica.name not in self._suspended] or running
+        return ([replica for replica in healthy if replica.name not in avoid] if avoid else healthy) or healthy
 
     def holders(self, mask: int) -> Iterator[Replica]:
         """The replicas of a mask."""
@@ -159,22 +233,34 @@ class Fleet:
         """Take in what a replica's cache has told. Of one that has left it means nothing."""
         replica = self.replicas.get(name)
         if replica is not None:
-            self.prefixes.publish(replica.index, events.published)
-            self.prefixes.evict(replica.index, events.evicted)
+            if events.published:
+                self.prefixes.publish(replica.index, events.published)
+            if events.evicted:
+                self.prefixes.evict(replica.index, events.evicted)
+
+    def report(self, name: str, load: Load) -> None:
+        """Take in a replica's load, which counts the requests that its engine has accepted."""
+        replica = self.replicas.get(name)
+        if replica is not None:
+            replica.tokens += load.work - replica.reported.work
+            replica.requests += load.sequences - replica.reported.sequences
+            replica.reported = load
 
     def begin(self, request: RouteRequest, decision: RouteRecord) -> None:
         """Count a request at the replica that was chosen; one that is routed again moves."""
         self.end(request.request_id)
         replica = self.replicas[decision.replica]
-        tokens = max(0, request.num_tokens - decision.cached_tokens)
+        tokens = max(0, request.num_prompt_tokens - decision.cached_tokens)
+        work = Load(tokens, 1).work
         replica.requests += 1
-        replica.tokens += tokens
+        replica.tokens += work
         replica.routed_tokens += tokens
-        self._outstanding[request.request_id] = replica, tokens
+        self._on_the_way[request.request_id] = replica, work
 
     def end(self, request_id: str) -> None:
-        """A request has ended, however it did. Does nothing for one that is not outstanding."""
-        replica, tokens = self._outstanding.pop(request_id, (None, 0))
+        """A request is no longer on the way: its engine's reports count it from now on, or it has ended before. Does
+        nothing for another request."""
+        replica, work = self._on_the_way.pop(request_id, (None, 0))
         if replica is not None:
             replica.requests -= 1
-            replica.tokens -= tokens
+            replica.tokens -= work

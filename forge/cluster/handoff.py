@@ -1,18 +1,20 @@
-"""Prefill apart from decode: the engine of a replica that computes prompts for others, and takes in what others did.
+"""Prefill apart from decode: one engine computes a prompt, and the other takes its blocks from it over one connection.
 
-The bytes never cross the socket between the engine's thread and the actor: they are in one process, and the actor gives
-them to Ray's object store, which the other replica's process reads in place.
+The front sends the prompt to the first engine, and with its end the request to the second, saying where its beginning
+lies (`wire.Source`). The bytes go from engine to engine and never through a front.
 """
 
-from typing import Any
+import secrets
+import socket
 
-from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
+from forge.cluster.wire import HANDSHAKE_SECONDS, Address, Unreachable, connect
+from forge.engine.handoff import KvHandoff
 from forge.engine.sampling_params import SamplingParams
-from forge.server.engine_process import EngineServer
-from forge.server.messages import Submit
+from forge.server.messages import Ask, Inbox, Submit, frame
 
 MIN_PROMPT = 2
 """Tokens of the shortest prompt of which anything can be handed over: the last one is computed where it is sampled."""
+_RECEIVE = 1 << 20
 
 
 def prefill_params() -> SamplingParams:
@@ -25,29 +27,18 @@ def prefill_of(submit: Submit) -> Submit:
     return submit._replace(token_ids=submit.token_ids[:-1], params=prefill_params(), prompt=None, stream=False)
 
 
-class HandoffEngine(EngineServer):
-    """An `EngineServer` that computes prompts for other engines, and continues what others have computed."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.handoffs: dict[int, KvHandoff] = {}
-        """What another engine has computed of requests, by the key of their `Submit`, which comes later."""
-        self.prefills: set[int] = set()
-        """The keys of requests whose caches are handed over."""
-        self.handed_off: dict[int, KvHandoff] = {}
-        """By the request's key, here before its end is told."""
-
-    def _add_request(self, key: int, *arguments: Any, **options: Any) -> tuple[int, ...]:
-        handoff = self.handoffs.pop(key, None)
-        if handoff is None:
-            return super()._add_request(key, *arguments, retain_cache=key in self.prefills, **options)
-        return add_handed_over(self.engine, handoff, *arguments, **options)
-
-    def _take_output(self, request: Any, error: str | None) -> None:
-        (seq_id, *_) = self._log.seq_ids(request.request_id)
-        super()._take_output(request, error)
-        if request.key in self.prefills:
-            self.prefills.discard(request.key)
-            if self.engine.is_retained(seq_id):
-                self.handed_off[request.key] = hand_off(self.engine, seq_id)
-                self.engine.release(seq_id)
+def fetch(address: Address, key: int, secret: bytes) -> KvHandoff | None:
+    """What the engine at `address` has computed of a request; None where it is gone. Blocks. Raises `Unreachable`."""
+    connection: socket.socket = connect(address, secret, "front")
+    with connection:
+        connection.settimeout(HANDSHAKE_SECONDS)
+        try:
+            connection.sendall(frame(Ask(secrets.randbits(62), "handoff", (key,))))
+            inbox = Inbox()
+            while data := connection.recv(_RECEIVE):
+                for update in inbox.feed(data):
+                    for answer in update.answers:
+                        return answer.value
+        except OSError as error:
+            raise Unreachable(f"the engine at {address[0]}:{address[1]} does not answer: {error}") from None
+    return None

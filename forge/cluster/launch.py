@@ -1,158 +1,213 @@
-"""`forge serve --replicas`: replicas on Ray Serve, and the HTTP server of `forge serve` in front of them.
+"""`forge serve --replicas`: the HTTP server of `forge serve` in front of engines that Ray Serve runs.
 
-The server runs in the process of the command and calls the replicas through Serve's handles, which route. So a request
-makes one hop, and all that `forge serve` promises of HTTP (keys, limits, slow clients, SIGTERM) is the same code. Ray
-Serve starts the replicas, checks and restarts them, and scales them. On a cluster, `ray start` comes first and the
-command joins it; otherwise Ray runs on this machine for as long as the command does.
+The server runs in the process of the command and talks to the engines directly. Only a process beside it knows Ray, the
+keeper, which is started again when it ends. So an engine or Ray may die, and the streams go on.
 """
-
-import os
-
-# Both are read when Ray Serve is imported. A request then stays on one loop in each process.
-os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
-os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # of a Ray that is started here: an engine is no background work
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-import ray
-from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.handle import DeploymentHandle
-
 from forge.cluster.client import ClusterClient
-from forge.cluster.fleet import Fleet
+from forge.cluster.keeper_messages import Deployment, Joined, Left, Notice, Running
 from forge.cluster.options import ClusterOptions
-from forge.cluster.replica import EngineReplica
-from forge.cluster.routers import new_router
-from forge.cluster.routing import forget_routings
-from forge.cluster.serve_router import router_options
-from forge.errors import UsageError
-from forge.server.messages import Ready
+from forge.cluster.ray_address import choose_ray
+from forge.errors import ForgeError, UsageError
+from forge.server.messages import Inbox, LoadFailed, Ready, frame
 from forge.server.serving import listen, serve_client
 from forge.server.settings import Settings
 from forge.trace.records import StepRecord
 
-ENGINES, PREFILLS = "forge-engines", "forge-prefill"
-_OBJECT_STORE_BYTES = 512 << 20
-"""Room for hand-overs on a Ray that this command starts."""
-_HANDOFF_BLOCKS = 1 << 16
-"""Of a decode engine's host pool: what is handed over waits there. It takes memory for as long as it does."""
-_MORE_THAN_ANY_QUEUE = 100_000
-"""Requests of one replica: its engine queues them, so Serve has nothing to hold back."""
+logger = logging.getLogger("forge.server")
+
+_KEEPER_ENDS = 30.0
+"""Seconds that the keeper has to end the engines."""
+_RESTART_PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
-@contextmanager
-def cluster(
-    model: str, options: dict[str, Any], wanted: ClusterOptions, grace: float = 10.0
-) -> Iterator[ClusterClient]:
-    """Replicas of a model that run, and a client of them, to be used on one loop. `options`: as for `LLM`.
+class KeeperProcess:
+    """A keeper, as its front sees it."""
 
-    At the end the replicas end, and Ray too if it was started here.
-    """
-    cores = os.cpu_count() or 1
-    options = options | {"threads": options.get("threads") or max(1, cores // wanted.most)}
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    is_ours = _connect(wanted, max(cores, wanted.most * options["threads"]))
-    try:
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
-        engines = _deploy(ENGINES, model, options, wanted.answering, wanted, grace)
-        prefills = None
-        if wanted.prefill_replicas:
-            prefills = _deploy(PREFILLS, model, options, wanted.prefill_replicas, wanted, grace)
-        yield ClusterClient(engines, prefills)
-    finally:
-        forget_routings()
-        if not is_ours:
-            for name in (ENGINES, PREFILLS):
-                serve.delete(name)
-        ray.shutdown()
-
-
-def _connect(wanted: ClusterOptions, num_cpus: int) -> bool:
-    """Join a Ray cluster, or start one on this machine; whether it was started."""
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if wanted.ray_address != "local":
-        try:
-            ray.init(address=wanted.ray_address or "auto", **quiet)
-            return False
-        except ConnectionError as error:
-            if wanted.ray_address is not None:
-                raise UsageError(f"there is no Ray cluster at {wanted.ray_address}: {error}") from None
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        **quiet,
-    )
-    return True
-
-
-def _deploy(
-    name: str, model: str, options: dict[str, Any], replicas: int, wanted: ClusterOptions, grace: float
-) -> DeploymentHandle:
-    """Start the replicas of one kind, and wait until they are there."""
-    scaling: dict[str, Any] = {"num_replicas": replicas}
-    if wanted.max_replicas is not None and name == ENGINES:
-        # Each replica always has one request more: the stream by which the server follows it.
-        autoscaling = AutoscalingConfig(
-            min_replicas=replicas,
-            max_replicas=wanted.max_replicas,
-            target_ongoing_requests=wanted.target_requests + 1,
+    def __init__(self, deployment: Deployment, environment: dict[str, str]):
+        """environment: what it needs beside this process's."""
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "forge.cluster.keeper", str(theirs.fileno())]
+        # A group of its own: Ctrl-C is for the front, which then ends the keeper.
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], start_new_session=True, env=os.environ | environment
         )
-        scaling = {"autoscaling_config": autoscaling}
-    router = wanted.router
-    if wanted.prefill_replicas and name == ENGINES:
-        # Prompts go where their prefix is. What decodes elsewhere comes with its blocks, wherever it goes.
-        router, options = "least-tokens", options | {"num_host_blocks": _HANDOFF_BLOCKS}
-    resources = {"num_cpus": options["threads"], "num_gpus": int(options.get("device") == "cuda")}
-    deployment: Any = serve.deployment(
-        EngineReplica,
-        name=name,
-        ray_actor_options=resources,
-        max_ongoing_requests=_MORE_THAN_ANY_QUEUE,
-        graceful_shutdown_timeout_s=grace,
-        graceful_shutdown_wait_loop_s=0.1,
-        health_check_period_s=2,
-        request_router_config=RequestRouterConfig(**router_options(router)),
-        **scaling,
-    )
-    return serve.run(deployment.bind(_own_name, model, options), name=name, route_prefix=None)
+        theirs.close()
+        self._socket.sendall(frame(deployment))
+        self._inbox = Inbox()
+
+    async def messages(self) -> "asyncio.Queue[Any]":
+        """Its messages from now on; None when it has ended."""
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._socket.setblocking(False)
+        loop = asyncio.get_running_loop()
+
+        async def read() -> None:
+            data = b"-"
+            while data:
+                try:
+                    data = await loop.sock_recv(self._socket, 1 << 20)
+                except OSError:
+                    data = b""
+                for message in self._inbox.feed(data):
+                    queue.put_nowait(message)
+            queue.put_nowait(None)
+
+        self._reading = asyncio.create_task(read())
+        return queue
+
+    def close(self) -> None:
+        """Let it end what it started, and wait for that."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self.process.wait(_KEEPER_ENDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._socket.close()
 
 
-def _own_name() -> str:
-    """What Serve calls the replica that this runs in."""
-    return serve.get_replica_context().replica_id.unique_id
+class ClusterFront:
+    """A client of the engines, and the keeper that tells it of them."""
+
+    def __init__(self, name: str, model: str, options: dict[str, Any], cluster: ClusterOptions):
+        """Raises `UsageError` where the engines cannot be run as asked."""
+        self._wanted = name, model, options, cluster
+        self._is_private = False
+        """Whether Ray ends with its keeper."""
+        self._keeper = self._start_keeper()
+        self.client: ClusterClient | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._waiting: list[Joined] = []
+        """Replicas that joined before the client's loop takes them."""
+
+    def _start_keeper(self, again: bool = False) -> KeeperProcess:
+        name, _, _, cluster = self._wanted
+        place = choose_ray(name, cluster, again)
+        self._is_private = place.address is None
+        return KeeperProcess(Deployment(*self._wanted, place.address, again), place.environment)
+
+    async def start(self) -> tuple[ClusterClient, Ready]:
+        """Wait until the first engines run. Raises the `ForgeError` of what does not load."""
+        queue = await self._keeper.messages()
+        while True:
+            match await queue.get():
+                case Running(ready, secret, kinds):
+                    break
+                case Joined() as joined:
+                    self._waiting.append(joined)
+                case Notice(text):
+                    logger.warning(text)
+                case LoadFailed(message, exit_code):
+                    error = ForgeError(message)
+                    error.exit_code = exit_code
+                    raise error
+                case None:
+                    raise ForgeError("Ray ended before the engines ran: its logs are in /tmp/ray and /tmp/forge-ray-*")
+        cluster = self._wanted[-1]
+        self.client = client = ClusterClient(secret, cluster.router, cluster.prefix_threshold, len(kinds) > 1)
+        client.take_ready(ready)
+        await client.connect()
+        for joined in self._waiting:
+            client.join(*joined)
+        self._following = asyncio.create_task(self._follow(queue))
+        while not client.is_ready:  # an engine of each kind is connected to
+            await asyncio.sleep(0.02)
+        return client, ready
+
+    async def _follow(self, queue: "asyncio.Queue[Any]") -> None:
+        """Take in what the keeper tells; when it ends, start another."""
+        assert self.client is not None, "the first engines run"
+        failures, before = 0, set[str]()
+        while True:
+            match await queue.get():
+                case Joined(name, kind, address):
+                    failures = 0
+                    for old in before - {name}:  # engines of a Ray that has ended: they finish what they have
+                        self.client.leave(old)
+                    before = set()
+                    self.client.join(name, kind, address)
+                case Left(name):
+                    self.client.leave(name)
+                case Notice(text):
+                    logger.warning(text)
+                case Running(_, secret, _):
+                    self.client.secret = secret
+                case LoadFailed(message, _):
+                    logger.error("the engines cannot be started again: %s", message)
+                case None:
+                    if self._is_private:
+                        before |= self.client.replicas
+                    pause = _RESTART_PAUSES[min(failures, len(_RESTART_PAUSES) - 1)]
+                    failures += 1
+                    logger.error("the process that keeps Ray has ended: another one starts in %.0f s", pause)
+                    await asyncio.sleep(pause)
+                    await asyncio.to_thread(self._keeper.close)
+                    try:
+                        self._keeper = await asyncio.to_thread(self._start_keeper, True)
+                        queue = await self._keeper.messages()
+                    except UsageError as error:
+                        logger.error("the engines cannot be started again: %s", error)
+                        queue.put_nowait(None)
+
+    async def stop(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+        if self.client is not None:
+            self.client.disconnect()
+        await asyncio.to_thread(self._keeper.close)
+
+
+def default_name(model: str) -> str:
+    """What a server is called on Ray that was given no name: its model's, and a number that no other has."""
+    stem = re.sub("[^a-z0-9]+", "-", Path(model).stem.lower()).strip("-")
+    return f"{stem[:24] or 'forge'}-{secrets.token_hex(2)}"
 
 
 def serve_cluster(
     model: str,
     options: dict[str, Any],
     settings: Settings,
-    wanted: ClusterOptions,
     live: Callable[[Ready], Callable[[StepRecord], None]] | None = None,
-    on_ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str, Ready], None] | None = None,
+    *,
+    wanted: ClusterOptions,
 ) -> int:
     """Serve from replicas until a signal; return the exit status. As `forge.server.serving.serve`."""
-    if new_router(wanted.router, Fleet()).needs_events and options.get("kv") != "prefix":
-        raise UsageError(f"--router {wanted.router} reads what prefix caches tell: give --kv prefix, or another router")
-    listening = listen(settings)
+    if wanted.attach is None:
+        wanted.check_cache(options["kv"])
+    cores = os.cpu_count() or 1
+    options = options | {"threads": options.get("threads") or max(1, cores // wanted.most)}
+    name = wanted.attach or wanted.name or default_name(model)
+    listening = listen(settings, share=wanted.reuse_port)
     try:
-        with cluster(model, options, wanted, settings.limits.grace) as client:
-            return asyncio.run(_serve(client, settings, listening, live, on_ready))
+        front = ClusterFront(name, model, options, wanted)
+        return asyncio.run(_serve(front, name, settings, listening, live, on_ready))
     finally:
         listening.close()
 
 
-async def _serve(client: ClusterClient, settings: Settings, listening: Any, live: Any, on_ready: Any) -> int:
+async def _serve(
+    front: ClusterFront, name: str, settings: Settings, listening: socket.socket, live: Any, on_ready: Any
+) -> int:
     try:
-        ready = await client.ready()
+        client, ready = await front.start()
         client.on_record = live(ready) if live is not None else None
+        logger.info("the engines are called %s: --attach %s is another front of them", name, name)
         return await serve_client(client, ready, settings, listening, on_ready)
     finally:
-        await client.leave()
+        await front.stop()

@@ -11,6 +11,7 @@ from forge.cache.prefix import PrefixKvCache
 from forge.cache.prefix_index import PrefixIndex
 from forge.cluster.events import EventLog
 from forge.cluster.fleet import Fleet, RouteRequest
+from forge.cluster.load import LoadMeter
 from forge.cluster.routers import Router, new_router
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
@@ -98,6 +99,7 @@ class LocalCluster:
         self.fleet.set_to(list(self.engines))
         self.router = router(self.fleet) if callable(router) else new_router(router, self.fleet)
         self.logs: dict[str, EventLog] = {}
+        self.meters = {name: LoadMeter(engine.scheduler) for name, engine in self.engines.items()}
         for name, engine in self.engines.items():
             if not isinstance(engine.cache, PrefixKvCache):
                 raise UsageError("routing by prefix needs engines with --kv prefix")
@@ -113,9 +115,12 @@ class LocalCluster:
         """Route a request and queue it there."""
         size = next(iter(self.engines.values())).cache.block_size
         keys = self._index.keys(prompt[:-1], size)
-        decision = self.router.route(RouteRequest(request_id, keys, len(prompt), params.max_tokens, size))
-        self.engines[decision.replica].add_request(request_id, prompt, params)
-        self._where[request_id] = decision.replica
+        decision = self.router.route(RouteRequest(request_id, keys, len(prompt), size))
+        name = self._where[request_id] = decision.replica
+        (seq_id, *_) = self.engines[name].add_request(request_id, prompt, params)
+        self.meters[name].expect(seq_id, decision.cached_tokens)
+        self.fleet.end(request_id)
+        self.fleet.report(name, self.meters[name].load())
         return decision
 
     def tick(self) -> list[str]:
@@ -123,12 +128,10 @@ class LocalCluster:
         for name, engine in self.engines.items():
             if engine.has_unfinished():
                 self.on_step(name, engine.step())
+                self.fleet.report(name, self.meters[name].load())
                 if self.router.needs_events:
                     self.fleet.apply(name, self.logs[name].take())
-        ended = [one for one, name in self._where.items() if not self.engines[name].is_unfinished(one)]
-        for request_id in ended:
-            self.fleet.end(request_id)
-        return ended
+        return [request for request, name in self._where.items() if not self.engines[name].is_unfinished(request)]
 
     def take_output(self, request_id: str) -> RequestOutput:
         """The output of a request that has ended; its engine forgets it."""

@@ -1,80 +1,122 @@
-"""Metrics of all replicas: each has vLLM's names, and a label that says which replica it is."""
+"""Metrics of all replicas under vLLM's names, with a label that says which replica, and a front's own."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import json
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
-from forge.cluster.replica import Report
+from forge.cluster.wire import ReplicaUpdate
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.server.messages import Gauges, Ready
 from forge.server.metrics import Metrics, text_of
 
 _SAME_CLOCK = 0.5
-"""Seconds that a report may take from a replica on the same machine, whose monotonic clock is this process's."""
+"""Seconds that an update may take from a replica on the same machine, whose monotonic clock is this process's."""
+
+
+class Front(Protocol):
+    """What a front counts itself."""
+
+    num_resumed: int
+
+    def replica_of(self, request_id: str) -> str | None: ...
 
 
 class ClusterMetrics:
-    """A `Metrics` for each replica, and one for what no replica has answered for. Reads as one `Metrics`."""
+    """A `Metrics` for each replica that can be reached. Reads as one `Metrics`.
 
-    def __init__(self, model_name: str, ready: Ready, replica_of: Callable[[str], str | None]):
+    When a replica is gone its series go with it: a counter that never moves again says nothing.
+    """
+
+    def __init__(self, model_name: str, ready: Ready, front: Front):
         self._new = lambda name: Metrics(
             model_name, ready.max_model_len, ready.num_blocks, ready.block_size, replica=name
         )
-        self._replica_of = replica_of
+        self._front, self._labels = front, f"model_name={json.dumps(model_name)}"
         self._by_replica: dict[str, Metrics] = {}
         self._gauges: dict[str, Gauges] = {}
         self._offsets: dict[str, float] = {}
         """Of each replica's clock: this process's less the replica's, in seconds."""
-
-    def of(self, name: str) -> Metrics:
-        """A replica's own. Those of one that has died stay."""
-        if name not in self._by_replica:
-            self._by_replica[name] = self._new(name)
-        return self._by_replica[name]
-
-    def take_report(self, name: str, report: Report, now: float) -> None:
-        """What a replica told, at `now` in seconds on this process's monotonic clock."""
-        offset = now - report.clock
-        self._offsets[name] = min(offset, self._offsets.get(name, offset))
-        self._gauges[name] = report.gauges or self._gauges.get(name, Gauges())
-        for step in report.steps:
-            self.of(name).take_step(step)
+        self._prompt_tokens_gone = self._generation_tokens_gone = 0
+        """Of replicas that have left."""
+        self._num_failed = 0
 
     def join(self, name: str) -> None:
-        """A replica runs."""
+        """A replica can be reached."""
+        self._by_replica.setdefault(name, self._new(name))
         self._gauges.setdefault(name, Gauges())
 
     def leave(self, name: str) -> None:
-        """A replica has ended: it has no gauges any more."""
-        self._gauges.pop(name, None)
+        """A replica is gone."""
+        metrics = self._by_replica.pop(name, None)
+        if metrics is not None:
+            self._prompt_tokens_gone += metrics.prompt_tokens
+            self._generation_tokens_gone += metrics.generation_tokens
+            del self._gauges[name]
+            self._offsets.pop(name, None)
+
+    def take_update(self, name: str, update: ReplicaUpdate, now: float) -> None:
+        """What a replica sent, at `now` in seconds on this process's monotonic clock."""
+        offset = now - update.clock
+        self._offsets[name] = min(offset, self._offsets.get(name, offset))
+        self._gauges[name] = update.gauges or self._gauges[name]
+        for step in update.steps:
+            self._by_replica[name].take_step(step)
 
     def take_output(self, output: RequestOutput, params: SamplingParams, arrived: float) -> None:
         """As `Metrics.take_output`. The output's times are on its replica's clock."""
-        name = self._replica_of(output.request_id) or ""
-        offset = self._offsets.get(name, 0.0)
-        self.of(name).take_output(output, params, arrived - (0.0 if abs(offset) < _SAME_CLOCK else offset))
+        name = self._front.replica_of(output.request_id) or ""
+        if name in self._by_replica:
+            offset = self._offsets.get(name, 0.0)
+            offset = 0.0 if abs(offset) < _SAME_CLOCK else offset
+            self._by_replica[name].take_output(output, params, arrived - offset)
+
+    def take_end(self, name: str | None, reason: Literal["abort", "error"], num_choices: int) -> None:
+        """A request has ended before its engine ended it. name: its replica; None where none had it."""
+        self._num_failed += num_choices * (reason == "error")
+        if name in self._by_replica:
+            self._by_replica[name].finished[reason] += num_choices
+
+    def take_answered(self, name: str, lengths: Sequence[int], seconds: float) -> None:
+        """A replica has answered requests that keep nothing: the tokens of each."""
+        self._by_replica[name].take_answers(lengths, seconds)
+
+    # What the endpoints tell and the client knows better, with its replica
 
     def take_answers(self, lengths: Sequence[int], seconds: float) -> None:
-        self.of("").take_answers(lengths, seconds)
+        pass
 
     def take_abort(self) -> None:
-        self.of("").take_abort()
+        pass
 
     def take_failures(self, num_failed: int) -> None:
-        self.of("").take_failures(num_failed)
+        pass
 
     def take_step(self, step: Any) -> None:
-        """Steps come with their replica's reports."""
+        pass
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(one.prompt_tokens for one in self._by_replica.values())
+        return self._prompt_tokens_gone + sum(metrics.prompt_tokens for metrics in self._by_replica.values())
 
     @property
     def generation_tokens(self) -> int:
-        return sum(one.generation_tokens for one in self._by_replica.values())
+        return self._generation_tokens_gone + sum(metrics.generation_tokens for metrics in self._by_replica.values())
 
     def text(self, gauges: Gauges) -> str:
         """Everything, in Prometheus' text format: each name once, with the replicas' values under it."""
-        names = sorted({*self._by_replica, *self._gauges})
-        return text_of(family for name in names for family in self.of(name).families(self._gauges.get(name, Gauges())))
+        own = (
+            ("replicas_reachable", "gauge", "Engines that this front can reach.", len(self._by_replica)),
+            ("requests_resumed_total", "counter", "Requests that went on elsewhere.", self._front.num_resumed),
+            ("requests_failed_total", "counter", "Choices that no engine could finish.", self._num_failed),
+        )
+        families = [
+            (
+                f"# HELP forge:{name} {help_text}\n# TYPE forge:{name} {kind}",
+                [f"forge:{name}{{{self._labels}}} {value}"],
+            )
+            for name, kind, help_text, value in own
+        ]
+        for name in sorted(self._by_replica):
+            families += self._by_replica[name].families(self._gauges[name])
+        return text_of(families)

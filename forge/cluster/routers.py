@@ -8,8 +8,8 @@ behind Ray Serve (`serve_router`), in the simulation and in the experiment. To a
 | --- | --- | --- | --- |
 | `round-robin` | nothing | equal requests | requests of different length; a conversation visits every cache |
 | `p2c` | requests of two random replicas | many routers at once: each needs two numbers | the same; as above |
-| `least-tokens` | tokens outstanding everywhere | requests of different length | as above |
-| `prefix` | cache events, tokens outstanding | conversations, shared system prompts | prompts that share nothing |
+| `least-tokens` | the load of all replicas | requests of different length | as above |
+| `prefix` | cache events, the load of all | conversations, shared system prompts | prompts that share nothing |
 | `prefix-estimate` | what it routed before | the same, without events | caches that evict |
 """
 
@@ -23,7 +23,7 @@ from forge.errors import UsageError
 from forge.trace.records import RouteRecord
 
 DEFAULT_THRESHOLD = 512
-"""Tokens that the holder of a prefix may have outstanding beyond the least busy replica."""
+"""Prompt tokens by which the holder of a prefix may be busier than the least busy replica."""
 ESTIMATED_BLOCKS = 1 << 16
 """Blocks that an estimate remembers in all."""
 
@@ -42,12 +42,9 @@ class Router(ABC):
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         """One of the candidates, which are never none."""
 
-    def route(self, request: RouteRequest, names: Sequence[str] | None = None) -> RouteRecord:
-        """Choose, and count the request there. names: what to choose among; None for all that run.
-
-        Raises `NoReplica` if none of them runs.
-        """
-        candidates = self.fleet.candidates(names)
+    def route(self, request: RouteRequest) -> RouteRecord:
+        """Choose, and count the request there. Raises `NoReplica` if none runs."""
+        candidates = self.fleet.candidates(request.avoid)
         self.fleet.end(request.request_id)
         decision = self.choose(request, candidates)
         self.fleet.begin(request, decision)
@@ -87,7 +84,7 @@ class PowerOfTwoChoices(Router):
 
 
 class LeastOutstandingTokens(Router):
-    """The replica with the fewest tokens to compute: a request of 4,000 tokens is not one of 40."""
+    """The replica with the least load: a prompt of 4,000 tokens is not one of 40."""
 
     name = "least-tokens"
 
@@ -182,8 +179,12 @@ ROUTERS: dict[str, Callable[[Fleet], Router]] = {
 }
 
 
-def new_router(name: str, fleet: Fleet) -> Router:
-    """The router that `name` means. Raises `UsageError` listing those there are."""
+def new_router(name: str, fleet: Fleet, threshold: int = DEFAULT_THRESHOLD) -> Router:
+    """The router that `name` means. threshold: of those that know prefixes. Raises `UsageError` listing those there
+    are."""
     if name not in ROUTERS:
         raise UsageError(f"unknown router {name!r}; there are {', '.join(ROUTERS)}")
-    return ROUTERS[name](fleet)
+    router = ROUTERS[name](fleet)
+    if isinstance(router, PrefixRouter):
+        router.threshold = threshold
+    return router

@@ -1,8 +1,9 @@
 """Many engines on one clock that is not the machine's: what two cores cannot show.
 
 Each replica is a scheduler and a prefix cache, as they are, without a model: a step takes the time that `StepTime`
-says, which is measured on a real one, and its tokens are the trace's. The routers are the ones behind Ray Serve,
-unchanged, and learn of the caches by the same events, some milliseconds late. A run depends on its arguments alone.
+says, which is measured on a real one, and its tokens are the trace's. The routers are those of the server, unchanged.
+They learn of the caches and the loads by the same updates, as late as `Transport` says, and know as little of how long
+an answer becomes. A run depends on its arguments alone.
 """
 
 import heapq
@@ -14,13 +15,15 @@ from itertools import count
 from forge.cache.prefix import PrefixKvCache
 from forge.cluster.events import EventLog
 from forge.cluster.fleet import Fleet, RouteRequest
-from forge.cluster.routers import Router, new_router
+from forge.cluster.load import LoadMeter
+from forge.cluster.routers import DEFAULT_THRESHOLD, Router, new_router
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
-from forge.trace.records import FinishReason
+from forge.reasons import FinishReason
+from forge.trace.records import RouteRecord
 from forge.workload.conversations import Conversation, TraceShape, Turn, conversations
 
 
@@ -41,6 +44,16 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class Transport:
+    """Seconds between a front and an engine. The defaults are assumed and not measured: a millisecond each way."""
+
+    to_engine: float = 0.001
+    """From a decision until the engine has the request."""
+    to_front: float = 0.001
+    """From a step's end until the front has what it brought: tokens, cache events and the load."""
+
+
+@dataclass(frozen=True)
 class SimulationOptions:
     """What is simulated."""
 
@@ -56,8 +69,14 @@ class SimulationOptions:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     step_time: StepTime = field(default_factory=StepTime)
-    event_delay: float = 0.01
-    """Seconds from a change of a cache until the router knows of it."""
+    transport: Transport = field(default_factory=Transport)
+    max_tokens: int | None = None
+    """What every request allows, as a chat does that may fill the context; None for just what its answer takes. The
+    answers are the same: it is what an engine and a router must not count as work."""
+    threshold: int = DEFAULT_THRESHOLD
+    """Of the routers that know prefixes."""
+    fronts: int = 1
+    """Each with a router of its own; requests come to them in turn."""
 
 
 @dataclass
@@ -106,6 +125,7 @@ class SimulatedReplica:
         self.cache = PrefixKvCache(options.num_blocks, options.block_size)
         self.events = EventLog()
         self.events.observe(self.cache.index)
+        self.step_time, self.max_tokens = options.step_time, options.max_tokens
         config = SchedulerConfig(options.max_num_seqs, options.max_num_batched_tokens, prefill_only=False)
         self.scheduler = Scheduler(self.cache, config)
         self.turns: dict[int, tuple[Turn, float]] = {}
@@ -113,29 +133,31 @@ class SimulatedReplica:
         self.plan: StepPlan | None = None
         """The step under way."""
         self.num_requests = self.computed_tokens = 0
-        self._step_time = options.step_time
+        self.meter = LoadMeter(self.scheduler)
 
-    def add(self, seq_id: int, turn: Turn, now: float) -> None:
-        params = SamplingParams(max_tokens=len(turn.answer), ignore_eos=True)
+    def add(self, seq_id: int, turn: Turn, arrived: float, cached_tokens: int) -> None:
+        """arrived: when it came to its front. cached_tokens: what the router expects to be cached."""
+        params = SamplingParams(max_tokens=self.max_tokens or len(turn.answer), ignore_eos=True)
         sequence = Sequence(
             seq_id=seq_id,
             request_id="",
             sample_index=0,
             token_ids=turn.prompt,
             num_prompt_tokens=len(turn.prompt),
-            max_output_tokens=len(turn.answer),
+            max_output_tokens=params.max_tokens,
             params=params,
             seed=0,
             output_text=None,  # type: ignore[arg-type]  # no text is made of these tokens
         )
-        self.turns[seq_id] = turn, now
+        self.turns[seq_id] = turn, arrived
         self.scheduler.add(sequence)
+        self.meter.expect(seq_id, cached_tokens)
         self.num_requests += 1
 
     def begin_step(self) -> float:
         """Plan a step; return the seconds that it takes."""
         self.plan = self.scheduler.schedule()
-        return self._step_time.of(self.plan)
+        return self.step_time.of(self.plan)
 
     def end_step(self) -> tuple[list[int], list[int]]:
         """Commit the step under way: the sequences that got their first token, and those that ended."""
@@ -171,11 +193,13 @@ class Simulation:
     def __init__(self, options: SimulationOptions, router: Callable[[Fleet], Router] | None = None):
         """router: makes one that is not in `ROUTERS`."""
         self.options = options
-        self.fleet = Fleet()
         self.replicas = {str(number): SimulatedReplica(str(number), options) for number in range(options.replicas)}
-        for name in self.replicas:
-            self.fleet.join(name)
-        self.router = router(self.fleet) if router is not None else new_router(options.router, self.fleet)
+        self.routers: list[Router] = []
+        for _ in range(options.fronts):
+            fleet = Fleet()
+            fleet.set_to(list(self.replicas))
+            made = router(fleet) if router is not None else new_router(options.router, fleet, options.threshold)
+            self.routers.append(made)
         self.result = SimulationResult(options)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._names = count(), count()
@@ -199,7 +223,7 @@ class Simulation:
         result.requests_by_replica = [one.num_requests for one in self.replicas.values()]
         result.computed_by_replica = [one.computed_tokens for one in self.replicas.values()]
         result.computed_tokens = sum(result.computed_by_replica)
-        result.routing_entries = len(self.fleet.prefixes.holders)
+        result.routing_entries = len(self.routers[0].fleet.prefixes.holders)
         for one in self.replicas.values():
             assert not one.scheduler.has_unfinished() and not one.turns, "a request was lost"
         return result
@@ -233,16 +257,23 @@ class Simulation:
 
     def _arrive(self, turn: Turn) -> None:
         seq_id, size = next(self._names), self.options.block_size
+        router = self.routers[seq_id % len(self.routers)]
         keys = next(iter(self.replicas.values())).cache.prefix_keys(turn.prompt[:-1])
-        request = RouteRequest(str(seq_id), keys, len(turn.prompt), len(turn.answer), size)
+        request = RouteRequest(str(seq_id), keys, len(turn.prompt), size)
         decided = time.perf_counter()
-        decision = self.router.route(request)
+        decision = router.route(request)
         self.result.decision_seconds += time.perf_counter() - decided
         self.result.num_requests += 1
         self.result.prompt_tokens += len(turn.prompt)
         self.result.reasons[decision.why] = self.result.reasons.get(decision.why, 0) + 1
-        replica = self.replicas[decision.replica]
-        replica.add(seq_id, turn, self.now)
+        replica, arrived = self.replicas[decision.replica], self.now
+        at_engine = arrived + self.options.transport.to_engine
+        self._at(at_engine, lambda: self._begin(replica, seq_id, turn, arrived, decision))
+
+    def _begin(self, replica: SimulatedReplica, seq_id: int, turn: Turn, arrived: float, decision: RouteRecord) -> None:
+        """A request has come to its engine."""
+        replica.add(seq_id, turn, arrived, decision.cached_tokens)
+        self._report(replica, (str(seq_id),))
         if replica.plan is None:
             self._begin_step(replica)
 
@@ -251,16 +282,29 @@ class Simulation:
 
     def _end_step(self, replica: SimulatedReplica) -> None:
         first, ended = replica.end_step()
+        later = self.now + self.options.transport.to_front
         for seq_id in first:
-            self.result.ttft.append((self.now - replica.turns[seq_id][1]) * 1e3)
+            self.result.ttft.append((later - replica.turns[seq_id][1]) * 1e3)
         for seq_id in ended:
             turn, _ = replica.turns.pop(seq_id)
-            self.fleet.end(str(seq_id))
-            self._next_turn(turn.conversation, self.now)
-        if self.router.needs_events and (events := replica.events.take()):
-            self._at(self.now + self.options.event_delay, lambda: self.fleet.apply(replica.name, events))
+            self._next_turn(turn.conversation, later)
+        self._report(replica)
         if replica.scheduler.has_unfinished():
             self._begin_step(replica)
+
+    def _report(self, replica: SimulatedReplica, accepted: tuple[str, ...] = ()) -> None:
+        """Send every front an update: the requests accepted, the load, and what changed in the cache."""
+        load, events = replica.meter.load(), replica.events.take()
+
+        def take() -> None:
+            for router in self.routers:
+                for request_id in accepted:
+                    router.fleet.end(request_id)
+                router.fleet.report(replica.name, load)
+                if events and router.needs_events:
+                    router.fleet.apply(replica.name, events)
+
+        self._at(self.now + self.options.transport.to_front, take)
 
 
 def simulate(options: SimulationOptions) -> SimulationResult:

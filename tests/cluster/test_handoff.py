@@ -7,8 +7,9 @@ import pytest
 
 from forge import LLM, SamplingParams
 from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
+from forge.engine.task import Task
 from forge.errors import UsageError
-from forge.trace.records import AdmitRecord
+from forge.trace.records import AdmitRecord, Queues
 
 PROMPT = list(b"Once upon a time there was a fox who lived by the old mill")
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3, ignore_eos=True)
@@ -82,6 +83,38 @@ def test_a_hand_over_of_another_prompt_or_layout_is_refused_and_changes_nothing(
     with pytest.raises(UsageError, match="give both engines one model"):
         add_handed_over(engine, other, "r", PROMPT, PARAMS)
     assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("kv", ["basic", "paged", "prefix"])
+def test_a_request_for_one_token_computes_nothing_but_the_last_row(kv: str):
+    params = replace(PARAMS, max_tokens=1)
+    engine = engine_of("hash", kv=kv)
+    tokens, logits, rows, admitted = run(engine, PROMPT, prefilled("hash", PROMPT), params)
+    assert (tokens, logits) == run(engine_of("hash", kv=kv), PROMPT, None, params)[:2]
+    assert (rows, [one.how for one in admitted]) == (1, ["handoff"])
+    assert engine.scheduler.queues == Queues(waiting=0, running=0, swapped=0, finished=1)
+
+
+@pytest.mark.parametrize("task", [Task(score_from=3), Task(candidates=(5, 6)), Task(sample=True, score_from=1)])
+def test_a_task_takes_no_room_in_the_host_pool(task: Task):
+    engine = engine_of("hash")
+    add_handed_over(engine, prefilled("hash", PROMPT), "r", PROMPT, PARAMS, task=task)
+    assert not engine.scheduler.host.entries
+    record = engine.step()
+    assert record.queues == Queues(waiting=0, running=0, swapped=0, finished=1)
+
+
+def test_an_engine_without_a_cache_refuses_a_hand_over():
+    engine = engine_of("hash", kv="off")
+    with pytest.raises(UsageError, match="give this engine --kv basic, paged or prefix"):
+        add_handed_over(engine, prefilled("hash", PROMPT), "r", PROMPT, PARAMS)
+    assert not engine.has_unfinished()
+
+
+def test_an_engine_without_a_cache_hands_nothing_over_and_the_prompt_is_computed():
+    tokens, logits, _, admitted = run(engine_of("hash"), PROMPT, prefilled("hash", PROMPT, kv="off"))
+    assert (tokens, logits) == run(engine_of("hash"), PROMPT)[:2]
+    assert admitted[0].how == "new"
 
 
 def test_a_sequence_that_is_aborted_before_it_begins_frees_its_room():

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from forge.cluster.events import CacheEvents
-from forge.cluster.fleet import Fleet, NoReplica, RouteRequest
+from forge.cluster.fleet import SEQUENCE_TOKENS, Fleet, Load, NoReplica, PrefixMap, RouteRequest
 from forge.cluster.routers import ROUTERS, new_router
 from forge.errors import UsageError
 
@@ -17,11 +17,11 @@ def fleet_of(*names: str) -> Fleet:
 
 
 def request(number: int, keys: tuple[int, ...] = (), tokens: int = 100) -> RouteRequest:
-    return RouteRequest(f"r{number}", keys, tokens, 10, 16)
+    return RouteRequest(f"r{number}", keys, tokens, 16)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_whatever_joins_leaves_and_ends_every_request_counts_once_at_a_replica_that_runs(name: str):
+def test_whatever_joins_leaves_and_is_accepted_every_request_counts_once_at_a_replica_that_runs(name: str):
     random_ = random.Random(7)
     fleet = fleet_of("a", "b")
     router, outstanding, number = new_router(name, fleet), {}, 0
@@ -35,7 +35,7 @@ def test_whatever_joins_leaves_and_ends_every_request_counts_once_at_a_replica_t
                 assert decision.replica in fleet.replicas
             case "again" if outstanding and fleet.replicas:
                 request_id = random_.choice(list(outstanding))
-                decision = router.route(RouteRequest(request_id, (), 50, 5))
+                decision = router.route(RouteRequest(request_id, (), 50))
                 outstanding[request_id] = fleet.replicas[decision.replica]
             case "end" if outstanding:
                 request_id = random_.choice(list(outstanding))
@@ -52,9 +52,11 @@ def test_whatever_joins_leaves_and_ends_every_request_counts_once_at_a_replica_t
         for replica in fleet.replicas.values():
             assert replica.requests == sum(one is replica for one in outstanding.values())
             assert replica.tokens >= 0 and (replica.requests or not replica.tokens)
+        mask = sum(1 << replica.index for replica in fleet.replicas.values())
+        assert mask == fleet.mask
         bits = {1 << one.index for one in fleet.replicas.values()}
         assert len(bits) == len(fleet.replicas)
-        assert all(held and not held & ~sum(bits) for held in fleet.prefixes.holders.values())
+        assert all(fleet.prefixes.holders.values())
 
 
 def test_round_robin_takes_each_in_turn():
@@ -80,15 +82,59 @@ def test_a_prefix_goes_to_its_holder_until_that_is_busier_by_the_threshold():
     router = new_router("prefix", fleet)
     fleet.apply("b", CacheEvents(published=(1, 2, 3)))
     keys = (1, 2, 3, 9)
-    decisions = [router.route(RouteRequest(f"r{number}", keys, 70, 200)) for number in range(4)]
-    assert [(one.replica, one.why) for one in decisions] == [
-        ("b", "prefix"),
-        ("b", "prefix"),
-        ("b", "prefix"),
-        ("a", "holder_busy"),
-    ]
+    decisions = [router.route(RouteRequest(f"r{number}", keys, 300)) for number in range(3)]
+    assert [(one.replica, one.why) for one in decisions] == [("b", "prefix"), ("b", "prefix"), ("a", "holder_busy")]
     assert decisions[0].cached_tokens == 48
-    assert decisions[3].holder == "b" and decisions[3].holder_load == 3 * (70 - 48 + 200)
+    assert decisions[2].holder == "b" and decisions[2].holder_load == 2 * (300 - 48 + SEQUENCE_TOKENS)
+
+
+def test_a_load_is_the_prompt_tokens_left_and_the_sequences_and_not_how_long_an_answer_may_become():
+    fleet = fleet_of("a", "b")
+    router = new_router("least-tokens", fleet)
+    assert router.route(request(0, tokens=1000)).replica == "a"
+    fleet.end("r0")  # accepted: from here on the engine's reports count it
+    fleet.report("a", Load(1000, 1))
+    assert [fleet.replicas[name].tokens for name in "ab"] == [1000 + SEQUENCE_TOKENS, 0]
+    fleet.report("a", Load(0, 1))  # its prompt is computed, and it decodes
+    assert fleet.replicas["a"].tokens == SEQUENCE_TOKENS
+    fleet.report("b", Load(400, 1))  # of another front's request
+    assert router.route(request(1)).replica == "a"
+
+
+def test_a_suspended_replica_gets_requests_only_while_there_is_no_other():
+    fleet = fleet_of("a", "b")
+    router = new_router("least-tokens", fleet)
+    fleet.suspend("a")
+    assert {router.route(request(number)).replica for number in range(4)} == {"b"} and fleet.num_healthy == 1
+    fleet.suspend("b")
+    assert router.route(request(5)).replica == "a" and not fleet.num_healthy
+    fleet.resume("b")
+    assert router.route(request(6)).replica == "b"
+
+
+def test_a_replica_that_failed_at_a_request_is_avoided_if_there_is_another():
+    router = new_router("round-robin", fleet_of("a", "b"))
+    assert {router.route(RouteRequest("r", avoid=frozenset("a"))).replica for _ in range(3)} == {"b"}
+    assert router.route(RouteRequest("r", avoid=frozenset("ab"))).replica in "ab"
+
+
+def test_the_index_is_bounded_and_keeps_what_was_published_last():
+    prefixes = PrefixMap(max_bytes=320 * 1000)
+    for key in range(5000):
+        prefixes.publish(0, (7_000_000, key))  # one key is published again and again
+    assert len(prefixes.holders) <= 1000 and 7_000_000 in prefixes.holders and 4999 in prefixes.holders
+
+
+def test_a_replica_that_leaves_is_swept_in_parts_and_never_seen_meanwhile():
+    fleet = fleet_of("a", "b")
+    fleet.apply("a", CacheEvents(published=tuple(range(2000))))
+    fleet.leave("a")
+    assert len(fleet.prefixes.holders) == 2000, "leaving does not walk through the index"
+    assert fleet.join("c").index == 2, "a bit is not given again before it is swept"
+    assert fleet.prefixes.longest((1, 2), fleet.mask) == (0, 0)
+    for key in range(10_000, 10_008):
+        fleet.apply("b", CacheEvents(published=(key,)))
+    assert len(fleet.prefixes.holders) == 8 and fleet.join("d").index == 0
 
 
 def test_the_longest_prefix_wins_and_an_evicted_block_ends_it():
@@ -108,7 +154,7 @@ def test_a_replica_that_comes_back_has_nothing_cached():
     fleet.apply("a", CacheEvents(published=(1, 2)))
     fleet.leave("a")
     fleet.join("a")
-    assert not fleet.prefixes.holders
+    assert fleet.prefixes.longest((1, 2), fleet.mask) == (0, 0)
 
 
 def test_the_estimate_believes_in_what_it_sent_and_forgets_the_oldest():

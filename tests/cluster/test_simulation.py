@@ -1,5 +1,7 @@
 """The simulation: nothing is lost, a run is reproducible, and prefixes that are cached are not computed."""
 
+from dataclasses import replace
+
 import pytest
 
 from forge.cluster.routers import ROUTERS
@@ -21,6 +23,20 @@ def test_the_same_options_give_the_same_run():
     options = SimulationOptions(replicas=4, trace=TRACE)
     first, second = simulate(options), simulate(options)
     assert first.ttft == second.ttft and first.requests_by_replica == second.requests_by_replica
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_how_long_an_answer_may_become_changes_no_decision(replicas: int):
+    options = SimulationOptions(replicas=replicas, trace=TRACE)
+    known, unknown = simulate(options), simulate(replace(options, max_tokens=1500))
+    assert unknown.hit_rate == known.hit_rate and unknown.reasons == known.reasons
+
+
+def test_several_fronts_see_each_others_requests():
+    """With routers that knew of their own requests alone, each of eight would fill the same replicas."""
+    options = SimulationOptions(replicas=8, router="least-tokens", trace=TRACE)
+    one, eight = simulate(options), simulate(replace(options, fronts=8))
+    assert eight.balance < 1.3 and eight.ttft_ms(0.99) < 1.5 * one.ttft_ms(0.99)
 
 
 def test_prefix_routing_computes_less_than_taking_turns():

@@ -1,0 +1,438 @@
+"""The engine's process of a replica: an `EngineServer` with any number of fronts.
+
+Each front has a connection of its own (`wire`), on which it gets one message per update: its own requests' tokens, and
+what every front wants to know of the engine (load, cache events, steps). When a front goes away its requests are
+aborted; their tokens are remembered for a while, so that another front can resume them.
+
+The process belongs to the actor that Ray placed: it ends when the actor's end of the control socket closes.
+"""
+
+import logging
+import os
+import pickle
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Any
+
+from forge.cache.prefix import PrefixKvCache
+from forge.cluster.events import CacheEvents, EventLog
+from forge.cluster.handoff import fetch
+from forge.cluster.load import LoadMeter
+from forge.cluster.wire import ORPHANED, PULSE_INTERVAL, Address, Place, Pulse, Purpose, ReplicaUpdate, admit, listen
+from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
+from forge.engine.resume import add_resumed
+from forge.errors import ForgeError, UsageError
+from forge.llm import LLM
+from forge.server.engine_process import EngineServer, fault_of, ready_message
+from forge.server.messages import (
+    Abort,
+    Fault,
+    Inbox,
+    LoadFailed,
+    Outbox,
+    Watch,
+    Withdraw,
+    frame,
+)
+
+logger = logging.getLogger("forge.engine")
+
+_RECEIVE = 1 << 16
+REMEMBERED = 512
+"""Ended requests whose tokens are kept."""
+_HANDOFF_BLOCKS = 1 << 16
+"""Room in the host pool for what other engines hand over. It takes memory for as long as something waits there."""
+_HAND_OVER_SECONDS = 30.0
+"""How long a computed prompt waits for the engine that takes it."""
+
+
+class _Front:
+    """One front: its connection, and what it has yet to be told."""
+
+    def __init__(self, connection: socket.socket, update: ReplicaUpdate):
+        self.connection, self.inbox, self.outbox = connection, Inbox(), Outbox(connection)
+        self.update = update
+        self.keys: set[int] = set()
+        """Of its requests that have not ended."""
+        self.is_watching = False
+
+
+class ReplicaEngine(EngineServer):
+    """An engine that several fronts share, that computes prompts for other engines, and that goes on where others
+    ended."""
+
+    def __init__(self, llm: LLM, control: socket.socket, listening: socket.socket, secret: bytes):
+        super().__init__(llm, control)
+        self._update: ReplicaUpdate = ReplicaUpdate()
+        self._listening, self._secret = listening, secret
+        self._arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Connections of new fronts, and hand-overs that have been fetched, from other threads."""
+        self._bell, self._bell_end = socket.socketpair()
+        self._bell.setblocking(False)
+        self._fronts: dict[socket.socket, _Front] = {}
+        self._front_of: dict[int, _Front] = {}
+        """From the key of a request, or the number of a question, to who asked."""
+        self._speaking: _Front | None = None
+        """Whose command is being carried out."""
+        self._places: dict[int, Place] = {}
+        self._handoffs: dict[int, KvHandoff] = {}
+        """What another engine has computed of a request that is to be queued."""
+        self._handed_off: OrderedDict[int, tuple[float, KvHandoff]] = OrderedDict()
+        """Computed prompts by their request's key, and when they were."""
+        self._remembered: OrderedDict[str, tuple[int, tuple[tuple[int, ...], ...]]] = OrderedDict()
+        """Of ended requests the seed, and the tokens of each sample."""
+        host = self.engine.scheduler.host
+        host.num_blocks = max(host.num_blocks, _HANDOFF_BLOCKS)
+        self._meter = LoadMeter(self.engine.scheduler)
+        self._events, self._held = EventLog(), set[int]()
+        if isinstance(self.engine.cache, PrefixKvCache):
+            self._events.observe(self.engine.cache.index)
+        self._pulsed: list[socket.socket] = []
+        self._is_orphan = False
+        """Ray has ended: this engine goes on for the fronts that it has, and ends with the last of them."""
+        self._num_steps = self._failed_in_a_row = 0
+        self._step_began: float | None = None
+
+    def run(self) -> None:
+        for target in (self._admit_connections, self._beat):
+            threading.Thread(target=target, name="forge-connections", daemon=True).start()
+        try:
+            super().run()
+        finally:
+            self._open = False
+            for connection in (self._listening, *self._fronts, *self._pulsed):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
+
+    # Other threads
+
+    def _admit_connections(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return  # the process is ending
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        purpose: Purpose | None = admit(connection, self._secret)
+        match purpose:
+            case "front":
+                self._tell(connection)
+            case "pulse":
+                self._pulsed.append(connection)
+            case None:
+                connection.close()
+
+    def _tell(self, arrival: Any) -> None:
+        """Give the engine's loop something from another thread."""
+        self._arrivals.put(arrival)
+        with suppress(BlockingIOError):
+            self._bell_end.send(b"!")
+
+    @property
+    def pulse(self) -> Pulse:
+        began = self._step_began
+        seconds = 0.0 if began is None else time.monotonic() - began
+        scheduler = self.engine.scheduler
+        num_sequences = len(scheduler.running) + len(scheduler.queue.sequences)
+        return Pulse(self._num_steps, seconds, self._failed_in_a_row, num_sequences)
+
+    def _beat(self) -> None:
+        while self._open:
+            data = self.pulse.packed()
+            for connection in list(self._pulsed):
+                try:
+                    connection.send(data)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    connection.close()
+                    self._pulsed.remove(connection)
+            time.sleep(PULSE_INTERVAL)
+
+    # Commands
+
+    def _receive(self, wait: bool) -> None:
+        """Carry out what the fronts ask. `wait` until there is something, or until one takes more."""
+        reading = [self._socket, self._bell, *self._fronts]
+        writing = [front.connection for front in self._fronts.values() if not front.outbox.is_empty] if wait else []
+        seconds = 0.0 if not wait else (0.002 if self._compiling else None)
+        readable, _, _ = select.select(reading, writing, [], seconds)
+        for connection in readable:
+            if connection is self._socket:
+                self._is_orphan = self._socket.recv(_RECEIVE) == ORPHANED
+                self._open = self._is_orphan and bool(self._fronts)  # else the actor has ended
+            elif connection is self._bell:
+                self._take_arrivals()
+            else:
+                self._read(self._fronts[connection])
+
+    def _read(self, front: _Front) -> None:
+        while True:
+            try:
+                data = front.connection.recv(_RECEIVE)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._drop(front)
+                return
+            for command in front.inbox.feed(data):
+                self._speaking = front
+                try:
+                    self._carry_out(command)
+                except Exception as error:
+                    self._answer_for(command.submit if isinstance(command, Place) else command, fault_of(error))
+                self._speaking = None
+
+    def _take_arrivals(self) -> None:
+        self._bell.recv(4096)
+        while not self._arrivals.empty():
+            match self._arrivals.get():
+                case socket.socket() as connection:
+                    update = ReplicaUpdate(events=CacheEvents(tuple(self._held)), gauges=self._current_gauges())
+                    self._fronts[connection] = _Front(connection, update)
+                    self._urgent = True
+                case (Place() as place, handoff):
+                    if place.submit.key in self._front_of:  # else its front has left or aborted it
+                        if handoff is not None:
+                            self._handoffs[place.submit.key] = handoff
+                        super()._carry_out(place.submit)
+
+    def _drop(self, front: _Front) -> None:
+        """A front is gone: end its requests."""
+        front.connection.close()
+        del self._fronts[front.connection]
+        for key in list(front.keys):
+            self._forget(key)
+            super()._carry_out(Abort(key))
+        for number in [number for number, asker in self._front_of.items() if asker is front]:
+            del self._front_of[number]
+            super()._carry_out(Withdraw(number))
+        self._set_watched()
+        if self._is_orphan and not self._fronts:
+            self._open = False
+
+    def _forget(self, key: int) -> None:
+        front = self._front_of.pop(key, None)
+        if front is not None:
+            front.keys.discard(key)
+        self._places.pop(key, None)
+        self._handoffs.pop(key, None)
+
+    def _carry_out(self, command: Any) -> None:
+        front = self._speaking
+        match command:
+            case Place() as place:
+                key = place.submit.key
+                self._places[key] = place
+                if front is not None:
+                    self._front_of[key] = front
+                    front.keys.add(key)
+                if place.source is None:
+                    super()._carry_out(place.submit)
+                else:
+                    threading.Thread(target=self._fetch, args=(place,), daemon=True).start()
+            case Watch(wanted):
+                if front is not None:
+                    front.is_watching = wanted
+                self._set_watched()
+            case Abort(key):
+                super()._carry_out(command)
+                self._forget(key)
+            case _:
+                if front is not None and not isinstance(command, Withdraw):
+                    self._front_of[command.number] = front
+                super()._carry_out(command)
+
+    def _set_watched(self) -> None:
+        self._watched = any(front.is_watching for front in self._fronts.values())
+
+    def _add_request(self, key: int, *arguments: Any, **options: Any) -> tuple[int, ...]:
+        place, handoff = self._places.pop(key, None), self._handoffs.pop(key, None)
+        if place is not None and place.emitted:
+            seq_ids = add_resumed(self.engine, place.emitted, *arguments, **options)
+        elif handoff is not None:
+            seq_ids = self._add_handed_over(handoff, *arguments, **options)
+        else:
+            hands_over = place is not None and place.hands_over
+            seq_ids = self.engine.add_request(*arguments, retain_cache=hands_over, **options)
+            if place is not None and hands_over:
+                self._places[key] = place  # until it has ended
+        if place is not None:
+            cached = handoff.position if handoff is not None else place.cached_tokens
+            self._meter.expect(seq_ids[0], cached)
+        return seq_ids
+
+    def _add_handed_over(self, handoff: KvHandoff, *arguments: Any, **options: Any) -> tuple[int, ...]:
+        try:
+            return add_handed_over(self.engine, handoff, *arguments, **options)
+        except UsageError as error:  # of another model, as during an update
+            logger.warning("a hand-over is not used: %s", error)
+            return self.engine.add_request(*arguments, **options)
+
+    # Hand-overs
+
+    def _fetch(self, place: Place) -> None:
+        """On a thread of its own: get what another engine has computed. Without it the prompt is computed here."""
+        handoff = None
+        try:
+            assert place.source is not None, "it is fetched from somewhere"
+            handoff = fetch(place.source.address, place.source.key, self._secret)
+        except (ForgeError, OSError) as error:
+            logger.warning("no hand-over for %s: %s", place.submit.request_id, error)
+        self._tell((place, handoff))
+
+    def _answer_handoff(self, key: int) -> KvHandoff | None:
+        """The computed prompt of a request that ended here; None where it is gone."""
+        _, handoff = self._handed_off.pop(key, (0.0, None))
+        return handoff
+
+    def _answer_tokens(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+        """The seed of a request and the tokens of its samples so far; None for one that is not known (any more)."""
+        if request_id in self._keys:
+            output = self.engine.output(request_id)
+            return output.seed, tuple([sample.token_ids for sample in output.outputs])
+        return self._remembered.get(request_id)
+
+    def _take_output(self, request: Any, fault: Fault | None) -> None:
+        (seq_id, *_) = self._log.seq_ids(request.request_id)
+        super()._take_output(request, fault)
+        output = self._update.ends[-1].output
+        self._remembered[request.request_id] = output.seed, tuple([sample.token_ids for sample in output.outputs])
+        if len(self._remembered) > REMEMBERED:
+            self._remembered.popitem(last=False)
+        place = self._places.pop(request.key, None)
+        if place is not None and place.hands_over and self.engine.is_retained(seq_id):
+            self._handed_off[request.key] = time.monotonic(), hand_off(self.engine, seq_id)
+            self.engine.release(seq_id)
+        now = time.monotonic()
+        while self._handed_off and now - next(iter(self._handed_off.values()))[0] > _HAND_OVER_SECONDS:
+            self._handed_off.popitem(last=False)
+
+    # Steps
+
+    def _step(self) -> None:
+        self._step_began, failed = time.monotonic(), self._failed_in_a_row
+        super()._step()
+        self._step_began = None
+        self._num_steps += 1
+        if self._failed_in_a_row == failed:
+            self._failed_in_a_row = 0
+
+    def _fail(self, error: Exception) -> None:
+        self._failed_in_a_row += 1
+        super()._fail(error)
+
+    # Updates
+
+    def _send(self) -> None:
+        """Give each front its part of what has happened, if that is due, and send what its socket takes."""
+        for front in list(self._fronts.values()):
+            self._flush(front)
+        if not self._is_due():
+            return
+        self._share()
+        self._urgent, self._last_sent = False, time.perf_counter()
+        for front in list(self._fronts.values()):
+            self._put(front)
+
+    def _share(self) -> None:
+        """Divide the update among the fronts."""
+        update, self._update = self._update, ReplicaUpdate()
+        events, load = self._events.take(), self._meter.load()
+        self._held.update(events.published)
+        self._held.difference_update(events.evicted)
+        current = self._current_gauges()
+        gauges = current if current != self._gauges else None
+        self._gauges = current
+        for front in self._fronts.values():
+            pending = front.update
+            pending.steps += update.steps
+            pending.gauges = gauges or pending.gauges
+            pending.events = pending.events.then(events)
+            pending.load, pending.failed_in_a_row = load, self._failed_in_a_row
+            if front.is_watching:
+                pending.records += update.records
+        front_of = self._front_of
+        for key in update.accepted:
+            if key in front_of:
+                front_of[key].update.accepted.append(key)
+        for token in update.tokens:
+            if token[0] in front_of:
+                front_of[token[0]].update.tokens.append(token)
+        for sample_end in update.sample_ends:
+            if sample_end.key in front_of:
+                front_of[sample_end.key].update.sample_ends.append(sample_end)
+        for refusal in update.refused:
+            if refusal.key in front_of:
+                front_of[refusal.key].update.refused.append(refusal)
+                self._forget(refusal.key)
+        for end in update.ends:
+            if end.key in front_of:
+                front_of[end.key].update.ends.append(end)
+                self._forget(end.key)
+        for answer in update.answers:
+            if (asker := front_of.pop(answer.number, None)) is not None:
+                asker.update.answers.append(answer)
+
+    def _put(self, front: _Front) -> None:
+        update = front.update
+        has_news = update.is_awaited or update.failed_in_a_row or update.tokens or update.steps or update.events
+        if front.outbox.is_empty and (has_news or update.gauges is not None):
+            front.update = ReplicaUpdate()
+            update.clock = time.perf_counter()
+            try:
+                front.outbox.put(update)
+            except OSError:
+                self._drop(front)
+
+    def _flush(self, front: _Front) -> None:
+        if not front.outbox.is_empty:
+            try:
+                front.outbox.flush()
+            except OSError:
+                self._drop(front)
+                return
+            self._put(front)
+
+
+def main() -> None:
+    """The process's entry point: load, tell the actor the address and what is served, and serve until it ends.
+
+    Its one argument is the file descriptor of the control socket, whose first message says what to load.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # the actor decides when this process ends
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    control = socket.socket(fileno=int(sys.argv[1]))
+    length = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
+    host, secret, model, options = pickle.loads(control.recv(length, socket.MSG_WAITALL))
+    try:
+        llm = LLM(model, **options)
+        llm.trust_grammars()
+        listening = listen(host)
+        address: Address = listening.getsockname()[:2]
+        control.sendall(frame((address, ready_message(llm))))
+        ReplicaEngine(llm, control, listening, secret).run()
+    except ForgeError as error:
+        control.sendall(frame(LoadFailed(str(error), error.exit_code)))
+    except MemoryError:
+        control.sendall(frame(LoadFailed("out of memory: take a smaller model, or a smaller --max-model-len", 1)))
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the actor has ended
+    os._exit(0)  # threads that wait for connections do not hold it up
+
+
+if __name__ == "__main__":
+    main()

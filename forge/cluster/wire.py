@@ -1,0 +1,159 @@
+"""Connections between fronts, engines and the actors beside them, and what is said on them.
+
+An engine listens on one TCP port. A peer that connects names its purpose and proves that it knows the server's secret,
+and so does the engine (HMAC-SHA256 of a nonce, both ways) before a byte is unpickled. A *front* connection carries the
+messages of `forge.server.messages`. A *pulse* connection carries a `Pulse` a few times a second, from a thread of its
+own: it goes on while a step takes long, and stops where the process is stopped.
+"""
+
+import hmac
+import os
+import socket
+from dataclasses import dataclass
+from hashlib import sha256
+from struct import Struct
+from typing import Literal, NamedTuple
+
+from forge.cluster.events import NO_EVENTS, CacheEvents
+from forge.cluster.fleet import Load
+from forge.engine.resume import Emitted
+from forge.errors import ForgeError
+from forge.server.messages import Submit, Update
+
+Purpose = Literal["front", "pulse"]
+Address = tuple[str, int]
+
+HANDSHAKE_SECONDS = 2.0
+PULSE_INTERVAL = 0.2
+"""Seconds between two pulses."""
+PULSE_TIMEOUT = 2.0
+"""Seconds without a pulse after which an engine is taken for dead."""
+ORPHANED = b"!"
+"""From an actor to its engine: Ray has ended on this machine, so nothing else will end the engine."""
+_NONCE = 32
+_PURPOSES: dict[bytes, Purpose] = {b"F": "front", b"P": "pulse"}
+_PULSE = Struct("<QdQQ")
+
+
+class Unreachable(ForgeError):
+    """An engine does not answer at its address, or does not know the secret."""
+
+
+class Source(NamedTuple):
+    """Where an engine finds the computed beginning of a request: another engine, and the request's key there."""
+
+    address: Address
+    key: int
+
+
+class Place(NamedTuple):
+    """Queue a request at the engine that a router chose."""
+
+    submit: Submit
+    cached_tokens: int = 0
+    """Of its prompt, as the router believes."""
+    emitted: tuple[Emitted, ...] = ()
+    """Of each sample what another engine had sent of it; empty for a request that begins."""
+    hands_over: bool = False
+    """Keep its cache for another engine to take (`Source`)."""
+    source: Source | None = None
+    """Take its beginning from there."""
+
+
+@dataclass
+class ReplicaUpdate(Update):
+    """What has happened in one engine since its last update to the same front."""
+
+    clock: float = 0.0
+    """The engine's monotonic clock, in seconds, when this was sent."""
+    events: CacheEvents = NO_EVENTS
+    failed_in_a_row: int = 0
+    """Steps that raised, since the last one that did not."""
+    load: Load | None = None
+    """With every request counted that is accepted in this update or before."""
+
+
+class Pulse(NamedTuple):
+    """A sign of life."""
+
+    num_steps: int
+    """Steps so far."""
+    step_seconds: float
+    """How long the step under way has taken; 0 between steps."""
+    failed_in_a_row: int
+    """Steps that raised, since the last one that did not."""
+    num_sequences: int
+    """That run or wait."""
+
+    def packed(self) -> bytes:
+        return _PULSE.pack(*self)
+
+
+def pulses(data: bytes) -> tuple[list[Pulse], bytes]:
+    """The whole pulses in `data`, and the bytes behind the last."""
+    whole = len(data) // _PULSE.size * _PULSE.size
+    return [Pulse(*fields) for fields in _PULSE.iter_unpack(data[:whole])], data[whole:]
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens on a free port of `host`."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.bind((host, 0))
+    listening.listen(128)
+    return listening
+
+
+def connect(address: Address, secret: bytes, purpose: Purpose) -> socket.socket:
+    """A connection to an engine. Blocks for `HANDSHAKE_SECONDS` at most per exchange; raises `Unreachable`."""
+    connection: socket.socket | None = None
+    try:
+        connection = socket.create_connection(address, HANDSHAKE_SECONDS)
+        nonce = os.urandom(_NONCE)
+        theirs = _receive(connection, _NONCE)
+        letter = next(letter for letter, name in _PURPOSES.items() if name == purpose)
+        connection.sendall(letter + _proof(secret, b"client", theirs) + nonce)
+        if not hmac.compare_digest(_receive(connection, sha256().digest_size), _proof(secret, b"engine", nonce)):
+            raise OSError("it does not know the secret")
+    except OSError as error:
+        if connection is not None:
+            connection.close()
+        raise Unreachable(f"the engine at {address[0]}:{address[1]} cannot be reached: {error}") from None
+    _prepare(connection)
+    return connection
+
+
+def admit(connection: socket.socket, secret: bytes) -> Purpose | None:
+    """The engine's end of `connect`: what the connection is for, or None for one that is refused."""
+    connection.settimeout(HANDSHAKE_SECONDS)
+    try:
+        nonce = os.urandom(_NONCE)
+        connection.sendall(nonce)
+        answer = _receive(connection, 1 + sha256().digest_size + _NONCE)
+        letter, proof, theirs = answer[:1], answer[1:-_NONCE], answer[-_NONCE:]
+        if letter not in _PURPOSES or not hmac.compare_digest(proof, _proof(secret, b"client", nonce)):
+            return None
+        connection.sendall(_proof(secret, b"engine", theirs))
+    except OSError:
+        return None
+    _prepare(connection)
+    return _PURPOSES[letter]
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    connection.setblocking(False)
+
+
+def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, role + nonce, "sha256")
+
+
+def _receive(connection: socket.socket, number: int) -> bytes:
+    data = b""
+    while len(data) < number:
+        piece = connection.recv(number - len(data))
+        if not piece:
+            raise OSError("it closed the connection")
+        data += piece
+    return data

@@ -1,0 +1,141 @@
+"""Engines of replicas on threads of this process, and a front for them: all of a cluster but Ray."""
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from forge import LLM, SamplingParams
+from forge.cluster.client import ENGINES, PREFILLS, ClusterClient
+from forge.cluster.replica_engine import ReplicaEngine
+from forge.cluster.wire import Address, listen
+from forge.server.engine_client import Generation, Prompt
+from forge.server.engine_process import ready_message
+
+SECRET = b"secret"
+PROMPT = list(b"Once upon a time there was a fox who lived by the old mill")
+PARAMS = SamplingParams(max_tokens=40, temperature=0.9, ignore_eos=True)
+
+
+class LocalEngine:
+    """A replica's engine, with the hash model, until `kill`."""
+
+    def __init__(self, **options: Any):
+        self.llm = LLM("hash", **{"kv": "prefix", "threads": 1, "check": True, **options})
+        self.pause = 0.0
+        self._step = self.llm.engine.step
+        self.llm.engine.step = self._slow_step  # type: ignore[method-assign]
+        self._control, control = socket.socketpair()
+        listening = listen("127.0.0.1")
+        self.address: Address = listening.getsockname()[:2]
+        self.server = ReplicaEngine(self.llm, control, listening, SECRET)
+        self._thread = threading.Thread(target=self.server.run, daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        """Close all of its connections between two steps, as the end of its process does."""
+        self._control.close()
+        self._thread.join(10)
+
+    def slow_down(self, seconds: float) -> None:
+        """Let every step take this much longer."""
+        self.pause = seconds
+
+    def _slow_step(self) -> Any:
+        if self.pause:
+            threading.Event().wait(self.pause)
+        return self._step()
+
+    def break_steps(self) -> None:
+        """Let every step raise from now on."""
+
+        def broken() -> Any:
+            self.llm.engine._plan = None
+            raise RuntimeError("a broken kernel")
+
+        self.llm.engine.step = broken  # type: ignore[method-assign]
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.llm.engine.has_unfinished() and not self.llm.engine.cache.stats().used_blocks
+
+
+@asynccontextmanager
+async def front_of(
+    *engines: LocalEngine, prefills: tuple[LocalEngine, ...] = (), **options: Any
+) -> AsyncIterator[ClusterClient]:
+    """A front whose replicas are called a, b, …; those that compute prompts p, q, …. The engines go on after it."""
+    client = ClusterClient(SECRET, apart=bool(prefills), **options)
+    client.take_ready(ready_message((engines or prefills)[0].llm))
+    client.new_metrics("hash", ready_message((engines or prefills)[0].llm))
+    await client.connect()
+    for kind, names, found in ((ENGINES, "abcd", engines), (PREFILLS, "pqrs", prefills)):
+        for name, engine in zip(names, found, strict=False):
+            client.join(name, kind, engine.address)
+    try:
+        async with asyncio.timeout(10):
+            while len(client._links) < len(engines) + len(prefills):
+                await asyncio.sleep(0.002)
+        yield client
+    finally:
+        client.disconnect()
+
+
+def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an asynchronous test, for half a minute at most, or ten where all tests run."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 600 if os.environ.get("FORGE_ALL_TESTS") else 30))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def submit(client: ClusterClient, request_id: str, params: SamplingParams, prompt: list[int] = PROMPT) -> Generation:
+    return client.submit(request_id, [Prompt(prompt)], params, stream=True)
+
+
+def seed_of(client: ClusterClient, generation: Generation) -> int:
+    """The seed that a request was given at its admission."""
+    return client._requests[generation.keys[0]].submit.params.seed
+
+
+async def read(generation: Generation, on_token: Callable[[int], None] = lambda number: None) -> list[tuple]:
+    """What a client reads: of each choice its text, tokens, log probabilities and end. on_token: is called with the
+    number of tokens so far."""
+    found: dict[int, list] = {}
+    number = 0
+    async for deltas in generation.updates():
+        for delta in deltas:
+            text, token_ids, logprobs, end = found.get(delta.choice, ("", [], [], None))
+            reason = (delta.finish_reason, delta.stop_reason) if delta.finish_reason is not None else end
+            assert end is None or delta.finish_reason is None, "it ended twice"
+            found[delta.choice] = (text + delta.text, token_ids + delta.token_ids, logprobs + delta.logprobs, reason)
+            number += len(delta.token_ids)
+        on_token(number)
+    return [found[choice] for choice in sorted(found)]
+
+
+@cache
+def _alone() -> LLM:
+    return LLM("hash", kv="prefix", threads=1)
+
+
+def expected(params: SamplingParams, seed: int, prompt: list[int] = PROMPT) -> list[tuple]:
+    """The same of one engine alone."""
+    (output,) = _alone().generate([prompt], replace(params, seed=seed))
+    return [
+        (one.text, list(one.token_ids), list(one.logprobs or ()), (one.finish_reason, one.stop_reason))
+        for one in output.outputs
+    ]

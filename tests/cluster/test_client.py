@@ -1,0 +1,371 @@
+"""A front and its engines, without Ray: requests, faults, and streams that survive the death of their engine."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from forge import SamplingParams
+from forge.cluster.client import NoHealthyReplica
+from forge.cluster.handoff import MIN_PROMPT
+from forge.engine.structured_output import StructuredOutput
+from forge.engine.task import Task
+from forge.errors import UsageError
+from forge.server.engine_client import Prompt, RequestFailed
+from forge.server.resumption import parse_event_id
+from tests.cluster.local_engines import (
+    PARAMS,
+    PROMPT,
+    LocalEngine,
+    eventually,
+    expected,
+    front_of,
+    in_a_loop,
+    read,
+    seed_of,
+    submit,
+)
+
+SEEDED = replace(PARAMS, seed=7)
+
+
+@in_a_loop
+async def test_requests_at_once_each_get_their_own_tokens_from_both_engines():
+    a, b = LocalEngine(), LocalEngine()
+    async with front_of(a, b) as client:
+        prompts = [[*PROMPT, 97 + number] for number in range(12)]
+        generations = [submit(client, f"r{n}", SEEDED, prompt) for n, prompt in enumerate(prompts)]
+        found = await asyncio.gather(*map(read, generations))
+        assert found == [expected(SEEDED, 7, prompt) for prompt in prompts]
+        assert {client.replica_of(f"r{n}") for n in range(12)} == {"a", "b"}
+        outputs = await generations[0].finished()
+        assert outputs[0].outputs[0].text == found[0][0][0]
+        assert not client._requests and not client.pools["engines"].fleet._on_the_way
+        await eventually(lambda: a.is_idle and b.is_idle)
+        await eventually(lambda: not sum(one.tokens for one in client.pools["engines"].fleet.replicas.values()))
+    a.kill(), b.kill()
+
+
+KILLED = {
+    "sampled": PARAMS,
+    "three samples": replace(PARAMS, n=3),
+    "log probabilities": replace(PARAMS, logprobs=2),
+    "a grammar": replace(PARAMS, structured=StructuredOutput(regex="(ab|ba|cc){12,19}"), ignore_eos=False),
+    "penalties": replace(PARAMS, frequency_penalty=0.7, repetition_penalty=1.2),
+}
+
+
+@pytest.mark.parametrize("case", KILLED)
+def test_a_stream_goes_on_with_its_very_tokens_when_its_engine_dies(case: str):
+    @in_a_loop
+    async def run() -> None:
+        params, engines = KILLED[case], {"a": LocalEngine(), "b": LocalEngine()}
+        for engine in engines.values():
+            engine.slow_down(0.003)
+        async with front_of(*engines.values()) as client:
+            generation = submit(client, "r", params)
+            seed, killed = seed_of(client, generation), []
+
+            def kill(number: int) -> None:
+                if number >= 5 and not killed:
+                    killed.append(client.replica_of("r"))
+                    engines[killed[0]].kill()
+
+            assert await read(generation, kill) == expected(params, seed)
+            assert client.replica_of("r") not in killed and client.num_resumed == 1
+            (output,) = await generation.finished()
+            assert [sample.text for sample in output.outputs] == [sample[0] for sample in expected(params, seed)]
+        for engine in engines.values():
+            engine.kill()
+
+    run()
+
+
+@in_a_loop
+async def test_a_stream_survives_more_deaths_than_attempts_because_each_engine_brought_tokens():
+    engines = [LocalEngine() for _ in range(2)]
+    async with front_of(*engines) as client:
+        by_name = dict(zip("ab", engines, strict=True))
+        generation = submit(client, "r", replace(SEEDED, max_tokens=120))
+        deaths = []
+
+        def kill(number: int) -> None:
+            if number > 20 * (len(deaths) + 1) and len(deaths) < 5:
+                name = client.replica_of("r")
+                deaths.append(name)
+                by_name[name].kill()
+                client.leave(name)
+                by_name[f"{name}'"] = again = LocalEngine()
+                client.join(f"{name}'", "engines", again.address)
+
+        for engine in engines:
+            engine.slow_down(0.002)
+        assert await read(generation, kill) == expected(replace(SEEDED, max_tokens=120), 7)
+        assert len(deaths) >= 2
+    for engine in by_name.values():
+        engine.kill()
+
+
+@in_a_loop
+async def test_an_engine_whose_steps_raise_gets_no_requests_and_none_is_lost():
+    a, b = LocalEngine(), LocalEngine()
+    async with front_of(a, b, router="least-tokens") as client:
+        a.break_steps()
+        alone = expected(SEEDED, 7)
+        for number in range(30):
+            assert await read(submit(client, f"r{number}", SEEDED)) == alone
+        went = [client.pools["engines"].decisions[f"r{number}"].replica for number in range(30)]
+        assert set(went) == {"b"} and client.num_resumed <= 6, "it is asked a few times, and then left alone"
+        assert client.pools["engines"].fleet.num_healthy == 1 and client.is_ready
+    a.kill(), b.kill()
+
+
+@in_a_loop
+async def test_a_request_that_every_engine_fails_at_ends_with_an_error_and_is_counted():
+    a = LocalEngine()
+    async with front_of(a) as client:
+        a.break_steps()
+        with pytest.raises(RequestFailed, match="3 engines failed at this request, the last because the step"):
+            await read(submit(client, "r", SEEDED))
+        assert 'finished_reason="error"} 1' in client.metrics.text(client.gauges)
+        assert not client.is_ready and not client._requests
+    a.kill()
+
+
+@in_a_loop
+async def test_an_engine_that_stands_still_is_given_up_and_its_stream_goes_on():
+    a, b = LocalEngine(), LocalEngine()
+    async with front_of(a, b) as client:
+        engines = {"a": a, "b": b}
+        for engine in engines.values():
+            engine.slow_down(0.003)
+        generation, stopped = submit(client, "r", SEEDED), []
+
+        def stop(number: int) -> None:
+            if number >= 3 and not stopped:
+                stopped.append(client.replica_of("r"))
+                engines[stopped[0]].slow_down(3600.0)  # no step ends
+                link = client._links[stopped[0]][1]
+                link._pulse.last_seen -= 10.0  # and no pulse came
+                link._pulse.data_received = lambda data: None
+
+        assert await read(generation, stop) == expected(SEEDED, 7)
+        assert stopped and client.num_resumed == 1
+
+
+@in_a_loop
+async def test_without_an_engine_a_new_request_is_refused_at_once_and_a_running_one_waits_for_the_next():
+    a = LocalEngine()
+    a.slow_down(0.003)
+    async with front_of(a) as client:
+        generation, later = submit(client, "r", SEEDED), LocalEngine()
+
+        async def replace_it() -> None:
+            await eventually(lambda: "a" not in client._links)
+            assert not client.is_ready
+            with pytest.raises(NoHealthyReplica, match="no engine can be reached"):
+                submit(client, "q", SEEDED)
+            client.leave("a")
+            client.join("b", "engines", later.address)
+
+        replacing = asyncio.create_task(replace_it())
+        assert await read(generation, lambda number: a.kill() if number == 4 else None) == expected(SEEDED, 7)
+        await replacing
+    later.kill()
+
+
+@in_a_loop
+async def test_one_shots_are_answered_elsewhere_when_an_engine_fails():
+    a, b = LocalEngine(), LocalEngine()
+    async with front_of(a, b) as client:
+        asked = [(PROMPT, Task(candidates=(97, 98)))]
+        fine = await client.answer(asked)
+        a.break_steps()
+        for _ in range(4):
+            again = await client.answer(asked)
+            assert [one.candidates for one in again] == [one.candidates for one in fine]
+        assert not client._asked
+    a.kill(), b.kill()
+
+
+@in_a_loop
+async def test_a_client_that_leaves_ends_its_request_and_is_counted_where_it_was():
+    a = LocalEngine()
+    a.slow_down(0.003)
+    async with front_of(a) as client:
+        generation = submit(client, "r", replace(SEEDED, max_tokens=2000))
+        async for _ in generation.updates():
+            break
+        client.abort(generation)
+        await eventually(lambda: a.is_idle)
+        text = client.metrics.text(client.gauges)
+        assert 'replica="a",finished_reason="abort"} 1' in text and 'replica=""' not in text
+    a.kill()
+
+
+@in_a_loop
+async def test_a_front_that_dies_leaves_no_work_behind_and_another_knows_its_tokens():
+    a = LocalEngine()
+    a.slow_down(0.003)
+    async with front_of(a) as other:
+        async with front_of(a) as client:
+            generation = submit(client, "r", replace(SEEDED, max_tokens=2000))
+            await eventually(lambda: len(client._requests[generation.keys[0]].token_ids[0]) > 5)
+        await eventually(lambda: a.is_idle)
+        seed, (tokens,) = await other.tokens_of("r")
+        assert seed == 7 and len(tokens) > 5 and await other.tokens_of("unknown") is None
+        again = replace(SEEDED, max_tokens=len(tokens))
+        assert list(tokens) == expected(again, 7)[0][1]
+    a.kill()
+
+
+@in_a_loop
+async def test_two_fronts_share_engines_and_see_each_others_load():
+    a = LocalEngine()
+    async with front_of(a) as one, front_of(a) as two:
+        a.slow_down(0.003)
+        generation = submit(one, "r", replace(SEEDED, max_tokens=400))
+        await eventually(lambda: two.pools["engines"].fleet.replicas["a"].requests == 1)
+        assert await read(submit(two, "q", SEEDED)) == expected(SEEDED, 7)
+        one.abort(generation)
+        await eventually(lambda: two.pools["engines"].fleet.replicas["a"].tokens == 0)
+    a.kill()
+
+
+@in_a_loop
+async def test_a_prefix_goes_where_it_is_cached_also_by_another_fronts_request():
+    a, b = LocalEngine(), LocalEngine()
+    async with front_of(a, b) as one, front_of(a, b) as two:
+        await read(submit(one, "r", SEEDED))
+        where = one.replica_of("r")
+        await eventually(lambda: two.pools["engines"].fleet.prefixes.holders)
+        await read(submit(two, "q", SEEDED, [*PROMPT, 1, 2]))
+        decision = two.pools["engines"].decisions["q"]
+        assert (decision.replica, decision.why, decision.cached_tokens) == (where, "prefix", len(PROMPT) // 16 * 16)
+    a.kill(), b.kill()
+
+
+@in_a_loop
+async def test_a_prompt_is_computed_by_one_engine_and_continued_by_another():
+    p, a = LocalEngine(), LocalEngine()
+    async with front_of(a, prefills=(p,)) as client:
+        assert await read(submit(client, "r", SEEDED)) == expected(SEEDED, 7)
+        timeline = await client.ask("timeline", "r")
+        assert any("handed over" in event["why"] for event in timeline["events"])
+        assert (timeline["route"]["replica"], timeline["prefill_route"]["replica"]) == ("a", "p")
+        assert a.llm.engine.cache.stats().used_blocks == p.llm.engine.cache.stats().used_blocks == 0
+        assert await read(submit(client, "s", SEEDED, PROMPT[: MIN_PROMPT - 1])) == expected(SEEDED, 7, PROMPT[:1])
+        assert {name: one.tokens for pool in client.pools.values() for name, one in pool.fleet.replicas.items()} == {
+            "a": 0,
+            "p": 0,
+        }
+        p.break_steps()
+        with pytest.raises(RequestFailed):
+            await read(submit(client, "t", SEEDED))
+    p.kill(), a.kill()
+
+
+@in_a_loop
+async def test_a_prefill_engine_that_dies_loses_no_request():
+    p, q, a = LocalEngine(), LocalEngine(), LocalEngine()
+    for engine in (p, q):
+        engine.slow_down(0.05)
+    async with front_of(a, prefills=(p, q)) as client:
+        generations = [submit(client, f"r{n}", SEEDED, [*PROMPT, n]) for n in range(4)]
+        await asyncio.sleep(0.01)
+        p.kill()
+        found = await asyncio.gather(*map(read, generations))
+        assert found == [expected(SEEDED, 7, [*PROMPT, n]) for n in range(4)]
+    q.kill(), a.kill()
+
+
+@in_a_loop
+async def test_a_load_of_a_prefill_engine_ends_with_the_hand_over():
+    p, a = LocalEngine(), LocalEngine()
+    a.slow_down(0.01)
+    async with front_of(a, prefills=(p,)) as client:
+        generation = submit(client, "r", replace(SEEDED, max_tokens=400))
+        await eventually(lambda: client.pools["engines"].fleet.replicas["a"].requests == 1)
+        assert client.pools["prefills"].fleet.replicas["p"].tokens == 0
+        client.abort(generation)
+    p.kill(), a.kill()
+
+
+@in_a_loop
+async def test_a_request_that_cannot_run_is_refused_by_its_own_fault():
+
+    a, p = LocalEngine(max_model_len=32), LocalEngine(max_model_len=32)
+    async with front_of(a) as client:
+        generation = submit(client, "r", SEEDED)
+        with pytest.raises(UsageError, match="32"):
+            await generation.accepted()
+        assert not client._requests and client.is_ready
+    async with front_of(a, prefills=(p,)) as client:
+        with pytest.raises(UsageError, match="32"):
+            await submit(client, "r", SEEDED).accepted()
+    a.kill(), p.kill()
+
+
+@in_a_loop
+async def test_several_prompts_of_one_request_survive_too():
+    a, b = LocalEngine(), LocalEngine()
+    for engine in (a, b):
+        engine.slow_down(0.003)
+    async with front_of(a, b, router="round-robin") as client:
+        prompts = [Prompt([*PROMPT, number]) for number in range(4)]
+        generation = client.submit("r", prompts, SEEDED, stream=False)
+        await eventually(lambda: a.llm.engine.has_unfinished() and b.llm.engine.has_unfinished())
+        a.kill()
+        outputs = await generation.finished()
+        texts = [output.outputs[0].text for output in outputs]
+        assert texts == [expected(SEEDED, 7, prompt.token_ids)[0][0] for prompt in prompts]
+    b.kill()
+
+
+@in_a_loop
+async def test_a_follower_of_records_sees_the_steps_of_all_engines_and_why_requests_came():
+    a, b = LocalEngine(), LocalEngine()
+    async with front_of(a, b, router="round-robin") as client:
+        records = client.records()
+        first = asyncio.create_task(anext(records))
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*[read(submit(client, f"r{n}", SamplingParams(max_tokens=3))) for n in range(2)])
+        seen = [await first] + [await anext(records) for _ in range(3)]
+        assert {record.replica for record in seen} == {"a", "b"}
+        assert {route.router for record in seen for route in record.routes} == {"round-robin"}
+    a.kill(), b.kill()
+
+
+@pytest.mark.parametrize("case", ["sampled", "three samples", "log probabilities"])
+def test_a_client_of_a_dead_front_reads_the_rest_from_another(case: str):
+    """From tokens that an engine remembers, or, with log probabilities, from the seed alone."""
+
+    @in_a_loop
+    async def run() -> None:
+        params, a = KILLED[case], LocalEngine()
+        a.slow_down(0.002)
+        async with front_of(a) as other:
+            async with front_of(a) as client:
+                generation = submit(client, "r", params)
+                position, texts = generation.position, [""] * params.n
+                async for deltas in generation.updates():
+                    for delta in deltas:
+                        position.is_new(delta)
+                        texts[delta.choice] += delta.text
+                    if sum(map(len, texts)) > 12 * params.n:
+                        break
+                seed = seed_of(client, generation)
+            seen = parse_event_id(position.mark(b"data\n\n").decode().split("id: ")[1].strip())
+            assert seen.seed == seed
+            await eventually(lambda: a.is_idle)
+            rest = await other.resume(seen, [Prompt(PROMPT)], params)
+            async for deltas in rest.updates():
+                for delta in deltas:
+                    if rest.position.is_new(delta):
+                        texts[delta.choice] += delta.text
+            assert texts == [text for text, *_ in expected(params, seed)]
+            with pytest.raises(UsageError, match="another request"):
+                await other.resume(seen, [Prompt([*PROMPT, 1])], params)
+        a.kill()
+
+    run()

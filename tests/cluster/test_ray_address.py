@@ -1,0 +1,120 @@
+"""Which Ray a server uses: names are its own, private stays private, and what does not answer is passed over."""
+
+import socket
+import stat
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from forge.cluster import ray_address
+from forge.cluster.options import ClusterOptions
+from forge.cluster.ray_address import choose_ray, prepare_private, private_folder, record_private, remove_private
+from forge.errors import UsageError
+
+OPTIONS = ClusterOptions(replicas=1)
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """A machine of its own, on which the addresses of the set answer that is returned."""
+    running: set[str] = set()
+    monkeypatch.setattr(ray_address.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(ray_address, "answers", running.__contains__)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    return running
+
+
+@pytest.fixture
+def record(tmp_path):
+    """The file in which `ray start` notes its address."""
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+def start_private(name: str, running: set[str]) -> None:
+    assert choose_ray(name, OPTIONS).address is None
+    record_private(name, "10.0.0.1:1")
+    running.add("10.0.0.1:1")
+
+
+def test_a_ray_that_has_died_and_was_not_asked_for_is_passed_over(machine, record):
+    record.write_text("10.0.0.1:6379")
+    assert choose_ray("one", OPTIONS).address is None
+    machine.add("10.0.0.1:6379")
+    assert choose_ray("two", OPTIONS).address == "10.0.0.1:6379"
+
+
+def test_a_ray_that_was_asked_for_must_answer(machine, monkeypatch):
+    for options in (ClusterOptions(ray_address="10.0.0.1:6379"), OPTIONS):
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        with pytest.raises(UsageError, match=r"no Ray cluster at 10\.0\.0\.1:6379: it does not answer within 2 s"):
+            choose_ray("one", options)
+    machine.add("10.0.0.1:6379")
+    assert choose_ray("one", OPTIONS).address == "10.0.0.1:6379"
+    assert choose_ray("one", ClusterOptions(ray_address="local")).address is None
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(UsageError, match="ray start --head makes one"):
+        choose_ray("one", OPTIONS)
+
+
+def test_another_server_never_joins_a_private_ray(machine):
+    start_private("one", machine)
+    assert choose_ray("two", OPTIONS).address is None
+
+
+def test_a_name_that_is_taken_is_refused_until_its_server_has_ended(machine):
+    start_private("one", machine)
+    with pytest.raises(UsageError, match="one runs already: --attach one shares its engines, --name names another"):
+        choose_ray("one", OPTIONS)
+    machine.clear()  # it was killed
+    assert choose_ray("one", OPTIONS).address is None
+
+
+def test_attach_joins_the_private_ray_of_that_name_with_its_token(machine):
+    start_private("one", machine)
+    place = choose_ray("one", ClusterOptions(attach="one"))
+    assert place.address == "10.0.0.1:1" and place.environment["RAY_AUTH_MODE"] == "token"
+    with pytest.raises(UsageError, match="no server called two runs on this machine"):
+        choose_ray("two", ClusterOptions(attach="two"))
+
+
+def test_each_private_ray_has_a_token_that_only_its_user_reads(machine):
+    tokens = set()
+    for name in ("one", "two"):
+        prepare_private(name)
+        token = private_folder(name) / "token"
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert stat.S_IMODE(private_folder(name).stat().st_mode) == 0o700
+        tokens.add(token.read_text())
+    assert len(tokens) == 2 and min(map(len, tokens)) == 64
+    remove_private("one")
+    assert not private_folder("one").exists()
+
+
+def test_engines_that_outlive_the_command_need_a_ray_that_does(machine):
+    with pytest.raises(UsageError, match="--keep-engines needs a Ray that outlives this command"):
+        choose_ray("one", ClusterOptions(keep_engines=True))
+
+
+def test_a_port_that_takes_connections_and_says_nothing_is_no_ray(monkeypatch):
+    """As a GCS that stands still. Without Ray's libraries it is told by the one call that is used of them."""
+    monkeypatch.undo()
+    monkeypatch.setattr(ray_address, "ANSWER_SECONDS", 0.1)
+
+    class Future:
+        def result(self, seconds):
+            assert seconds == 0.1
+            raise TimeoutError
+
+    if "grpc" not in sys.modules:
+        channel = SimpleNamespace(close=lambda: None)
+        fake = SimpleNamespace(
+            insecure_channel=lambda address: channel,
+            channel_ready_future=lambda channel: Future(),
+            FutureTimeoutError=TimeoutError,
+        )
+        monkeypatch.setitem(sys.modules, "grpc", fake)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not ray_address.answers(f"127.0.0.1:{silent.getsockname()[1]}")
