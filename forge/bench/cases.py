@@ -218,7 +218,7 @@ def measure_model(path) -> ModelSize:
     """`ModelSize` of the model at `path`. Raises the `ForgeError` of its format if it is not sound."""
     from forge.gguf import GGMLType
     from forge.model.config import expected_tensors
-    from forge.model.weight_source import open_weights
+    from forge.model.loader import open_weights
 
     with open_weights(path) as weights:
         config = weights.config

@@ -149,8 +149,9 @@ async def follow(
         now = time.perf_counter()
         *events, rest = (rest + piece).split(b"\n\n")
         for event in events:
-            if event.startswith(b"data: ") and event != b"data: [DONE]":
-                _take_event(json.loads(event[6:]), now, found)
+            data = event.partition(b"\n")[0]  # an id may follow
+            if data.startswith(b"data: ") and data != b"data: [DONE]":
+                _take_event(json.loads(data[6:]), now, found)
         if not goes_on():
             return
 

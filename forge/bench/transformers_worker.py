@@ -186,7 +186,7 @@ def _read_by_forge(path: str, torch, transformers):
 
     from forge.model.config import expected_tensors
     from forge.model.hf_directory import hugging_face_name
-    from forge.model.weight_source import open_weights
+    from forge.model.loader import open_weights
 
     with open_weights(Path(path)) as source:
         ours = source.config

@@ -20,7 +20,6 @@ AnsweringEngine = Annotated[EngineArgs, Takes("model Model prefill_only_tokens p
 
 def load_answering(engine: EngineArgs) -> "LLM":
     llm = load_model(engine)
-    llm.engine.report_probabilities = False  # they are not shown
     return llm
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 
 from forge.cli.completion import COMPLETIONS
-from forge.errors import UsageError
+from forge.needs import check_needs
 from forge.option import flag_of
 from forge.views.report import Report
 
@@ -32,10 +32,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 class Takes:
     """Which fields of a dataclass a command takes, as words with spaces between them: those named, by name or by their
-    heading, or all but those `without`. And the command's own defaults; a field with one that is not taken is fixed."""
+    heading, or all but those `without`. And the command's own defaults; a field with one that is not taken is fixed.
+    unmade: the command checks the options and makes the dataclass itself; its parameter is None."""
 
-    def __init__(self, names: str = "", *, without: str = "", **defaults: Any):
+    def __init__(self, names: str = "", *, without: str = "", unmade: bool = False, **defaults: Any):
         self.names, self.without, self.defaults = set(names.split()), set(without.split()), defaults
+        self.unmade = unmade
 
     def fields_of(self, made: type) -> "list[Field[Any]]":
         options = [field for field in fields(made) if "help" in field.metadata]
@@ -76,11 +78,11 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(**given: Any) -> Any:
         as_json = adds_json and given.pop("json")
         caller = given[context] if context is not None else given.pop(_CONTEXT)
+        if caller is not None and not any(takes.unmade for _, takes in parts.values()):
+            check_needs(*stated(caller, given, *(takes.defaults for _, takes in parts.values())))
         for name, (made, takes) in parts.items():
-            chosen = takes.fields_of(made)
-            _check_needs(chosen, given, caller)
-            values = {field.name: given.pop(field.name) for field in chosen}
-            given[name] = make(made, takes.defaults | values)
+            values = {field.name: given.pop(field.name) for field in takes.fields_of(made)}
+            given[name] = make(made, takes.defaults | values) if not takes.unmade else None
         report = function(**given)
         return report.as_json() if as_json else report
 
@@ -97,20 +99,21 @@ def make(made: Callable[..., _Made], values: Mapping[str, Any], **changed: Any) 
     return made(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | changed)
 
 
+def stated(
+    context: typer.Context, values: Mapping[str, Any], *fixed: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str], dict[str, str]]:
+    """What `check_needs` asks of a command line: every option's value, or what is fixed; the names of those that were
+    given; and how each is spelled."""
+    options = {name: value for defaults in fixed for name, value in defaults.items()}
+    options |= {name: value for name, value in values.items() if value is not None or name not in options}
+    spelled = {param.name: param.opts[0] for param in context.command.params if param.param_type_name == "option"}
+    return options, {name for name in values if was_given(context, name)}, spelled
+
+
 def was_given(context: typer.Context, name: str) -> bool:
     """Whether the parameter was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _check_needs(chosen: "Sequence[Field[Any]]", given: Mapping[str, Any], context: typer.Context) -> None:
-    names = {field.name for field in chosen}
-    for field in chosen:
-        needed = field.metadata["needs"]
-        flag = needed.partition(" ")[0]
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in names and given[name] is None and was_given(context, field.name):
-            raise UsageError(f"{flag_of(field.name)} means nothing without {flag}: give {needed} too, or leave it out")
 
 
 def _is_annotated(parameter: Parameter) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from forge.cli.parsing import Command
 from forge.drop_ins import first_lines
 from forge.experiments import bench as benchmarks
 
@@ -42,7 +43,9 @@ class Benchmarks(TyperGroup):
         if cmd_name not in self.commands and cmd_name in names():
             name = cmd_name.replace("-", "_")
             alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-            alone.command(cmd_name)(getattr(import_module(f"{benchmarks.__name__}.{name}"), f"bench_{name}"))
+            alone.command(cmd_name, cls=Command)(
+                getattr(import_module(f"{benchmarks.__name__}.{name}"), f"bench_{name}")
+            )
             self.commands[cmd_name] = typer.main.get_command(alone)
         return self.commands.get(cmd_name)
 

@@ -18,6 +18,8 @@ def run_bug(chapter: str, name: str, engine: EngineArgs, json: bool) -> "Report"
 
     bug = find_bug(name, chapter)
     given = {"device": engine.device, "threads": engine.threads}
+    if bug.loading.get("device", engine.device) == "reference":
+        del given["threads"]  # which that device has none of
     runs = run_with_and_without(bug, lambda: load_model(_MODEL, **{**given, **bug.loading}))
     is_caught = runs.sound.failure is None and runs.caught_by is not None
     report = Report(bug_object(runs), lambda console: print_bug(console, runs), 0 if is_caught else UNNOTICED)

@@ -9,15 +9,16 @@ import typer
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.engine_args import EngineArgs
-from forge.exercises import running, session
+from forge.errors import UsageError
+from forge.exercises import session
 from forge.exercises.catalog import available, find_entry
 from forge.exercises.screens import (
-    print_comparison,
-    print_hint,
+    print_hints,
     print_list,
     print_result,
     print_solution,
     print_started,
+    screen_lines,
 )
 from forge.exercises.session import load_builds, next_entry, save_builds
 from forge.views.json_output import as_object
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from forge.exercises.catalog import Entry
 
 build = typer.Typer(
-    help="Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.",
+    help="Write a part of the engine yourself: thirteen exercises, checked, and run by the real engine.",
     rich_markup_mode="rich",
 )
 
@@ -37,22 +38,26 @@ _POLL_SECONDS = 0.2
 Number = Annotated[
     str | None, typer.Argument(metavar="[NUMBER]", help="Which exercise; without one, the one to go on with.")
 ]
-FolderOption = Annotated[Path, typer.Option("--folder", help="Where your files are.")]
-_FOLDER = Path("exercises")
+FolderOption = Annotated[
+    Path | None,
+    typer.Option("--folder", help="Where your files are; without it, exercises here, further up, or used last."),
+]
 
 
 @build.callback(invoke_without_command=True)
-def list_exercises(ctx: typer.Context, folder: FolderOption = _FOLDER, json: options.JsonOption = False) -> Any:
-    """Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.
+def list_exercises(ctx: typer.Context, folder: FolderOption = None, json: options.JsonOption = False) -> Any:
+    """Write a part of the engine yourself: thirteen exercises, checked, and run by the real engine.
 
     [dim]forge build start 4[/dim]   write the file of exercise 4
 
     [dim]forge build check 4[/dim]   check what you have written
     """
+    ctx.obj = folder, json
     if ctx.invoked_subcommand is not None:
         return None
 
-    builds, entries = load_builds(), available()
+    folder = session.find_folder(folder)
+    builds, entries = load_builds(folder), available()
     started = {entry.number for entry in entries if (folder / entry.file_name).is_file()}
     facts = [
         {
@@ -62,94 +67,157 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = _FOLDER, json: opt
             "chapter": entry.chapter,
             "started": entry.number in started,
             "passed": entry.number in builds.passed,
+            "changed": entry.number in started and session.has_changed(entry, builds),
         }
         for entry in entries
     ]
     return _shown(
         Report(
-            {"exercises": facts},
-            lambda console: print_list(console, entries, builds.passed, started, next_entry(builds)),
+            {"folder": str(folder), "exercises": facts},
+            lambda console: print_list(console, entries, builds.passed, started, next_entry(builds), str(folder)),
         ),
         json,
     )
 
 
 @build.command("start")
-def start(number: Number = None, folder: FolderOption = _FOLDER) -> None:
+def start(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
     """Write the file of an exercise: what is given, and what to fill in. Never overwrites a file."""
-    entry = _entry(number)
+    folder = _folder(ctx, folder)
+    entry = _entry(number, folder)
     print_started(open_console(), entry, str(session.start(entry, folder)))
 
 
+@build.command("reset")
+def reset(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
+    """Begin an exercise again. Your file is kept under another name; its ✓ and its hints are forgotten."""
+    folder = _folder(ctx, folder)
+    entry = _entry(number, folder)
+    path, kept = session.reset(entry, folder)
+    print_started(open_console(), entry, str(path), str(kept))
+
+
 @build.command("check")
-def check(number: Number = None, folder: FolderOption = _FOLDER, json: options.JsonOption = False) -> Any:
+def check(
+    ctx: typer.Context, number: Number = None, folder: FolderOption = None, json: options.JsonOption = False
+) -> Any:
     """Check whether your code keeps its promises. If not: which one, and the shortest sequence of calls that shows it.
 
     The exit status is 0 if it keeps them all, 1 if not.
     """
-    entry = _entry(number)
+    folder = _folder(ctx, folder)
+    entry = _entry(number, folder)
     result = session.check(entry, session.path_of(entry, folder))
     report = Report(as_object(result), lambda console: print_result(console, entry, result), 0 if result.passed else 1)
-    return _shown(report, json)
+    return _shown(report, json or ctx.obj[1])
 
 
 @build.command("run")
 @command
 def run(
+    ctx: typer.Context,
     number: Number = None,
-    folder: FolderOption = _FOLDER,
+    folder: FolderOption = None,
     *,
     engine: Annotated[EngineArgs, Takes("model")],
     json: options.JsonOption = False,
 ) -> Any:
-    """Run the real engine on your code, and compare tokens and speed with the engine's own."""
-    entry = _entry(number)
-    comparison = running.run(entry, session.path_of(entry, folder), str(engine.model))
-    return _shown(
-        Report(
-            running.facts(comparison),
-            lambda console: print_comparison(console, entry, comparison),
-            0 if comparison.identical else 1,
-        ),
-        json,
+    """Run the real engine on your code, and compare tokens and speed with the engine's own.
+
+    The exit status is 0 if the tokens are the same, 1 if not.
+    """
+    from forge.exercises import running
+
+    folder = _folder(ctx, folder)
+    entry = _entry(number, folder)
+    shown = running.run(entry, session.path_of(entry, folder), open_console(), str(engine.model))
+    report = Report(
+        shown.facts,
+        lambda console: console.print(screen_lines(shown.screen), end="", soft_wrap=True),
+        0 if shown.facts["identical"] else 1,
     )
+    return _shown(report, json or ctx.obj[1])
 
 
 @build.command("hint")
-def hint(number: Number = None) -> None:
-    """One hint further each time; the last one stays."""
-    entry = _entry(number)
-    builds, hints = load_builds(), entry.exercise().hints
-    builds.hints[entry.number] = min(builds.hints.get(entry.number, 0) + 1, len(hints))
-    save_builds(builds)
-    print_hint(open_console(), entry, hints, builds.hints[entry.number])
+def hint(
+    ctx: typer.Context,
+    number: Number = None,
+    folder: FolderOption = None,
+    again: Annotated[bool, typer.Option("--again", help="Show those that you have read once more.")] = False,
+) -> None:
+    """One hint further each time; the last one stays. With --again, all that you have read."""
+    folder = _folder(ctx, folder)
+    entry = _entry(number, folder)
+    builds, hints = load_builds(folder), entry.exercise().hints
+    read = builds.hints.get(entry.number, 0)
+    if again and read:
+        print_hints(open_console(), entry, hints, range(1, read + 1))
+        return
+    builds.hints[entry.number] = min(read + 1, len(hints))
+    save_builds(folder, builds)
+    print_hints(open_console(), entry, hints, range(builds.hints[entry.number], builds.hints[entry.number] + 1))
 
 
 @build.command("solution")
-def solution(number: Number = None) -> None:
-    """The engine's own source."""
-    print_solution(open_console(), _entry(number).exercise())
+def solution(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
+    """The engine's own source. After passing: yours beside it, why it differs, and what each costs."""
+    from forge.exercises.after import compare_costs
+
+    folder = _folder(ctx, folder)
+    entry = _entry(number, folder)
+    path = folder / entry.file_name
+    has_passed = entry.number in load_builds(folder).passed and path.is_file()
+    costs = compare_costs(entry, path) if has_passed else None
+    print_solution(open_console(), entry, path if has_passed else None, costs)
 
 
 @build.command("watch")
-def watch(number: Number = None, folder: FolderOption = _FOLDER) -> None:
+def watch(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
     """Check again whenever the file is saved. Ctrl-C ends it."""
-    entry = _entry(number)
+    folder = _folder(ctx, folder)
+    entry = _entry(number, folder)
     path, checked = session.path_of(entry, folder), None
     console = open_console()
     while True:
         saved = path.stat().st_mtime_ns if path.is_file() else checked  # an editor may replace the file
         if saved != checked:
             checked = saved
+            result = session.check(entry, path)
             if console.is_terminal:
                 console.clear()
-            print_result(console, entry, session.check(entry, path))
+            print_result(console, entry, result, console.height - 1 if console.is_terminal else None)
         time.sleep(_POLL_SECONDS)
 
 
-def _entry(number: str | None) -> "Entry":
+@build.command("engine", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def engine(
+    ctx: typer.Context,
+    what: Annotated[str, typer.Argument(metavar="COMMAND", help="generate, compare, trace-scheduler or serve.")],
+    folder: FolderOption = None,
+) -> int:
+    """Run a command on an engine with all of your passed parts at once, and then its requests on forge's own.
 
-    return find_entry(number) if number is not None else next_entry(load_builds()) or available()[-1]
+    The command's own options follow. --kv, --speculate and --device choose parts; without them as many as can be.
+
+    [dim]forge build engine generate "Once upon a time" 32[/dim]
+    """
+    from forge.exercises.own_engine import COMMANDS, engine_entries
+
+    if what not in COMMANDS:
+        raise UsageError(f"forge build engine runs {', '.join(COMMANDS)}, and not {what!r}")
+    folder = _folder(ctx, folder)
+    engine_entries(folder)
+    return session.run_engine(folder, [what, *ctx.args])
+
+
+def _folder(ctx: typer.Context, given: Path | None) -> Path:
+    """What was given after the subcommand, or before it, or where the files are."""
+    return session.find_folder(given or ctx.obj[0])
+
+
+def _entry(number: str | None, folder: Path) -> "Entry":
+    return find_entry(number) if number is not None else next_entry(load_builds(folder)) or available()[-1]
 
 
 def _shown(report: Report, json: bool) -> Report:

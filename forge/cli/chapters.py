@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from forge.book.catalog import entries, find, next_entry
+from forge.book.chapter import Verdict
 from forge.book.chapter_view import chapter_lines, print_chapters
 from forge.book.command_line import Given, Syntax, each
 from forge.book.pager import Pager
 from forge.book.print_chapter import print_chapter
-from forge.book.progress import load_progress
+from forge.book.progress import Progress, load_progress, save_progress
 from forge.book.session import Session
 from forge.cli import completion, options
 from forge.cli.arguments import command
 from forge.cli.run_control import INTERRUPTED, Found
 from forge.errors import UsageError
 from forge.option import flag_of
+from forge.views.formatting import plural
 from forge.views.json_output import plain
 from forge.views.report import Report
 from forge.views.terminal import open_console
@@ -144,6 +146,42 @@ def next_chapter(pause: PauseOption = True) -> Found:
     return _read(entry, pause=pause, page=progress.pages.get(entry.command))
 
 
+def review() -> Found:
+    """Ask again what you answered wrong in a chapter, from the next day on."""
+    from datetime import date
+
+    from forge.book.drawing import draw_block
+    from forge.book.review import due, settle
+    from forge.book.session import parse_guess
+    from forge.views.keys import read_line
+
+    progress, console, today = load_progress(), open_console(), date.today()
+    asked = list(due(progress, entries(), today))
+    if not asked:
+        later = f" {plural(len(progress.review), 'question')} will be asked later." if progress.review else ""
+        console.print(f"Nothing to review today.{later}", highlight=False)
+    right = 0
+    for question in asked:
+        session = Session(question.entry.chapter, run_reported)
+        console.print(f"Chapter {question.entry.number}", highlight=False)
+        draw_block(console, question.predict, session)
+        while question.predict not in session.guesses:
+            line = read_line("Your answer: ")
+            if line is None:
+                return 0
+            try:
+                session.guesses[question.predict] = parse_guess(question.predict, line)
+            except UsageError as error:
+                console.print(f"That should be {error}.", highlight=False)
+        right += settle(progress, question, session.guesses[question.predict], today)
+        save_progress(progress)
+        draw_block(console, Verdict(question.predict), session)
+        console.print()
+    if asked:
+        console.print(f"{right} of {len(asked)} right. What was wrong is asked again tomorrow.", highlight=False)
+    return 0
+
+
 class Experiment(NamedTuple):
     """A chapter's experiment whose options have been checked."""
 
@@ -167,6 +205,7 @@ def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Call
             if bug is not None:
                 from forge.cli.bugs import run_bug
 
+                _check_bug_options(ctx)
                 return run_bug(ctx.command.name or "", bug, given["engine"], json)
             prepared = prepare(**given, **({"json": json} if "json" in found.parameters else {}))
             if reads_chapter(only, json) and not prepared.alone:
@@ -186,6 +225,19 @@ def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Call
         return command(run)
 
     return decorate
+
+
+_OF_A_BUG = ("bug", "device", "threads", *_NOT_GIVEN)
+"""The options that a run with `--bug` takes: it has its own requests, on the bundled model."""
+
+
+def _check_bug_options(ctx: typer.Context) -> None:
+    """Raises `UsageError` for an option that `--bug` would ignore."""
+    ignored = [name for name in ctx.params if name not in _OF_A_BUG and options.was_given(ctx, name)]
+    if ignored:
+        arguments = {param.name for param in ctx.command.params if param.param_type_name == "argument"}
+        named = ", ".join(name.upper() if name in arguments else flag_of(name) for name in ignored)
+        raise UsageError(f"--bug runs requests of its own on the bundled model: leave {named} out")
 
 
 def reads_chapter(only: str | None, json: bool) -> bool:
@@ -246,18 +298,36 @@ def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: in
     """page: where to go on, with what an earlier session found; None to begin."""
 
     console = open_console()
-    session = _session(entry.chapter, given)
-    following = [other for other in entries() if other.number == entry.number + 1]
-    for other in following:
-        session.goes_on = f"forge next goes on with chapter {other.number}, forge {other.command}."
+    session, progress = _session(entry.chapter, given), load_progress()
+    waits = pause and console.is_terminal and sys.stdin.isatty()
+    if waits or not pause:
+        session.goes_on = _goes_on(entry, progress)
     if given is not None and given.values:
         session.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
-    if pause and console.is_terminal and sys.stdin.isatty():
-        pager = Pager(console, entry, session, load_progress(), run_shell_line)
-        if page is not None:
-            pager.resume()
-        return pager.read(page or 0)
-    return print_chapter(console, entry.number, session)
+    if not waits:
+        status = print_chapter(console, entry.number, session)
+        if not pause and status == 0:  # asked for: in a pipe the text may be read by a program
+            progress.reach(entry.command, last_page := len(entry.chapter.steps()) - 1, last_page + 1)
+            save_progress(progress)
+        return status
+    pager = Pager(console, entry, session, progress, run_shell_line)
+    if page is not None:
+        pager.resume()
+    elif left := progress.pages.get(entry.command):
+        page = pager.choose_page(left)
+        if page is None:
+            return 0
+    return pager.read(page or 0)
+
+
+def _goes_on(entry: "Entry", progress: Progress) -> str:
+    """Which chapter `forge next` opens once this one is finished, in a sentence."""
+    finished = Progress({**progress.pages}, {*progress.finished})
+    finished.reach(entry.command, 0, 1)
+    following = next_entry(entries(), finished)
+    if following is None:
+        return "This was the last chapter that you had not finished."
+    return f"forge next goes on with chapter {following.number}, forge {following.command}."
 
 
 def _session(chapter: "Chapter", given: "Given | None" = None) -> "Session":
@@ -267,7 +337,8 @@ def _session(chapter: "Chapter", given: "Given | None" = None) -> "Session":
     options_given = {
         name: values[option] for name, option in (("name", "model"), ("kv_dtype",) * 2) if option in values
     }
-    return Session(chapter, run_reported, model=model_facts(**options_given) if "model" in chapter.names else {})
+    model = model_facts(**options_given) if "model" in chapter.names else {}
+    return Session(chapter, run_reported, model=model, given=tuple(given.values) if given else ())
 
 
 def run_reported(line: str) -> Report:
@@ -308,6 +379,8 @@ def with_given(line: str, given: Given) -> str:
     name, args = words[:depth], words[depth:]
     arguments = [param.name for param in command.params if param.param_type_name == "argument"]
     taking = [param for param in command.params if param.param_type_name == "option" and not param.is_flag]
+    if "--bug" in args:
+        arguments, taking = [], [param for param in taking if param.name in _OF_A_BUG]
     syntax = Syntax(tuple(arguments), {spelling: param.name for param in taking for spelling in param.opts})
     return shlex.join(["forge", *name, *given.applied(args, syntax)])
 

@@ -6,7 +6,7 @@ import typer
 
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import StepObserver, drive, load_model, run_label
+from forge.cli.run_control import StepObserver, drive, interruption, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError
@@ -27,11 +27,11 @@ def chat(
     """Talk with a model. Its cache stays between turns: a turn computes only what is new.
 
     /fork marks a place in the conversation, /back returns to it, /reset forgets the conversation, /exit or Ctrl-D ends
-    it, Ctrl-C ends an answer.
+    it. Ctrl-C ends an answer, or clears the line that is being typed; a second one ends the conversation.
     """
     from forge.views.chat import ChatView
 
-    blocks, observer = output.shows_blocks(engine), StepObserver(output.trace, output.step)
+    blocks, observer = output.shows_blocks, StepObserver(output.trace, output.step)
     llm = load_model(engine)
     llm.engine.report_blocks = blocks
     view = ChatView(open_console(), run_label(llm))
@@ -64,9 +64,10 @@ def _converse(
         elif message.startswith("/"):
             view.help()
         elif message:
-            try:
-                run = session.send(message, params)
-            except ForgeError as error:
-                view.trouble(str(error))
-                continue
-            view.finish(drive(llm, run, params, view.step, observer))
+            with interruption():  # before the first step and after the last, Ctrl-C has nothing to end
+                try:
+                    run = session.send(message, params)
+                except ForgeError as error:
+                    view.trouble(str(error))
+                    continue
+                view.finish(drive(llm, run, params, view.step, observer))

@@ -44,7 +44,7 @@ def classify(
 ) -> Report:
     """Label probabilities of texts, from one forward pass each.
 
-    [dim]forge classify --labels happy,sad "The fox lost his lantern, and nobody came to look for it."[/dim]
+    [dim]forge classify --labels happy,sad "The mole lost his crown, and he wept all night."[/dim]
 
     [dim]forge classify --labels happy,sad --file stories.txt[/dim]
 
@@ -53,8 +53,6 @@ def classify(
     names = [name.strip() for name in labels.split(",") if name.strip()]
     if len(names) == 1:
         raise UsageError(_LABELS_NEEDED)
-    if raw and question is not None:
-        raise UsageError("--question is not asked with --raw: give one of the two")
     inputs = options.read_texts(texts, file)
     llm = load_answering(engine)
     by_head = bool(llm.model.labels) and not names

@@ -4,12 +4,13 @@ import secrets
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forge.cli import options
-from forge.cli.arguments import Takes, command, make
+from forge.cli.arguments import Takes, command, make, stated
 from forge.cli.arrivals import Arrival, drive_arrivals
 from forge.cli.compare_judging import compare_judging, is_judging
 from forge.cli.run_control import Found, exit_status, load_model, run_label, warm_up
@@ -17,6 +18,7 @@ from forge.cli.versus import Versus, versus_of
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.needs import settle
 from forge.option import option
 from forge.views.comparison import (
     Answer,
@@ -41,7 +43,10 @@ MANY = 32
 DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
 
-_OF_MANY = ("requests", "batch", "max_num_batched_tokens", "chunked_prefill", "order", "preempt", "mode")
+_OF_MANY = (
+    "requests", "prompt_tokens", "output_tokens", "arrival", "workload", "batch", "max_num_batched_tokens",
+    "chunked_prefill", "order", "preempt", "mode",
+)  # fmt: skip
 """Options that mean something for many requests alone."""
 
 
@@ -51,6 +56,9 @@ class ManyArgs:
 
     requests: int | None = option(None, "Run as many requests instead of one.", _WORKLOAD, flags="--requests -n")
     prompt_tokens: str = option("16:64", "Tokens of each prompt: 16, or 16:256.", _WORKLOAD)
+    output_tokens: str | None = option(None, "Tokens of each output: 64, or 8:64.", _WORKLOAD, shown="MAX_TOKENS")
+    arrival: str = option("all", "When requests come: all at once, poisson:20 a second, or every:3 steps.", _WORKLOAD)
+    workload: Path | None = option(None, "Replay the arrivals and lengths of a run that --trace recorded.", _WORKLOAD)
     batch: int | None = option(None, "Of many requests, how many run at once.", _WORKLOAD)
     execution_class: str = option(
         "prefill-only", "Class of a request of one token: prefill-only, or generation.", _WORKLOAD, flags="--class"
@@ -63,16 +71,8 @@ def compare(
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     *,
-    sampling: Annotated[SamplingParams, Takes(without="max_tokens n logprobs prompt_logprobs")],
-    engine: Annotated[EngineArgs, Takes(without="invariant max_num_seqs prefill_only")],
-    invariant: Annotated[
-        bool,
-        typer.Option(
-            "--invariant",
-            help="One tiling for every batch, so that bits never depend on it (cuda; elsewhere they never do).",
-            rich_help_panel="Model",
-        ),
-    ] = False,
+    sampling: Annotated[SamplingParams, Takes(without="max_tokens n logprobs prompt_logprobs", unmade=True)],
+    engine: Annotated[EngineArgs, Takes(without="max_num_seqs prefill_only", unmade=True)],
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -81,7 +81,7 @@ def compare(
             rich_help_panel="Prompt",
         ),
     ] = None,
-    many: ManyArgs,
+    many: Annotated[ManyArgs, Takes(unmade=True)],
     json: options.JsonOption = False,
 ) -> Found:
     """Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.
@@ -100,10 +100,11 @@ def compare(
     [dim]forge compare --kv on --speculate off vs draft[/dim]
     """
     versus = versus_of(ctx)
-    _settle(ctx.params, versus.right)
+    runs_many = any(options.was_given(ctx, option) for option in _OF_MANY)
+    _settle(ctx, versus.right, judges=is_judging(versus), runs_many=runs_many)
     if is_judging(versus):
         return _compare_judging(ctx, versus)
-    if any(options.was_given(ctx, option) for option in _OF_MANY):
+    if runs_many:
         return _compare_many(ctx, versus)
     if prompts is None:
         texts = [options.read_prompt(prompt)]
@@ -131,22 +132,26 @@ def compare(
     return report.as_json() if json else report
 
 
-def _settle(left: dict[str, Any], right: MutableMapping[str, Any]) -> None:
-    """`--invariant` is for the side on the GPU, if the other one is not: there it is refused. Where one side speculates
-    both have the cache that this needs, unless one was given."""
-    devices = left["device"], right["device"]
+def _settle(ctx: typer.Context, right: MutableMapping[str, Any], judges: bool, runs_many: bool) -> None:
+    """Give both sides the cache that they need, unless one was given, and take an option from the side where it means
+    nothing. Raises `UsageError` for one that means nothing on both."""
+    left, more = ctx.params, {"planned": judges, "many": runs_many or judges}
+    more["prompted"] = options.was_given(ctx, "prompt") and not _is_number_alone(ctx)
     speculates = any(side["speculate"] not in (None, "off") for side in (left, right))
+    kv = "prefix" if judges else "paged" if runs_many or speculates else None
     for side in (left, right):
-        needless = "cuda" in devices and side["device"] != "cuda"
-        side["invariant"] = side["invariant"] and not needless
-        if side["kv"] is None and speculates:
-            side["kv"] = "paged"
+        side["kv"] = side["kv"] or kv
+    sides = [dict(side) | more for side in (left, right)]
+    _, given, spelled = stated(ctx, left)
+    settle(sides, given - {"prompts"} if judges else given, spelled)
+    for side, settled in zip((left, right), sides, strict=True):
+        side.update({name: settled[name] for name in side})
 
 
 def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
     """Requests that come all at once: a file's, judge requests, or the prompt that was given. By default they
-    have a cache that shares prefixes, and answers of one token."""
-    given = {name for name in ("kv", "prompt", "max_tokens") if options.was_given(ctx, name)}
+    have answers of one token."""
+    given = {name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)}
     params, texts = ctx.params, None
     max_tokens = params["max_tokens"] if given & {"prompt", "max_tokens"} else 1
     if params["prompts"] is not None or params["requests"] is not None:
@@ -154,9 +159,7 @@ def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
         texts = options.read_prompts(params["prompts"]) if params["prompts"] is not None else None
     elif "prompt" in given:
         texts = [options.read_prompt(params["prompt"])]
-    kv = {} if "kv" in given else {"kv": "prefix"}
-    sides = params | kv, replace(versus, right=dict(versus.right) | kv)
-    report = compare_judging(*sides, texts, max_tokens)
+    report = compare_judging(params, versus, texts, max_tokens)
     return report.as_json() if params["json"] else report
 
 
@@ -184,12 +187,12 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     from forge.views.request_sets import many_object, print_many
     from forge.workload.ways import identical, requests_in_common
 
-    explicit = {name for name in ("kv", "prompt") if options.was_given(ctx, name)}
+    has_prompt = options.was_given(ctx, "prompt")
     left, right = dict(ctx.params), dict(versus.right)
     if _is_number_alone(ctx):
-        explicit -= {"prompt"}
+        has_prompt = False
         left["max_tokens"] = right["max_tokens"] = int(left["prompt"])
-    workloads, labels, sides = zip(*(_serve_side(given, explicit) for given in (left, right)), strict=True)
+    workloads, labels, sides = zip(*(_serve_side(given, has_prompt) for given in (left, right)), strict=True)
     in_common = requests_in_common(*workloads)
     report = Report(
         many_object(versus.option, versus.names, sides, in_common),
@@ -199,22 +202,24 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     return report.as_json() if ctx.params["json"] else report
 
 
-def _serve_side(given: Mapping[str, Any], explicit: set[str]):
+def _serve_side(given: Mapping[str, Any], has_prompt: bool):
     """Load what this side asks for and serve its requests."""
-    from forge.workload.requests import Range, Request, Workload, make_workload
+    from forge.workload.recorded import recorded_workload
+    from forge.workload.requests import Arrival, Range, Request, Workload, make_workload
     from forge.workload.ways import measure_all
 
     number, length = given["requests"] or MANY, given["max_tokens"]
-    kv = {} if "kv" in explicit else {"kv": "paged"}
-    llm = load_model(make(EngineArgs, {**given, "max_num_seqs": given["batch"]}, **kv))
-    if "prompt" in explicit:
+    llm = load_model(make(EngineArgs, {**given, "max_num_seqs": given["batch"]}))
+    if given["workload"] is not None:
+        workload = recorded_workload(given["workload"], llm.tokenizer)
+    elif has_prompt:
         token_ids = tuple(llm.tokenizer.encode(options.read_prompt(given["prompt"])))
         workload = Workload((Request(token_ids, length),) * number)
     else:
         prompt_range = Range.parse(given["prompt_tokens"], "--prompt-tokens")
-        workload = make_workload(
-            llm.tokenizer, number, prompt_range, Range(length, length), priorities=given["order"] == "priority"
-        )
+        output_range = Range.parse(given["output_tokens"] or str(length), "--output-tokens")
+        arrivals, priorities = Arrival.parse(given["arrival"]), given["order"] == "priority"
+        workload = make_workload(llm.tokenizer, number, prompt_range, output_range, arrivals, priorities=priorities)
     (measured,) = measure_all(llm, workload, [("continuous", llm.max_num_seqs)])
     return workload, run_label(llm), measured
 
@@ -232,6 +237,7 @@ def _run_side(
         seed = earlier[0].result.output.seed if earlier else secrets.randbits(32)
         params = replace(params, seed=seed)
     llm = load_model(make(EngineArgs, given))
+    llm.engine.report_probabilities = True  # shown at the first difference
     warm_up(llm, prompts[0])
     arrivals = [Arrival(prompt, params, step) for step, prompt in enumerate(prompts)]
     found = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)

@@ -35,8 +35,6 @@ def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
     from forge.views.progress import progress_line
 
-    if texts is not None and given["requests"] is not None:
-        raise UsageError("--requests makes requests up and --prompts reads them: give one of the two")
     for side in (given, versus.right):  # before anything is loaded
         _config(side)
     runs, labels, tokens = [], [], 0
@@ -59,7 +57,6 @@ def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[
 
 def _load_side(side: Mapping[str, Any]) -> "LLM":
     llm = load_model(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}, **_config(side)))
-    llm.engine.report_probabilities = False  # they are not shown
     return llm
 
 

@@ -31,13 +31,13 @@ def kv_dtypes(incomplete: str) -> list[str]:
 
 
 def devices(incomplete: str) -> list[str]:
-    from forge.backends.devices import DEVICES
+    from forge.backends.choices import DEVICES
 
     return _beginning(DEVICES, incomplete)
 
 
 def quantize_types(incomplete: str) -> list[str]:
-    from forge.backends.devices import QUANTIZE_TYPES
+    from forge.backends.choices import QUANTIZE_TYPES
 
     return _beginning(QUANTIZE_TYPES, incomplete)
 

@@ -86,7 +86,8 @@ def _libraries() -> "Iterator[Finding]":
 
 
 def _devices() -> "Iterator[Finding]":
-    from forge.backends.devices import DEFAULT_DEVICE, create_backend
+    from forge.backends.choices import DEFAULT_DEVICE
+    from forge.backends.devices import create_backend
     from forge.views.doctor import Finding
 
     try:
@@ -112,8 +113,8 @@ def _kernels() -> "Finding":
     except ForgeError as error:
         return Finding("kernels", "trouble", str(error))
     choice = f"instruction sets {', '.join(runnable())} ({FORCE_VARIABLE} forces one)"
-    if folder is None:
-        return Finding("kernels", "note", f"{choice}; {cache_problem()}")
+    if (problem := cache_problem()) is not None:
+        return Finding("kernels", "trouble", f"{choice}; {problem}")
     return Finding("kernels", "ok", f"{choice}; compiled code in {folder}")
 
 

@@ -47,7 +47,7 @@ def generate(
 
     [dim]forge generate --choice happy --choice sad "The fox had lost his lantern. He was"[/dim]
     """
-    blocks, text = output.shows_blocks(engine), options.read_prompt(prompt)
+    blocks, text = output.shows_blocks, options.read_prompt(prompt)
     prompt_logprobs = sampling.prompt_logprobs
     if prompt_logprobs is None and echo and max_tokens == 0:
         sampling = replace(sampling, prompt_logprobs=0)
@@ -55,6 +55,7 @@ def generate(
     observer = StepObserver(output.trace, output.step)
     llm = load_model(engine)
     llm.engine.report_blocks = blocks
+    llm.engine.report_probabilities = output.json or observer.is_on
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
     if output.json:
         status = _run_json(llm, text, token_ids, params, observer)

@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from forge import __version__, experiments
+from forge.cli.parsing import Command, adopt, without_value
 from forge.cli.versus import VersusCommand
 from forge.errors import INTERRUPTED, ForgeError, UsageError
 
@@ -41,8 +42,9 @@ PANELS: dict[str, dict[str, str]] = {
         "chapters": "List the chapters, and how far you have come.",
         "chapter": "Read a chapter: the same as its own command, whose options it takes.",
         "next": "Go on where you stopped.",
+        "review": "Ask again what you answered wrong in a chapter, from the next day on.",
         **experiments.summaries(),
-        "build": "Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.",
+        "build": "Write a part of the engine yourself: thirteen exercises, checked, and run by the real engine.",
         "glossary": "Say what a term or a symbol on a screen means.",
         "tour": "Follow one request from HTTP to a token and back, with file and function at each station.",
     },
@@ -79,6 +81,7 @@ _ELSEWHERE = {
     "chapter": "chapters:chapter",
     "glossary": "chapters:glossary",
     "next": "chapters:next_chapter",
+    "review": "chapters:review",
     "logprobs": "score:logprobs",
     "trace": "replay:trace",
 }
@@ -116,8 +119,9 @@ def _loaded(name: str) -> TyperCommand | TyperGroup:
         module, _, function = _ELSEWHERE.get(name, name.replace("-", "_")).partition(":")
         found = getattr(import_module(f"forge.cli.{module}"), function or module)
     if isinstance(found, typer.Typer):
+        adopt(found.registered_commands)
         return typer.main.get_group(found)
-    alone.command(name, help=help, **_SETTINGS.get(name, {}))(found)
+    alone.command(name, help=help, **({"cls": Command} | _SETTINGS.get(name, {})))(found)
     command = typer.main.get_command(alone)
     assert isinstance(command, TyperCommand)
     return command
@@ -161,6 +165,7 @@ def run() -> NoReturn:
 
 def main(args: Sequence[str]) -> int:
     """Run one command line; return the exit status. A user's mistake becomes one line on standard error."""
+    _forget_impossible_sizes()
     try:
         status = _invoke(args)
         sys.stdout.flush()
@@ -235,15 +240,10 @@ def _show(report: "Report") -> int:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """What typer found wrong with the command line, and where to look. Of `--kv` without a value, the values too."""
+    """What typer found wrong with the command line, and where to look."""
     option = getattr(error, "option_name", "")
     if option == "--kv" and type(error).__name__ == "BadOptionUsage":
-        from forge.engine_args import KV_KINDS
-
-        missing = UsageError(f"--kv takes one of {', '.join(KV_KINDS)}")
-        for kind, what in KV_KINDS.items():
-            missing.add_note(f"  {kind:8}{what}")
-        return missing
+        return without_value(option)
     if option in RENAMED:
         message = f"{option} is called {RENAMED[option]} now"
     elif re.match(r"-\d", option):
@@ -268,7 +268,18 @@ def _interrupt_again(unraisable: "UnraisableHookArgs") -> None:
         sys.__unraisablehook__(unraisable)
         return
     with suppress(RuntimeError):  # the interpreter ends already
-        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while True:
+            try:
+                return threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            except KeyboardInterrupt:  # on a busy machine it comes before this has returned
+                continue
+
+
+def _forget_impossible_sizes() -> None:
+    """Drop COLUMNS and LINES where they are no size: with COLUMNS=0 nothing would be shown."""
+    for name in ("COLUMNS", "LINES"):
+        if not os.environ.get(name, "1").strip("0").isdecimal():
+            del os.environ[name]
 
 
 def _is_closed_pipe(error: Exception) -> bool:

@@ -14,7 +14,6 @@ import typer
 
 from forge.cli.arguments import JSON_HELP, JsonOption, was_given  # noqa: F401
 from forge.engine.structured_output import StructuredOutput
-from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
 
@@ -46,6 +45,16 @@ OutputTokensOption = Annotated[
     str,
     typer.Option("--max-tokens", help="Tokens of each output: 64, or 8:64.", rich_help_panel=_WORKLOAD),
 ]
+WorkloadOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--workload",
+        metavar="FILE",
+        help="Replay the arrivals and lengths of a run that --trace recorded.",
+        rich_help_panel=_WORKLOAD,
+        dir_okay=False,
+    ),
+]
 WorkloadSeedOption = Annotated[
     int, typer.Option("--seed", help="The same seed makes the same requests.", rich_help_panel=_WORKLOAD)
 ]
@@ -69,10 +78,9 @@ class OutputArgs:
         if not 0 <= self.pace < float("inf"):
             raise UsageError(f"--pace is a number of steps per second, or 0 not to wait, and {self.pace} is neither")
 
-    def shows_blocks(self, engine: EngineArgs) -> bool:
-        """Whether `--show blocks` was given. Raises `UsageError` with no cache."""
-        if self.show is not None and engine.cache == "off":
-            raise UsageError("--show blocks has nothing to show with --kv off: give --kv paged, prefix or basic")
+    @property
+    def shows_blocks(self) -> bool:
+        """Whether `--show blocks` was given."""
         return self.show is not None
 
 

@@ -9,8 +9,8 @@ from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
 from forge.cli.run_control import Found
-from forge.errors import UsageError
-from forge.trace.recorder import TraceError, read_trace
+from forge.errors import UsageError, file_error
+from forge.trace.recorder import read_trace
 from forge.views.formatting import count
 from forge.views.history import History
 from forge.views.report import Report
@@ -134,7 +134,7 @@ def export(
     try:
         target.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
     except OSError as error:
-        raise TraceError(f"{target}: cannot write: {error.strerror or error}") from None
+        raise file_error(f"{target}: cannot write", error) from None
     steps, events = count(len(recorded.steps)), count(len(found["traceEvents"]))
     note = f" ({recorded.note})" if recorded.note else ""
     open_console().print(

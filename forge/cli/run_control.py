@@ -39,9 +39,7 @@ def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
 
     args = replace(engine, **changed) if isinstance(engine, EngineArgs) else EngineArgs(engine, **changed)
     with LoadingBar(open_error_console(), model_label(str(args.model))) as bar:
-        llm = LLM.from_engine_args(replace(args, on_load_progress=bar, on_compile_progress=bar.compiling))
-    llm.engine.report_probabilities = True
-    return llm
+        return LLM.from_engine_args(replace(args, on_load_progress=bar, on_compile_progress=bar.compiling))
 
 
 def run_label(llm: "LLM") -> RunLabel:

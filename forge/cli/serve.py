@@ -53,7 +53,7 @@ def serve(
     names = server.model_names or (() if Path(model).exists() else (model,))
     settings = replace(server, host=host, port=port, model_names=names, limits=limits)
     loading = {name: value for name, value in vars(engine).items() if name != "model"}
-    configure_logging()
+    configure_logging(server.access_log)
     if any(was_given(ctx, field.name) for field in fields(cluster)):
         require_ray()
         from forge.cluster.launch import serve_cluster

@@ -23,6 +23,7 @@ from forge.views.report import Report
 from forge.views.run_live import serving_view
 from forge.views.run_summary import print_serving, print_tenants, print_throughput, serving_object, tenant_objects
 from forge.views.terminal import can_redraw, open_console
+from forge.workload.recorded import recorded_requests, recorded_workload
 from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def trace_scheduler(
     prompt_tokens: options.PromptTokensOption = "16:64",
     max_tokens: options.OutputTokensOption = "64",
     seed: options.WorkloadSeedOption = 0,
+    workload: options.WorkloadOption = None,
     *,
     engine: Annotated[EngineArgs, Takes(kv="paged")],
     output: Annotated[OutputArgs, Takes(without="show pace")],
@@ -70,33 +72,37 @@ def trace_scheduler(
     With --order priority each request draws a priority of 0, 1 or 2; a lower one is served first.
 
     [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --mode recompute --step[/dim]
+    [dim]forge trace-scheduler --workload run.jsonl --max-num-seqs 4[/dim]
     """
-    limits = _tenants(tenants, engine.speculate)
+    limits = _tenants(tenants)
     prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
     output_range = Range.parse(max_tokens, "--max-tokens")
     arrivals = Arrival.parse(arrival)
+    if workload is not None:
+        recorded_requests(workload)  # a wrong file is refused before the model is loaded
     observer = StepObserver(output.trace, output.step)
     llm = load_model(engine)
     priorities = engine.order == "priority"
-    workload = make_workload(
-        llm.tokenizer, requests, prompt_range, output_range, arrivals, priorities=priorities, seed=seed
-    )
-    workload = replace(
-        workload,
+    if workload is not None:
+        planned = recorded_workload(workload, llm.tokenizer, seed)
+    else:
+        planned = make_workload(
+            llm.tokenizer, requests, prompt_range, output_range, arrivals, priorities=priorities, seed=seed
+        )
+    planned = replace(
+        planned,
         requests=tuple(
-            replace(one, num_speculative_tokens=limits[number % len(limits)]) if limits else one
-            for number, one in enumerate(workload.requests)
+            replace(request, num_speculative_tokens=limits[number % len(limits)]) if limits else request
+            for number, request in enumerate(planned.requests)
         ),
     )
-    return _run(llm, workload, observer, output, limits, chart)
+    return _run(llm, planned, observer, output, limits, chart)
 
 
-def _tenants(text: str | None, speculate: object) -> tuple[int, ...]:
+def _tenants(text: str | None) -> tuple[int, ...]:
     """Each tenant's draft tokens per cycle. Raises `UsageError` for what is no list of numbers."""
     if text is None:
         return ()
-    if speculate in (None, "off"):
-        raise UsageError("--tenants says how many guesses each tenant has: give --speculate draft or ngram too")
     if not all(part.strip().isdecimal() for part in text.split(",")):
         raise UsageError(f"--tenants takes numbers of guesses with commas, such as 4,2,0, and not {text!r}")
     return tuple(int(part) for part in text.split(","))
@@ -106,7 +112,6 @@ def _run(
     llm: "LLM", workload: "Workload", observer: StepObserver, output: OutputArgs, tenants: tuple[int, ...], chart: bool
 ) -> Found:
     engine = llm.engine
-    engine.report_probabilities = False  # they are not shown
     history = new_history(llm, engine)
     run = WorkloadRun(engine, workload)
     console = open_console()

@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from typer import Context
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperOption
 
+from forge.cli.parsing import Command, Word, asks_for_help
 from forge.errors import UsageError
 
 WORD = "vs"
@@ -58,14 +59,15 @@ class Versus:
     """The right side's parsed parameters, by name."""
 
 
-class VersusCommand(TyperCommand):
+class VersusCommand(Command):
     """A command of which one option takes two values. Its function asks `versus_of` for the other side."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        value_options = self._value_options()
+        value_options = self.value_options()
         switches = self._switches()
-        if ctx.resilient_parsing or _asks_for_help(args) or _lacks_value(args, value_options):
+        if ctx.resilient_parsing or asks_for_help(args) or _lacks_value(args, value_options):
             return super().parse_args(ctx, args)
+        self.explain(ctx.command_path, args)
         split = split_versus(args, value_options, switches)
         other = self.context_class(self, info_name=ctx.info_name, parent=ctx.parent)
         with other.scope(cleanup=False):
@@ -73,10 +75,13 @@ class VersusCommand(TyperCommand):
         ctx.meta[_META] = Versus(split.option, split.names, other.params)
         return super().parse_args(ctx, list(split.left))
 
-    def _value_options(self) -> dict[str, str]:
-        """Every spelling of every option that takes one value → that option's first spelling."""
-        options = [param for param in self.params if isinstance(param, TyperOption) and not param.is_flag]
-        return {spelling: option.opts[0] for option in options for spelling in option.opts}
+    def words(self, args: Sequence[str]) -> list[Word] | None:
+        """Without the words around `vs`, which belong to an option."""
+        switches, words = self._switches(), super().words(args)
+        sides: set[int] = set()
+        for at in _word_positions(args):
+            sides |= {at, at + 1} | ({at - 1} if at > 1 and args[at - 2] in switches else set())
+        return None if words is None else [word for word in words if word.position not in sides]
 
     def _switches(self) -> dict[str, "Switch"]:
         """Every spelling of every switch that the run depends on."""
@@ -178,7 +183,3 @@ def _too_many(options: Sequence[str]) -> str:
 def _lacks_value(args: Sequence[str], value_options: Mapping[str, str]) -> bool:
     """Whether the last word is an option that takes a value: the parser says so."""
     return "--" not in args and bool(args) and args[-1] in value_options
-
-
-def _asks_for_help(args: Sequence[str]) -> bool:
-    return "--help" in (args[: args.index("--")] if "--" in args else args)

@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
@@ -47,5 +48,11 @@ def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
                 if line.startswith(b"data: {"):
                     yield decode(json.loads(line[6:]), "step")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise UsageError(f"{url} shows no steps: {reason}") from None
+        raise UsageError(f"{url} shows no steps: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """What the server said, if it was one of forge's."""
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        return json.loads(error.read())["error"]["message"]  # type: ignore[attr-defined]  # an `HTTPError` is an answer
+    return str(getattr(error, "reason", None) or error)

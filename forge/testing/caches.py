@@ -229,8 +229,10 @@ class Oracle:
                 # what a truncated sequence no longer has may still lie in its last block, and be found
                 assert not self.finds_all or expected <= hit.num_tokens <= limit, f"found {hit}, there is {expected}"
                 self.counts["prefix_queries"] += len(prompt)
-            assert self.cache.add(seq_id, prompt, salt, limit) == hit.num_tokens
-            assert self.cache.block_table(seq_id) == hit.blocks
+            found = self.cache.add(seq_id, prompt, salt, limit)
+            assert found == hit.num_tokens, f"lookup found {hit.num_tokens} cached tokens, and add {found}"
+            table = self.cache.block_table(seq_id)
+            assert table == hit.blocks, f"a new sequence has the blocks of its hit, {hit.blocks}, and this one {table}"
             cached = prompt[: hit.num_tokens]
             self.sequences[seq_id] = Content(salt, cached, hit.num_tokens, prompt[hit.num_tokens :])
 
@@ -299,7 +301,8 @@ class Oracle:
         if len(self.snapshots) < MAX_HELD:
             snapshot, copies = self.cache.snapshot(seq_id)
             self.copy(copies)
-            assert snapshot.length == len(self.sequences[seq_id].tokens)
+            computed = len(self.sequences[seq_id].tokens)
+            assert snapshot.length == computed, f"a snapshot of {computed} tokens says that it has {snapshot.length}"
             self.snapshots[self.new_id()] = snapshot, self.sequences[seq_id].copy()
 
     def _restore(self, name: int, *_: int) -> None:
@@ -319,9 +322,9 @@ class Oracle:
 
     def _rename(self, seq_id: int, *_: int) -> None:
         new_id = self.new_id()
-        assert seq_id in self.cache and new_id not in self.cache
+        assert seq_id in self.cache and new_id not in self.cache, f"before it is renamed there is {seq_id} alone"
         self.cache.rename(seq_id, new_id)
-        assert seq_id not in self.cache and new_id in self.cache
+        assert seq_id not in self.cache and new_id in self.cache, f"after it was renamed there is {new_id} alone"
         self.sequences[new_id] = self.sequences.pop(seq_id)
 
 

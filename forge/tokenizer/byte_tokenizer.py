@@ -24,7 +24,8 @@ class ByteTokenizer(Tokenizer):
         types = np.array([TokenType.NORMAL] * 256 + [TokenType.CONTROL] * len(CONTROL_TOKENS), np.int32)
         names = {"eos_token_id": EOS_TOKEN_ID}
         super().__init__(TokenizerSpec((*BYTE_ALPHABET, *CONTROL_TOKENS), types, merges=(), special_ids=names))
-        self._bytes_of.update({byte: bytes([byte]) for byte in range(256)})
+        for table in (self.bytes_of, self.shown_bytes):
+            table.update({byte: bytes([byte]) for byte in range(256)})
 
     def prepare(self) -> str:
         return self.implementation

@@ -41,9 +41,9 @@ def marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
     if isinstance(value, str):
         return pattern.sub(lambda match: match.group() + mark, value)
     if isinstance(value, Mapping):
-        return {marked(name, pattern, mark): marked(one, pattern, mark) for name, one in value.items()}
+        return {marked(name, pattern, mark): marked(item, pattern, mark) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [marked(one, pattern, mark) for one in value]
+        return [marked(item, pattern, mark) for item in value]
     return value
 
 
@@ -51,5 +51,5 @@ def _strings(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
-        for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
-            yield from _strings(one)
+        for item in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from _strings(item)

@@ -18,15 +18,12 @@ class StreamingDetokenizer:
     with the byte after it. With `skip_special` control tokens give no text."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._bytes = tokenizer.shown_bytes if skip_special else tokenizer.bytes_of
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` makes certain, often empty. Raises `UsageError` for an id outside the vocabulary."""
-        if self._skip_special and self._tokenizer.is_hidden(token_id):
-            return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        return self._decoder.decode(self._bytes[token_id])
 
     def flush(self) -> str:
         """What is still held back, as U+FFFD, at the end of the stream; the next `push` starts a new one."""

@@ -66,11 +66,11 @@ def first_difference(fast: PlainEncoder, reference: PlainEncoder, sample: Iterab
     for number, text in enumerate([*texts, "\n".join(texts)]):
         expected = reference.encode(text)
         try:
-            found = fast.encode(text)
+            token_ids = fast.encode(text)
         except Exception as error:  # a foreign package: any failure means that it is not used
             return f"it fails on text {number} of the sample: {error}"
-        if found != expected:
-            at = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), None)
-            at = min(len(found), len(expected)) if at is None else at
+        if token_ids != expected:
+            at = next((i for i, pair in enumerate(zip(token_ids, expected, strict=False)) if pair[0] != pair[1]), None)
+            at = min(len(token_ids), len(expected)) if at is None else at
             return f"text {number} of the sample differs from token {at} on"
     return None

@@ -90,6 +90,7 @@ class TokenizerSpec:
     merges: Sequence[str]
     pre: str = SUPPORTED_PRE
     bos_token_id: int | None = None
+    pad_token_id: int | None = None
     special_ids: Mapping[str, int] | None = None
     prefix_ids: tuple[int, ...] = ()
     suffix_ids: tuple[int, ...] = ()
@@ -189,7 +190,7 @@ class TokenizerSpec:
         if num_matched > MAX_MATCHED_TOKENS:
             raise self.error("token_type", f"{num_matched} control and user-defined tokens, over {MAX_MATCHED_TOKENS}")
         self._check_every_byte_has_a_token()
-        named = {"bos_token_id": self.bos_token_id, **(self.special_ids or {})}
+        named = {"bos_token_id": self.bos_token_id, "padding_token_id": self.pad_token_id, **(self.special_ids or {})}
         for key, token_id in named.items():
             if token_id is not None and not 0 <= token_id < len(self.tokens):
                 raise self.error(key, f"{token_id} is not an id of the {len(self.tokens)} tokens")
@@ -218,6 +219,7 @@ def spec_from_gguf(file: TokenizerMetadata) -> TokenizerSpec:
         merges=file.string_array("tokenizer.ggml.merges"),
         pre=pre,
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
+        pad_token_id=file.get("tokenizer.ggml.padding_token_id", int),
         special_ids={key: token_id for key, token_id in named.items() if token_id is not None},
         prefix_ids=_added(file, "bos", prefix),
         suffix_ids=_added(file, "eos", prefix),

@@ -88,15 +88,15 @@ class Budget:
         self.spend(steps=1)
         pending = [value]
         while pending:
-            found = pending.pop()
-            if isinstance(found, str):
-                self.spend(chars=len(found))
-            elif isinstance(found, (list, tuple)):
-                self.spend(steps=len(found))
-                pending.extend(found)
-            elif isinstance(found, Mapping):
-                self.spend(steps=len(found))
-                pending.extend(found.values())
+            node = pending.pop()
+            if isinstance(node, str):
+                self.spend(chars=len(node))
+            elif isinstance(node, (list, tuple)):
+                self.spend(steps=len(node))
+                pending.extend(node)
+            elif isinstance(node, Mapping):
+                self.spend(steps=len(node))
+                pending.extend(node.values())
         return value
 
     def charged_loop(self, iterable: Any, chars_each: int) -> Any:

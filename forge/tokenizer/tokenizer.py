@@ -11,7 +11,7 @@ all; Hugging Face's normalizer knows an older Unicode and leaves some recent com
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from unicodedata import normalize
@@ -33,6 +33,18 @@ _HIDDEN_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+class TokenBytes(dict[int, bytes]):
+    """The bytes of tokens, each found when it is first asked for."""
+
+    def __init__(self, find: Callable[[int], bytes]):
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, token_id: int) -> bytes:
+        token_bytes = self[token_id] = self._find(token_id)
+        return token_bytes
+
+
 class Tokenizer:
     """A vocabulary, ready to encode and decode; loads nothing heavy before the first text to encode.
 
@@ -48,7 +60,10 @@ class Tokenizer:
     ) -> None:
         self.spec = spec
         self._encoders = Encoders(spec, prefer, build_fast)
-        self._bytes_of: dict[int, bytes] = {}
+        self.bytes_of = TokenBytes(self._find_bytes)
+        """The bytes that each token stands for, often only part of a character; none for padding."""
+        self.shown_bytes = TokenBytes(lambda token_id: b"" if self.is_hidden(token_id) else self.bytes_of[token_id])
+        """The same without what `skip_special` leaves out."""
 
     @classmethod
     def from_gguf(cls, file: TokenizerMetadata) -> "Tokenizer":
@@ -67,6 +82,12 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return self.spec.eos_token_id
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token that fills up a batch of texts to one length elsewhere (forge needs none); None if the file names
+        none."""
+        return self.spec.pad_token_id
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -99,9 +120,21 @@ class Tokenizer:
         template rendered; in what a user typed it stays text. `add_special_tokens` puts the spec's `prefix_ids` and
         `suffix_ids` around it; None does so unless `allow_special`, as a rendered prompt is complete. Raises
         `UsageError` for text that is not Unicode."""
-        check_unicode(text)
+        return self.encode_batch([text], allow_special=allow_special, add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], *, allow_special: bool = False, add_special_tokens: bool | None = None
+    ) -> list[list[int]]:
+        """Token ids of each of `texts`, as `encode` gives them, from one call of the encoder. Raises `UsageError` for
+        text that is not Unicode, and for one text where several are expected."""
+        if isinstance(texts, str):
+            raise UsageError("encode_batch takes a list of texts: encode takes one text")
+        for text in texts:
+            check_unicode(text)
         adds = not allow_special if add_special_tokens is None else add_special_tokens
-        return self._encode_parts(list(self._split(text, allow_special)), adds)
+        split = [list(self._split(text, allow_special)) for text in texts]
+        encoded = iter(self._encode_plain([part for parts in split for part in parts if isinstance(part, str)]))
+        return [self._joined(parts, encoded, adds) for parts in split]
 
     def encode_chat(
         self,
@@ -142,10 +175,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, often only part of a character; none for padding."""
-        found = self._bytes_of.get(token_id)
-        if found is None:
-            found = self._bytes_of[token_id] = self._find_bytes(token_id)
-        return found
+        return self.bytes_of[token_id]
 
     def token_text(self, token_id: int) -> str:
         """One token as a person should see it: its text, `\\xe2` for a byte that is no character by itself, padding by
@@ -233,6 +263,10 @@ class Tokenizer:
     def _encode_parts(self, parts: Sequence[str | int], add_special_tokens: bool = False) -> list[int]:
         """Token ids of alternating plain text and tokens."""
         encoded = iter(self._encode_plain([part for part in parts if isinstance(part, str)]))
+        return self._joined(parts, encoded, add_special_tokens)
+
+    def _joined(self, parts: Sequence[str | int], encoded: Iterator[list[int]], add_special_tokens: bool) -> list[int]:
+        """The ids of a text's parts, the plain ones from `encoded`."""
         ids = list(self.spec.prefix_ids) if add_special_tokens else []
         for part in parts:
             ids += [part] if isinstance(part, int) else next(encoded)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from forge.errors import file_error
 from forge.tokenizer.huggingface import QWEN2_PATTERN
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 
@@ -40,6 +41,7 @@ def spec_from_tokenizer_json(path: str | Path) -> TokenizerSpec:
         token_types=np.array(token_types, np.int32),
         merges=merges,
         bos_token_id=id_of.get(_token_text(config.get("bos_token"))),
+        pad_token_id=id_of.get(_token_text(config.get("pad_token"))),
         special_ids=dict(_special_ids(config, _read_json(path.with_name("generation_config.json")), id_of)),
         prefix_ids=prefix_ids,
         suffix_ids=suffix_ids,
@@ -53,7 +55,9 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         return {}
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise file_error(f"{path}: cannot be read", error) from None
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(document, dict):
         raise TokenizerError(f"{path}: expected a JSON object")

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.errors import UsageError
-from forge.trace.records import Deferred, FinishRecord, StepRecord
+from forge.reasons import Deferred
+from forge.trace.records import FinishRecord, StepRecord
 from forge.trace.totals import percentile
 
 if TYPE_CHECKING:

@@ -156,6 +156,12 @@ def make_workload(
     return Workload(tuple(requests), "steps" if arrival.kind == "every" else "seconds")
 
 
+def passage_prompts(tokenizer: Encoder, lengths: Sequence[int], seed: int = 0) -> list[tuple[int, ...]]:
+    """A prompt of each length in tokens, from random places of the passage."""
+    passage, rng = list(tokenizer.encode(PASSAGE)), random.Random(seed)
+    return [_cut(passage, rng.randrange(len(passage)), length) for length in lengths]
+
+
 def _cut(passage: Sequence[int], start: int, length: int) -> tuple[int, ...]:
     """`length` tokens from `start` on; after the last comes the first."""
     return tuple(passage[(start + index) % len(passage)] for index in range(length))

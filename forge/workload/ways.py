@@ -104,7 +104,8 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
         if how == "speculative":
             engine.speculation = llm.new_speculation()
         run = WorkloadRun(engine, part, together=batch if how == "static" else None)
-        own = [_arrived_at(began, step) for step in run]
+        at_once = not any(request.arrival for request in part.requests)
+        own = [_arrived_at(began, step) if at_once else step for step in run]
         steps += own
         requests += timeline_of(own).requests()
         tokens += [output.outputs[0].token_ids for output in run.outputs]

@@ -57,7 +57,9 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"} | extra
 
 
-def start(*args: str, **options) -> subprocess.Popen:
-    """Start forge in a process of its own, in the repository's root."""
+def start(*args: str, script: Path | None = None, **options) -> subprocess.Popen:
+    """Start forge, or `script` in its place, in a process of its own, in the repository's root."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), "cwd": ROOT} | options
-    return subprocess.Popen([sys.executable, "-m", "forge", *args], **options)
+    return subprocess.Popen(
+        [sys.executable, *(("-m", "forge") if script is None else (str(script),)), *args], **options
+    )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Args:
     size: int = option(3, "How large.")
     named: "str | Thing | None" = option(None, "A name.", "Rest", shown="none")
-    texts: str | Sequence[str] = option((), "Some texts.", "Rest", flags="--text -t", needs="--named NAME")
+    texts: str | Sequence[str] = option((), "Some texts.", "Rest", flags="--text -t")
     path: Path | None = option(None, "A file.", "Rest", envvar="ARGS_PATH")
     plans: bool = option(True, "Whether to plan.", "Rest")
     quick: bool = option(False, "Whether to hurry.", "Rest")
@@ -82,14 +82,12 @@ def test_a_field_that_is_not_there_is_noticed_when_the_command_is_defined():
         command(show)
 
 
-def test_the_dataclass_refuses_and_an_option_needs_another():
+def test_the_dataclass_refuses():
     def show(args: Args) -> None:
         pass
 
     refused = run(show, "--size", "0").exception
     assert isinstance(refused, UsageError) and str(refused) == "--size is at least 1"
-    lonely = run(show, "--text", "a").exception
-    assert isinstance(lonely, UsageError) and "give --named NAME too" in str(lonely)
 
 
 def test_the_context_is_given_to_those_that_take_it():
@@ -100,10 +98,3 @@ def test_the_context_is_given_to_those_that_take_it():
 
     assert run(show, "--size", "2").exit_code == 0
     assert seen == [(2, 2)]
-
-
-def test_what_an_option_needs_is_not_another_option_of_that_name():
-    def show(few: Annotated[Args, Takes("texts")], named: str | None = None) -> None:
-        assert few.texts == ("a",) and named is None
-
-    assert run(show, "-t", "a").exit_code == 0

@@ -177,7 +177,7 @@ def test_the_pool_is_as_large_as_was_asked_for(forge, small):
     ("options", "said"),
     [
         (("--kv", "paged", "--show", "bricks"), "--show takes blocks"),
-        (("--kv", "off", "--show", "blocks"), "nothing to show with --kv off"),
+        (("--kv", "off", "--show", "blocks"), "--show means nothing with --kv off"),
         (("--kv", "paged", "--kv-memory", "lots"), "--kv-memory takes a size such as 64MB"),
         (("--kv", "paged", "--kv-memory", "1ib"), "--kv-memory takes a size such as 64MB"),
         (("--kv", "paged", "--kv-memory", "100B"), "cannot hold one block"),

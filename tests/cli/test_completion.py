@@ -50,7 +50,7 @@ def offered(monkeypatch, capfd):
         ("forge generate --speculate ", ["off", "draft", "ngram", "grammar"]),
         ("forge generate --show ", list(SHOWABLE)),
         ("forge trace-scheduler --order ", ["fcfs", "priority", "sjf", "sjf-aged"]),
-        ("forge trace-scheduler --preempt ", ["lifo", "least-progressed"]),
+        ("forge trace-scheduler --preempt ", ["lifo", "lifo-others", "least-progressed"]),
         ("forge trace-scheduler --mode ", ["recompute", "swap"]),
         ("forge speculation --speculate ", ["draft", "ngram"]),
         ("forge models inspect tales-q4", ["tales-q4_0"]),

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
+from tests.book.terminal import Terminal
 from tests.cli.conftest import ROOT, environment, start
 from tests.small_models import write_small_qwen3
 
@@ -275,6 +277,33 @@ def test_a_conversation_branches_on_standard_input(tmp_path):
     assert "back at place 1" in text and "<paged KV cache: " in text
     figures = [line for line in text.splitlines() if "first token" in line]
     assert figures[1].split(" · ")[0] == figures[2].split(" · ")[0] and ", 0 held" not in figures[2]
+
+
+def press_ctrl_c(terminal: Terminal, until: Callable[[], bool]) -> None:
+    """Ctrl-C, and again where nothing came of it within seconds: a signal between two keys may be lost to readline."""
+    for _ in range(10):
+        terminal.interrupt()
+        deadline = time.monotonic() + 4
+        while time.monotonic() < deadline:
+            terminal._read(0.1)
+            if until():
+                return
+
+
+def test_ctrl_c_clears_the_line_of_a_conversation_and_a_second_one_ends_it(tmp_path):
+    line = ("chat", "-m", str(write_chat_model(tmp_path)), "--device", "reference", "--max-tokens", "4")
+    with Terminal(*line) as terminal:
+        for number, half in enumerate(("first half", "another half"), 1):
+            terminal.wait_for("you> ", number)
+            terminal.send(half)
+            terminal.wait_for(half)
+            press_ctrl_c(terminal, lambda number=number: terminal.page.count("line cleared") == number)
+        terminal.send("hello\r")
+        terminal.wait_for("first token")
+        terminal.wait_for("you> ", 4)
+        press_ctrl_c(terminal, lambda: terminal.page.count("line cleared") == 3)
+        press_ctrl_c(terminal, lambda: terminal._process.poll() is not None)
+        assert terminal.finish() == 130 and terminal.is_sane()
 
 
 def write_chat_model(folder):

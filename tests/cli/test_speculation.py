@@ -65,7 +65,7 @@ def test_speculation_under_sampling_says_whether_the_tokens_are_those_without_a_
 
 def test_generate_refuses_an_acceptance_rule_without_speculation_and_an_unknown_one(forge, pair):
     for options, message in (
-        ((), "--acceptance means nothing without"),
+        ((), "--acceptance means nothing with --speculate off"),
         (("--speculate", "ngram"), "supported: gumbel"),
     ):
         found = forge("generate", "the hat", "2", "--acceptance", "typical", *options)
@@ -74,10 +74,9 @@ def test_generate_refuses_an_acceptance_rule_without_speculation_and_an_unknown_
 
 def test_generate_with_guesses_says_the_same(forge, pair):
     texts = []
-    for mode in ("off", "draft", "ngram"):
-        found = forge(
-            "generate", "the hat", "16", *pair, "--speculate", mode, "--speculate-fixed", "--kv", "on", "--json"
-        )
+    target, draft = pair[:2], pair[2:4]
+    for guessing in ((), ("--speculate", "draft", "--speculate-fixed", *draft), ("--speculate", "ngram", "--k", "3")):
+        found = forge("generate", "the hat", "16", *target, *guessing, *pair[4:], "--kv", "on", "--json")
         texts.append(json.loads(found.out)["token_ids"])
 
     assert texts[0] == texts[1] == texts[2]
@@ -106,7 +105,7 @@ def test_compare_with_and_without_guesses(forge, pair):
         (("speculation", "--speculate", "ngram", "--revoke-draft-at", "3"), "for --speculate draft"),
         (("bench", "speculation", "--batch", "17"), "--batch takes 1 to 16 sequences, got 17"),
         (("bench", "speculation", "--k", "65"), "got 65"),
-        (("bench", "engine", "--k", "3"), "--k means nothing without guesses"),
+        (("bench", "engine", "--k", "3"), "--k means nothing with --speculate off"),
     ],
 )
 def test_a_mistake_is_one_line(forge, args, message):
@@ -176,7 +175,7 @@ def test_a_request_says_which_drafts_guess_for_it_and_how_many(forge):
     none, four = (len(side["forwards"]) for side in varied["sides"])
     assert none == 12 > four
     needless = forge("generate", *line, "--num-speculative-tokens", "2")
-    assert needless.status == 2 and "means nothing without --speculate" in needless.err
+    assert needless.status == 2 and "means nothing with --speculate off" in needless.err
     unknown = forge("generate", *speculating, "--drafts", "nobody")
     assert unknown.status == 2 and "has no 'nobody'; it has hash:0.8" in unknown.err
 
@@ -232,3 +231,29 @@ def test_a_draft_is_revoked_while_its_forward_is_under_way():
     assert seen == [(True, None)] and lease.release_ms == 1000  # by a clock of one second a look
     with pytest.raises(LeaseRevoked):
         lease.enter()
+
+
+CANNOT_WIN = ("-m", "hash", "--speculate", "draft", "--draft", "hash:0.52", "--k", "4")
+
+
+def test_a_run_without_a_guess_says_why_on_screen_in_the_trace_and_in_json(forge, tmp_path):
+    path, why = tmp_path / "run.jsonl", "even accepted draft tokens would not pay"
+    shown = forge("generate", *CANNOT_WIN, "abc", "24", "--trace", str(path)).out
+    assert shown.count(f"plain: {why}") == 23 and "plain decodes" in shown and "23 because" in shown
+    assert path.read_text().count('"undrafted":[{"seq_id":0,"reason":"off"') == 23
+    facts = json.loads(forge("generate", *CANNOT_WIN, "abc", "24", "--json").out)
+    assert facts["speculation"] == [] and facts["undrafted"] == {"cannot_win": 23}
+    assert why in facts["forwards"][1]["undrafted"][0]["why"]
+    assert f"0 plain: {why}" in forge("replay", str(path)).out
+    batch = forge("trace-scheduler", *CANNOT_WIN, "-n", "2", "--max-tokens", "4").out
+    assert f"0 1 plain: {why}" in batch
+
+
+def test_a_cycles_json_has_its_accepted_and_emitted_counts(forge):
+    guessing = ("-m", "hash", "--speculate", "draft", "--draft", "hash:0.8", "--speculate-fixed", "--ignore-eos")
+    facts = json.loads(forge("generate", *guessing, "abc", "24", "--json").out)
+    cycles = [cycle for forward in facts["forwards"] for cycle in forward["cycles"]]
+    assert cycles and all(cycle["num_emitted"] == len(cycle["emitted"]) for cycle in cycles)
+    assert sum(cycle["num_accepted"] for cycle in cycles) == facts["speculation"][0]["accepted"]
+    steps = json.loads(forge("trace-scheduler", *guessing[:-1], "-n", "2", "--max-tokens", "8", "--json").out)["steps"]
+    assert all({"num_accepted", "num_emitted"} <= cycle.keys() for step in steps for cycle in step["cycles"])

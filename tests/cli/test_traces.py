@@ -203,7 +203,7 @@ def test_bench_engine_has_a_row_per_way(forge, small):
 )
 def test_many_requests_are_compared_and_say_the_same(forge, small, varied):
     tight = ("--block-size", "4", "--num-blocks", "8", "-n", "4", "--prompt-tokens", "6:12")
-    found = forge("compare", *varied, "Once", "8", *small, *tight)
+    found = forge("compare", *varied, "8", *small, *tight)
     assert found.status == 0 and found.err == "" and "✓ identical: 4 requests, 32 tokens" in found.out
     facts = json.loads(forge("compare", *varied, *small, *tight, "--json").out)
     assert facts["identical"] and len({side["totals"]["output_tokens"] for side in facts["sides"]}) == 1
@@ -238,3 +238,11 @@ def test_a_run_draws_its_throughput_over_time(forge):
     line = ("trace-scheduler", "-n", "8", "-m", "hash", "--no-lines")
     assert "Throughput over time" in forge(*line, "--chart").out
     assert "Throughput over time" not in forge(*line).out
+
+
+@pytest.mark.parametrize("rule", ["least-progressed", "lifo-others"])
+def test_compare_has_the_workloads_in_which_victim_rules_differ(forge, rule):
+    workload = ("-n", "12", "--num-blocks", "16", "--arrival", "every:3", "--output-tokens", "16:64")
+    facts = json.loads(forge("compare", "--preempt", "lifo", "vs", rule, "-m", "hash", *workload, "--json").out)
+    again = [side["totals"]["tokens_recomputed"] for side in facts["sides"]]
+    assert facts["identical"] and again[0] > again[1] > 0

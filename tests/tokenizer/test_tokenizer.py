@@ -1,10 +1,12 @@
 """Encoding and decoding: round trips, tokens matched whole, and what a caller is told when it cannot be."""
 
+from dataclasses import replace
 from unicodedata import normalize
 
 import numpy as np
 import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
 
 from forge.errors import UsageError
 from forge.tokenizer import Tokenizer, TokenizerError, TokenizerSpec
@@ -158,3 +160,30 @@ def test_the_fingerprint_ignores_padding_and_sees_the_rest(entries, tokenizer):
     assert fingerprint(merges=entries["merges"][:-1]) != tokenizer.fingerprint
     renamed = ["<|renamed|>" if token == "<|im_start|>" else token for token in entries["tokens"]]
     assert fingerprint(tokens=renamed) != tokenizer.fingerprint
+
+
+@MODEST
+@given(several=st.lists(texts, max_size=5), allow_special=st.booleans())
+def test_a_batch_is_encoded_as_each_text_alone(tokenizer, several, allow_special):
+    alone = [tokenizer.encode(text, allow_special=allow_special) for text in several]
+    assert tokenizer.encode_batch(several, allow_special=allow_special) == alone
+
+
+def test_a_batch_is_one_call_of_the_encoder(tokenizer, monkeypatch):
+    calls = []
+    encode = tokenizer._encode_plain
+    monkeypatch.setattr(tokenizer, "_encode_plain", lambda parts: calls.append(parts) or encode(parts))
+    tokenizer.encode_batch(["one", "two", "three"])
+    assert len(calls) == 1
+
+
+def test_one_text_is_no_batch(tokenizer):
+    with pytest.raises(UsageError, match="takes a list of texts"):
+        tokenizer.encode_batch("one text")
+
+
+def test_the_padding_token_is_that_of_the_file(spec):
+    assert Tokenizer(spec).pad_token_id is None
+    assert Tokenizer(replace(spec, pad_token_id=3)).pad_token_id == 3
+    with pytest.raises(TokenizerError, match="padding_token_id"):
+        replace(spec, pad_token_id=len(spec.tokens))

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from forge.errors import UsageError
 from forge.tokenizer import Tokenizer, TokenizerError, spec_from_tokenizer_json
 
 from .conftest import NUM_PADDING
@@ -84,7 +85,7 @@ def test_a_file_that_is_not_a_tokenizer_is_one_error(folder, content):
 
 
 def test_a_missing_file_is_one_error(tmp_path):
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+    with pytest.raises(UsageError, match=r"tokenizer\.json"):
         spec_from_tokenizer_json(tmp_path)
 
 

@@ -1,0 +1,167 @@
+"""The parser of every command, which explains two slips: an option without its value, and a text without its quotes.
+
+forge generate --kv --seed 3 Once 2        --kv would take --seed for its value, and 3 would be the prompt
+forge generate Once upon a time 32         the shell makes five words of it, and upon would be MAX_TOKENS
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from typer.core import TyperCommand, TyperOption
+
+from forge.engine_args import KV_KINDS
+from forge.errors import UsageError
+
+TEXTS = ("PROMPT", "TEXT", "CONTINUATION", "TERM")
+"""Arguments that are texts, by what the help calls them."""
+_TEXT_OPTIONS = ("--system", "--query", "-q", "--instruction")
+"""Options whose value may be several words, of commands whose arguments are no texts."""
+_LOOKS_LIKE_AN_OPTION = re.compile(r"--[a-z][\w-]*(=.*)?", re.DOTALL)
+
+
+class Word(NamedTuple):
+    """An argument of a command line: neither an option nor an option's value."""
+
+    position: int
+    """Its index on the line."""
+    text: str
+    option: str | None
+    """The option whose value stands directly before it."""
+
+
+class Command(TyperCommand):
+    """A command that explains these two slips before anything else is parsed. Raises `UsageError`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and not asks_for_help(args):
+            self.explain(ctx.command_path, args)
+        return super().parse_args(ctx, args)
+
+    def explain(self, path: str, args: Sequence[str]) -> None:
+        """Raises `UsageError` for an option without its value and for a text without quotes."""
+        self._check_values(args)
+        words = self.words(args)
+        if words is not None:
+            self._check_quotes(path, args, words)
+
+    def value_options(self) -> dict[str, str]:
+        """Every spelling of every option that takes a value → that option's first spelling."""
+        options = [param for param in self.params if isinstance(param, TyperOption) and not param.is_flag]
+        return {spelling: option.opts[0] for option in options for spelling in option.opts}
+
+    def words(self, args: Sequence[str]) -> list[Word] | None:
+        """The arguments on a command line. None where it has an option that the command does not know."""
+        taking, known = self.value_options(), self._spellings()
+        words: list[Word] = []
+        position, option = 0, None
+        while position < len(args):
+            arg = args[position]
+            if arg == "--":
+                return [*words, *(Word(at, args[at], None) for at in range(position + 1, len(args)))]
+            if arg in taking:
+                position, option = position + 2, arg
+                continue
+            if len(arg) > 1 and arg[0] == "-":
+                if arg.partition("=")[0] not in known and (arg[:2] == "--" or arg[:2] not in taking):
+                    return None
+                option = None
+            else:
+                words.append(Word(position, arg, option))
+                option = None
+            position += 1
+        return words
+
+    def _spellings(self) -> set[str]:
+        options = [param for param in self.params if isinstance(param, TyperOption)]
+        return {"--help"} | {spelling for option in options for spelling in (*option.opts, *option.secondary_opts)}
+
+    def _check_values(self, args: Sequence[str]) -> None:
+        taking, known, position = self.value_options(), self._spellings(), 0
+        while position < len(args) - 1 and args[position] != "--":
+            option, value = args[position], args[position + 1]
+            if option not in taking:
+                position += 1
+                continue
+            if value in known or _LOOKS_LIKE_AN_OPTION.fullmatch(value):
+                raise without_value(option, f"{value} stands in its place")
+            position += 2
+
+    def _check_quotes(self, path: str, args: Sequence[str], words: Sequence[Word]) -> None:
+        arguments: list[Any] = [param for param in self.params if param.param_type_name == "argument"]
+        if any(argument.nargs != 1 for argument in arguments):
+            return
+        too_many = len(words) - len(arguments)
+        texts = [argument for argument in arguments if argument.metavar in TEXTS]
+        if not texts and too_many > 0:
+            self._check_quotes_of_option(args, words, too_many)
+        if not texts or not words:
+            return
+        numbers = [argument for argument in arguments if argument not in texts]
+        at_end = words[len(texts) : len(arguments)]
+        not_whole = next((word.text for word in at_end if not _is_whole(word.text)), None)
+        if not_whole is not None:
+            mistake = f"{numbers[0].metavar} is a whole number, and {not_whole!r} is none"
+        elif too_many > 0:
+            mistake = f"{words[len(arguments)].text!r} is one argument too many"
+        else:
+            return
+        if too_many <= 0 and any(char.isspace() for word in words[: len(texts)] for char in word.text):
+            raise UsageError(f"{mistake} (see {path} --help)")
+        names = " or ".join(argument.metavar for argument in texts)
+        line = self._quoted_line(path, args, words, len(texts), bool(numbers))
+        raise UsageError(f"{mistake}: quote a {names} of several words: {line}")
+
+    @staticmethod
+    def _quoted_line(path: str, args: Sequence[str], words: Sequence[Word], num_texts: int, with_number: bool) -> str:
+        """The command line with its words in quotes, as `num_texts` texts and, if the last is one, a number."""
+        number = [word.text for word in words[-1:] if with_number and _is_whole(word.text)]
+        spoken = [word.text for word in words[: len(words) - len(number)]]
+        first = len(spoken) - num_texts + 1
+        texts = [" ".join(spoken[:first]), *spoken[first:]]
+        taken = {word.position for word in words}
+        options = [arg for position, arg in enumerate(args) if position not in taken and arg != "--"]
+        end_of_options = ["--"] if any(text.startswith("-") for text in texts) else []
+        return " ".join([path, *map(shlex.quote, options), *end_of_options, *map(quoted, texts), *number])
+
+    @staticmethod
+    def _check_quotes_of_option(args: Sequence[str], words: Sequence[Word], too_many: int) -> None:
+        for at, word in enumerate(words):
+            if word.option in _TEXT_OPTIONS:
+                value = " ".join([args[word.position - 1], *(spoken.text for spoken in words[at : at + too_many])])
+                raise UsageError(
+                    f"{word.text!r} is one argument too many: quote a value of several words: "
+                    f"{word.option} {quoted(value)}"
+                )
+
+
+def without_value(option: str, instead: str = "") -> UsageError:
+    """The error of an option without a value. Of `--kv` it lists the values."""
+    if option == "--kv":
+        error = UsageError(f"--kv takes one of {', '.join(KV_KINDS)}" + (f", and {instead}" if instead else ""))
+        for kind, meaning in KV_KINDS.items():
+            error.add_note(f"  {kind:8}{meaning}")
+        return error
+    spelling = f" (a value with dashes is written {option}=--…)" if option.startswith("--") else ""
+    return UsageError(f"{option} has no value: {instead}{spelling}")
+
+
+def asks_for_help(args: Sequence[str]) -> bool:
+    return "--help" in (args[: args.index("--")] if "--" in args else args)
+
+
+def quoted(text: str) -> str:
+    """`text` in the quotation marks that a reader expects, where a shell leaves it alone in them."""
+    return f'"{text}"' if not set(text) & set('"$`\\!') else shlex.quote(text)
+
+
+def adopt(commands: Iterable[Any]) -> None:
+    """Give the commands of a `typer.Typer` this parser."""
+    for command in commands:
+        if command.cls is TyperCommand:
+            command.cls = Command
+
+
+def _is_whole(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
