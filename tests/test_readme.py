@@ -169,7 +169,7 @@ def reader(folder, hub, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-    monkeypatch.setattr("forge.experiments.bench.tokenizer.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("forge.bench.tokenizer.TURN_SECONDS", 0.0)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Tell me a story.\n")))
 
 

@@ -389,7 +389,7 @@ def peers(report: Report) -> None:
 
 def _compare(report: Report, model: str, only: tuple[str, ...], names: tuple[str, ...]) -> None:
     """A run of `forge bench cuda`, reported after every figure."""
-    from forge.experiments.bench.cuda import plan_for, run
+    from forge.bench.cuda import plan_for, run
 
     if report.rehearsal:
         raise Skip("forge bench cuda needs a GPU")

@@ -1,6 +1,6 @@
 """`forge bench`: how fast forge is beside its peers on this machine, and what the cheaper ways of computing cost.
 
-To add a benchmark, write one file, `forge/experiments/bench/NAME.py`, whose docstring begins with `forge bench NAME`.
+To add a benchmark, write one file, `forge/bench/NAME.py`, whose docstring begins with `forge bench NAME`.
 It holds
 
 1. `bench_NAME`, made a command by `@benchmark(screen)`: its parameters are the options, and it returns its facts, a
@@ -19,9 +19,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from forge import bench as benchmarks
 from forge.cli.parsing import Command
 from forge.drop_ins import first_lines
-from forge.experiments import bench as benchmarks
 
 _FIRST = "`forge bench "
 

@@ -5,12 +5,7 @@ import json
 
 import pytest
 
-from forge.cache.basic import BasicKvCache
-from forge.cache.paged import PagedKvCache
-from forge.cache.prefix import PrefixKvCache
-from forge.engine_args import EngineArgs
-from forge.errors import UsageError
-from forge.experiments.bench.cache import (
+from forge.bench.cache import (
     BOOKKEEPING_SEQUENCES,
     RUBRIC_REQUESTS,
     RUBRIC_TOKENS,
@@ -22,6 +17,11 @@ from forge.experiments.bench.cache import (
     screen,
     waste,
 )
+from forge.cache.basic import BasicKvCache
+from forge.cache.paged import PagedKvCache
+from forge.cache.prefix import PrefixKvCache
+from forge.engine_args import EngineArgs
+from forge.errors import UsageError
 from forge.views.json_output import plain, to_json
 from forge.views.screen import draw
 from forge.views.terminal import open_console

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from forge.bench.kit import Figure, benchmark
 from forge.cli.bench import names
 from forge.cli.main import command_named
 from forge.errors import INTERRUPTED
-from forge.experiments.bench.kit import Figure, benchmark
 from forge.views.screen import Table, title
 from forge.views.terminal import open_console
 

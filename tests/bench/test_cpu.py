@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from forge.bench import process
+from forge.bench import cpu, process
 from forge.bench.cases import CASES
+from forge.bench.cpu import PEERS, Effort, Plan, run
+from forge.bench.kit import Figure, select, select_peers
 from forge.bench.process import ProcessFailed
 from forge.cli.main import main
 from forge.errors import UsageError
-from forge.experiments.bench import cpu
-from forge.experiments.bench.cpu import PEERS, Effort, Plan, run
-from forge.experiments.bench.kit import Figure, select, select_peers
 from tests.bench.stubs import Script
 from tests.small_models import write_small_qwen3
 

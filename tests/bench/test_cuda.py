@@ -7,9 +7,9 @@ import pytest
 from forge.bench import process
 from forge.bench.cases import CUDA_LOADS, CUDA_STEPS, Load
 from forge.bench.closed_loop import drive, load_figures, percentiles, unique_prompts
+from forge.bench.cuda import Effort, Plan, plan_for, run, screen
 from forge.bench.process import PeerMissing, ProcessFailed
 from forge.errors import ForgeError, UsageError
-from forge.experiments.bench.cuda import Effort, Plan, plan_for, run, screen
 from forge.views.json_output import plain, to_json
 from forge.views.screen import draw
 from tests.small_models import write_small_qwen3
@@ -227,7 +227,7 @@ def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
 def test_the_server_is_asked_over_http_and_gone_afterwards(tmp_path):
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
-    from forge.experiments.bench.server_worker import ServerWorker
+    from forge.bench.server_worker import ServerWorker
 
     worker = ServerWorker()
     loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="reference", **SERVED)
@@ -246,7 +246,7 @@ def test_the_server_is_asked_over_http_and_gone_afterwards(tmp_path):
 def test_a_server_that_cannot_start_says_why(tmp_path):
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
-    from forge.experiments.bench.server_worker import ServerWorker
+    from forge.bench.server_worker import ServerWorker
 
     worker = ServerWorker()
     with pytest.raises(ForgeError, match=r"did not start: .*toaster"):

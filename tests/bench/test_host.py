@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from forge.bench.host import measure, screen
 from forge.cli.main import main
-from forge.experiments.bench.host import measure, screen
 from forge.views.screen import draw
 from forge.views.terminal import open_console
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from forge.bench.kit import Figure, at_least_one, compared, effort_of, in_turns, numbers, select
 from forge.errors import UsageError
-from forge.experiments.bench.kit import Figure, at_least_one, compared, effort_of, in_turns, numbers, select
 
 
 def test_contenders_take_turns_and_the_first_rounds_do_not_count():

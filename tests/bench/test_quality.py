@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from forge import LLM
+from forge.bench import quality
+from forge.bench.quality import bench_quality, divergences, negative_log_likelihood, perplexity
 from forge.cache.kv_storage import KV_DTYPES
 from forge.cli.main import main
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.experiments.bench import quality
-from forge.experiments.bench.quality import bench_quality, divergences, negative_log_likelihood, perplexity
 from tests.small_models import write_small_qwen3
 
 

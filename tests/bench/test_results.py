@@ -5,10 +5,10 @@ from statistics import median
 
 import pytest
 
+from forge.bench import cpu
 from forge.bench.cases import CASES, Limits, ModelSize, Needs, Roofline, measure_model, needs_of
+from forge.bench.kit import Figure, ratios, select
 from forge.errors import UsageError
-from forge.experiments.bench import cpu
-from forge.experiments.bench.kit import Figure, ratios, select
 from forge.gguf import GGUFFile
 from forge.views.json_output import plain, to_json
 from tests.small_models import write_small_qwen3

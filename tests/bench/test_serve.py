@@ -12,9 +12,7 @@ import pytest
 
 from forge.bench.http_client import ServerProblem, Timed
 from forge.bench.process import ProcessFailed
-from forge.cli.main import main
-from forge.errors import UsageError
-from forge.experiments.bench.serve import (
+from forge.bench.serve import (
     ServeBenchmark,
     ServePlan,
     engine_turns,
@@ -25,6 +23,8 @@ from forge.experiments.bench.serve import (
     screen,
     serve_object,
 )
+from forge.cli.main import main
+from forge.errors import UsageError
 from forge.views.screen import draw
 from forge.views.terminal import open_console
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.experiments.bench.speculation import screen
+from forge.bench.speculation import screen
 from forge.views.screen import draw
 from tests.views.records import piped, written
 

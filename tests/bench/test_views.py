@@ -4,8 +4,8 @@ import io
 
 import pytest
 
+from forge.bench import cpu, quality
 from forge.bench.cases import Limits
-from forge.experiments.bench import cpu, quality
 from forge.views.progress import BenchProgress
 from forge.views.screen import draw
 from forge.views.terminal import open_console

@@ -11,14 +11,14 @@ from dataclasses import replace
 from statistics import median
 from typing import Annotated
 
+from forge.bench import kit
+from forge.bench.kit import Facts, Progress, option
 from forge.cache.paged import PagedKvCache
 from forge.cli.arguments import Takes
 from forge.cli.run_control import load_model
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
-from forge.experiments.bench import kit
-from forge.experiments.bench.kit import Facts, Progress, option
 from forge.llm import LLM
 from forge.views.formatting import plural
 from forge.views.screen import Part, Table, check, fill, title

@@ -29,14 +29,14 @@ import numpy as np
 import typer
 from rich.text import Text
 
+from forge.bench import kit
 from forge.bench.closed_loop import unique_prompts
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
+from forge.bench.kit import MEASURE, Facts, Progress, option
 from forge.bench.process import BenchProcess, Launch
 from forge.cli.arguments import Takes, command
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError, file_error
-from forge.experiments.bench import kit
-from forge.experiments.bench.kit import MEASURE, Facts, Progress, option
 from forge.option import option as field_option
 from forge.views.charts import row_of, throughput_plot
 from forge.views.formatting import count

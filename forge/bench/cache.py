@@ -14,6 +14,8 @@ from itertools import product
 from statistics import median
 from typing import Annotated
 
+from forge.bench import kit
+from forge.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.bench.worker import timed
 from forge.cache.basic import BasicKvCache
 from forge.cache.block_pool import BlockPool
@@ -25,8 +27,6 @@ from forge.engine.engine import Engine
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
-from forge.experiments.bench import kit
-from forge.experiments.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.llm import LLM
 from forge.views.formatting import plural, ratio
 from forge.views.screen import Part, Table, title

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 
 import typer
 
+from forge.bench import kit
+from forge.bench.kit import Facts, Progress
 from forge.bench.tokenizer_inputs import inputs
 from forge.bench.worker import timed
 from forge.errors import ForgeError, UsageError
-from forge.experiments.bench import kit
-from forge.experiments.bench.kit import Facts, Progress
 from forge.gguf import GGUFFile
 from forge.model.catalog import is_hash_model, resolve_model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec_from_gguf

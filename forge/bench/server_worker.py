@@ -12,8 +12,8 @@ from typing import Any
 
 from forge import __version__
 from forge.bench.closed_loop import Moments, answered
+from forge.bench.serve import ServePlan, run
 from forge.bench.worker import Missing, Worker, one_line, serve_requests
-from forge.experiments.bench.serve import ServePlan, run
 from forge.model.loader import open_weights
 from forge.server.server_process import ServerProcess
 

@@ -22,10 +22,10 @@ import numpy as np
 import typer
 
 from forge.backends.devices import check_kv_dtype, kv_dtypes_of
+from forge.bench.kit import Facts, Progress, benchmark
 from forge.cli.arguments import Takes
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.experiments.bench.kit import Facts, Progress, benchmark
 from forge.llm import LLM
 from forge.views.palette import QUIET
 from forge.views.screen import Part, Table, fill, title

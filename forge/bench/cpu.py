@@ -19,6 +19,7 @@ from typing import Annotated
 import numpy as np
 
 from forge.backends.cpu.features import usable_cpus
+from forge.bench import kit
 from forge.bench.cases import (
     BLOCK_SIZE,
     CASES,
@@ -31,12 +32,11 @@ from forge.bench.cases import (
     measure_model,
     needs_of,
 )
+from forge.bench.kit import Facts, Figure, Progress, QuickOption, option, ratios
 from forge.bench.process import Effort, Launch, PeerMissing, Runner, measure_limits
 from forge.cli.arguments import Takes
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.experiments.bench import kit
-from forge.experiments.bench.kit import Facts, Figure, Progress, QuickOption, option, ratios
 from forge.model.catalog import model_name, resolve_model
 from forge.views.formatting import NOTHING, plural, rate, ratio, size
 from forge.views.palette import ACCENT

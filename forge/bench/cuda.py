@@ -16,14 +16,14 @@ from typing import Annotated
 import typer
 
 from forge.backends.devices import why_not_cuda
+from forge.bench import kit
 from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load
 from forge.bench.closed_loop import load_figures
+from forge.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.bench.process import Effort, Launch, Runner, measure_limits
 from forge.cli.arguments import Takes
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.experiments.bench import kit
-from forge.experiments.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.model.catalog import resolve_model
 from forge.model.loader import open_weights
 from forge.model.synth import SHAPES, default_file_name, synth

@@ -13,10 +13,10 @@ from typing import Annotated
 
 import numpy as np
 
+from forge.bench.kit import Facts, Progress, benchmark, option
 from forge.cli.arguments import Takes
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
-from forge.experiments.bench.kit import Facts, Progress, benchmark, option
 from forge.llm import LLM
 from forge.views.screen import Part, Table, title
 

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
+from forge.bench import kit
 from forge.cli import options
 from forge.cli.arguments import Takes, command, make, stated
 from forge.engine_args import EngineArgs
 from forge.experiments.batching import measure_ways
-from forge.experiments.bench import kit
 from forge.needs import check_needs
 from forge.views.report import Report
 from forge.workload.ways import How

@@ -9,14 +9,14 @@ from collections.abc import Generator, Iterator, Sequence
 from statistics import median
 from typing import Annotated
 
+from forge.bench import kit
+from forge.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.cli import machine
 from forge.cli.arguments import Takes
 from forge.cli.run_control import load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.experiments.bench import kit
-from forge.experiments.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.llm import LLM
 from forge.speculation.setup import checked_mode
 from forge.speculation.speculator import Speculator

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import Annotated
 
+from forge.bench import kit
+from forge.bench.kit import Facts, Progress, option
 from forge.cache.prefix import PrefixKvCache
 from forge.cli.arguments import Takes
 from forge.cli.run_control import load_model
 from forge.engine.engine import Engine
 from forge.engine_args import EngineArgs
-from forge.experiments.bench import kit
-from forge.experiments.bench.kit import Facts, Progress, option
 from forge.views.formatting import plural
 from forge.views.screen import Part, Table, check, fill, title
 from forge.workload.judging import JudgeRun, run_requests
