@@ -27,7 +27,7 @@ from forge.cluster import scaling
 from forge.cluster.client import ENGINES, PREFILLS
 from forge.cluster.directory import Directory, listen_to
 from forge.cluster.keeper_messages import Deployment, Joined, Left, Notice, Running
-from forge.cluster.ray_address import answers, private_folder, record_private, remove_private
+from forge.cluster.ray_address import answers, clear_private, private_folder, record_private
 from forge.cluster.replica import EngineReplica
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import Inbox, LoadFailed, frame
@@ -260,7 +260,7 @@ class Keeper:
                 serve.delete(app, _blocking=not self._is_private)
         ray.shutdown()
         if self._is_private:
-            remove_private(self._wanted.name)
+            clear_private(self._wanted.name)
 
 
 async def _described(handle: Any) -> Any:

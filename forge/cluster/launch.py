@@ -20,7 +20,7 @@ from typing import Any
 from forge.cluster.client import ClusterClient
 from forge.cluster.keeper_messages import Deployment, Joined, Left, Notice, Running
 from forge.cluster.options import ClusterOptions
-from forge.cluster.ray_address import choose_ray
+from forge.cluster.ray_address import choose_ray, remove_private
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import Inbox, LoadFailed, Ready, frame
 from forge.server.serving import listen, serve_client
@@ -37,13 +37,14 @@ _RESTART_PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 class KeeperProcess:
     """A keeper, as its front sees it."""
 
-    def __init__(self, deployment: Deployment, environment: dict[str, str]):
-        """environment: what it needs beside this process's."""
+    def __init__(self, deployment: Deployment, environment: dict[str, str], lock: int | None = None):
+        """environment: what it needs beside this process's. lock: a file descriptor that it inherits."""
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-m", "forge.cluster.keeper", str(theirs.fileno())]
         # A group of its own: Ctrl-C is for the front, which then ends the keeper.
+        inherited = [theirs.fileno()] if lock is None else [theirs.fileno(), lock]
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], start_new_session=True, env=os.environ | environment
+            command, pass_fds=inherited, start_new_session=True, env=os.environ | environment
         )
         theirs.close()
         self._socket.sendall(frame(deployment))
@@ -87,8 +88,8 @@ class ClusterFront:
     def __init__(self, name: str, model: str, options: dict[str, Any], cluster: ClusterOptions):
         """Raises `UsageError` where the engines cannot be run as asked."""
         self._wanted = name, model, options, cluster
-        self._is_private = False
-        """Whether Ray ends with its keeper."""
+        self._lock: int | None = None
+        """Holds the name of a private Ray, which ends with its keeper."""
         self._keeper = self._start_keeper()
         self.client: ClusterClient | None = None
         self._following: asyncio.Task[None] | None = None
@@ -97,9 +98,9 @@ class ClusterFront:
 
     def _start_keeper(self, again: bool = False) -> KeeperProcess:
         name, _, _, cluster = self._wanted
-        place = choose_ray(name, cluster, again)
-        self._is_private = place.address is None
-        return KeeperProcess(Deployment(*self._wanted, place.address, again), place.environment)
+        place = choose_ray(name, cluster, self._lock)
+        self._lock = place.lock
+        return KeeperProcess(Deployment(*self._wanted, place.address, again), place.environment, place.lock)
 
     async def start(self) -> tuple[ClusterClient, Ready]:
         """Wait until the first engines run. Raises the `ForgeError` of what does not load."""
@@ -150,7 +151,7 @@ class ClusterFront:
                 case LoadFailed(message, _):
                     logger.error("the engines cannot be started again: %s", message)
                 case None:
-                    if self._is_private:
+                    if self._lock is not None:
                         before |= self.client.replicas
                     pause = _RESTART_PAUSES[min(failures, len(_RESTART_PAUSES) - 1)]
                     failures += 1
@@ -170,6 +171,9 @@ class ClusterFront:
         if self.client is not None:
             self.client.disconnect()
         await asyncio.to_thread(self._keeper.close)
+        if self._lock is not None:
+            remove_private(self._wanted[0])
+            os.close(self._lock)
 
 
 def default_name(model: str) -> str:

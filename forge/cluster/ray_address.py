@@ -2,13 +2,16 @@
 
 Another command joins a private Ray only if it names its server (`--attach`). The folder of a private Ray, which has the
 server's name and which only its user may read, holds its address and the token without which Ray answers nothing; Ray
-itself listens on all of the machine's addresses.
+itself listens on all of the machine's addresses. The server's processes hold a lock on the folder, so a name is taken
+exactly as long as one of them lives, however busy Ray is.
 """
 
+import fcntl
 import os
 import secrets
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +20,8 @@ from forge.errors import UsageError
 
 ANSWER_SECONDS = 2.0
 """How long an address that was not asked for has to answer."""
+RESTART_SECONDS = 60.0
+"""How long `--attach` waits for a server whose Ray starts."""
 _ADDRESS, _TOKEN = "address", "token"
 
 
@@ -27,15 +32,19 @@ class RayPlace(NamedTuple):
     """The Ray to join; None for a private one that is to be started."""
     environment: dict[str, str]
     """What a process that talks to it must have in its environment when it imports Ray."""
+    lock: int | None = None
+    """The file descriptor that holds the name of a private Ray, for every process of the server to inherit."""
 
 
-def choose_ray(name: str, cluster: ClusterOptions, again: bool = False) -> RayPlace:
-    """The Ray of a server called `name`. again: whether the server itself has run before this. Raises `UsageError` for
-    a name that is taken, and for what does not answer."""
-    running = private_address(name)
-    if cluster.attach is not None and running is not None:
-        return RayPlace(running, private_environment(name))
-    if running is not None and not again:
+def choose_ray(name: str, cluster: ClusterOptions, lock: int | None = None) -> RayPlace:
+    """The Ray of a server called `name`. lock: the one that the server holds already, if its Ray is started again.
+    Raises `UsageError` for a name that is taken, and for what does not answer."""
+    if lock is not None:
+        return _private(name, lock)
+    is_taken = is_locked(name)
+    if cluster.attach is not None and is_taken:
+        return RayPlace(_started_address(name), private_environment(name))
+    if is_taken:
         raise name_taken(name)
     address = shared_address(cluster.ray_address)
     if address is not None:
@@ -44,8 +53,12 @@ def choose_ray(name: str, cluster: ClusterOptions, again: bool = False) -> RayPl
         raise UsageError(f"no server called {name} runs on this machine: without --attach one starts")
     if cluster.keep_engines:
         raise UsageError("--keep-engines needs a Ray that outlives this command: ray start --head makes one")
+    return _private(name, take_lock(name))
+
+
+def _private(name: str, lock: int) -> RayPlace:
     prepare_private(name)
-    return RayPlace(None, private_environment(name))
+    return RayPlace(None, private_environment(name), lock)
 
 
 def name_taken(name: str) -> UsageError:
@@ -71,13 +84,54 @@ def private_folder(name: str) -> Path:
     return Path(tempfile.gettempdir()) / f"forge-ray-{os.getuid()}" / name
 
 
-def private_address(name: str) -> str | None:
-    """The address of the private Ray of a server that runs; None where there is none."""
+def take_lock(name: str) -> int:
+    """Lock a server's folder, which is made if need be, until every process that inherits the returned descriptor has
+    ended. Raises `UsageError` where another server has it."""
+    folder = private_folder(name)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise name_taken(name) from None
+        if _is_at(folder, descriptor):
+            return descriptor
+        os.close(descriptor)  # its server ended, and removed it, after it was opened
+
+
+def is_locked(name: str) -> bool:
+    """Whether a server called `name` has a private Ray, or starts one."""
+    if not private_folder(name).exists():
+        return False
     try:
-        address = (private_folder(name) / _ADDRESS).read_text().strip()
-    except OSError:
-        return None
-    return address if address and answers(address) else None
+        os.close(take_lock(name))
+    except UsageError:
+        return True
+    return False
+
+
+def _is_at(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _started_address(name: str) -> str:
+    """The address of the private Ray of a server that runs. Raises `UsageError` where it does not start in time."""
+    deadline = time.monotonic() + RESTART_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            address = (private_folder(name) / _ADDRESS).read_text()
+        except OSError:
+            address = ""
+        if address and answers(address):
+            return address
+        time.sleep(0.1)
+    raise UsageError(f"the Ray of the server {name} has not answered for {RESTART_SECONDS:.0f} s: try again later")
 
 
 def private_environment(name: str) -> dict[str, str]:
@@ -86,22 +140,30 @@ def private_environment(name: str) -> dict[str, str]:
 
 
 def prepare_private(name: str) -> None:
-    """Make the folder of a private Ray, with a token of its own; what an earlier one has left there goes."""
-    folder = private_folder(name)
-    remove_private(name)
-    folder.parent.mkdir(mode=0o700, exist_ok=True)
-    folder.mkdir(mode=0o700)
-    with open(folder / _TOKEN, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+    """Empty the locked folder of a private Ray, and put a new token there."""
+    clear_private(name)
+    with open(private_folder(name) / _TOKEN, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(secrets.token_hex(32))
 
 
 def record_private(name: str, address: str) -> None:
     """A private Ray runs."""
-    (private_folder(name) / _ADDRESS).write_text(address)
+    part = private_folder(name) / f"{_ADDRESS}.part"
+    part.write_text(address)
+    part.rename(private_folder(name) / _ADDRESS)
+
+
+def clear_private(name: str) -> None:
+    """A private Ray has ended; its server, which has locked the folder, may start another."""
+    for path in private_folder(name).iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def remove_private(name: str) -> None:
-    """A private Ray has ended."""
+    """A server with a private Ray ends."""
     shutil.rmtree(private_folder(name), ignore_errors=True)
 
 

@@ -1,7 +1,10 @@
 """Which Ray a server uses: names are its own, private stays private, and what does not answer is passed over."""
 
+import fcntl
+import os
 import socket
 import stat
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -9,7 +12,15 @@ import pytest
 
 from forge.cluster import ray_address
 from forge.cluster.options import ClusterOptions
-from forge.cluster.ray_address import choose_ray, prepare_private, private_folder, record_private, remove_private
+from forge.cluster.ray_address import (
+    choose_ray,
+    clear_private,
+    prepare_private,
+    private_folder,
+    record_private,
+    remove_private,
+    take_lock,
+)
 from forge.errors import UsageError
 
 OPTIONS = ClusterOptions(replicas=1)
@@ -33,10 +44,13 @@ def record(tmp_path):
     return tmp_path / "ray" / "ray_current_cluster"
 
 
-def start_private(name: str, running: set[str]) -> None:
-    assert choose_ray(name, OPTIONS).address is None
+def start_private(name: str, running: set[str]) -> int:
+    """The descriptor that locks its name."""
+    place = choose_ray(name, OPTIONS)
+    assert place.address is None and place.lock is not None
     record_private(name, "10.0.0.1:1")
     running.add("10.0.0.1:1")
+    return place.lock
 
 
 def test_a_ray_that_has_died_and_was_not_asked_for_is_passed_over(machine, record):
@@ -56,7 +70,7 @@ def test_a_ray_that_was_asked_for_must_answer(machine, monkeypatch):
     assert choose_ray("one", ClusterOptions(ray_address="local")).address is None
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(UsageError, match="ray start --head makes one"):
-        choose_ray("one", OPTIONS)
+        choose_ray("two", OPTIONS)
 
 
 def test_another_server_never_joins_a_private_ray(machine):
@@ -64,12 +78,41 @@ def test_another_server_never_joins_a_private_ray(machine):
     assert choose_ray("two", OPTIONS).address is None
 
 
-def test_a_name_that_is_taken_is_refused_until_its_server_has_ended(machine):
-    start_private("one", machine)
-    with pytest.raises(UsageError, match="one runs already: --attach one shares its engines, --name names another"):
-        choose_ray("one", OPTIONS)
-    machine.clear()  # it was killed
+def test_a_name_is_taken_until_its_server_has_ended_whether_or_not_its_ray_answers(machine):
+    lock = start_private("one", machine)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="one runs already: --attach one shares its engines, --name names another"):
+            choose_ray("one", OPTIONS)
+        machine.clear()  # it is too busy to answer
+    again = choose_ray("one", OPTIONS, lock)
+    assert (again.address, again.lock) == (None, lock), "its own server may start another Ray"
+    os.close(lock)  # it was killed
     assert choose_ray("one", OPTIONS).address is None
+
+
+def test_the_keeper_of_a_killed_front_still_holds_its_name(machine):
+    lock = start_private("one", machine)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[lock]) as keeper:
+        os.close(lock)
+        with pytest.raises(UsageError, match="one runs already"):
+            choose_ray("one", OPTIONS)
+        keeper.stdin.close()
+        keeper.wait(30)
+    assert choose_ray("one", OPTIONS).address is None
+
+
+def test_a_folder_that_is_removed_while_it_is_being_locked_is_made_again(machine, monkeypatch):
+    taken, flock = [], fcntl.flock
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        if not taken:
+            taken.append(descriptor)
+            remove_private("one")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(ray_address.fcntl, "flock", remove_first)
+    lock = take_lock("one")
+    assert os.path.samestat(os.fstat(lock), os.stat(private_folder("one")))
 
 
 def test_attach_joins_the_private_ray_of_that_name_with_its_token(machine):
@@ -80,9 +123,21 @@ def test_attach_joins_the_private_ray_of_that_name_with_its_token(machine):
         choose_ray("two", ClusterOptions(attach="two"))
 
 
+def test_attach_waits_for_a_ray_that_starts_again(machine, monkeypatch):
+    start_private("one", machine)
+    clear_private("one")
+    monkeypatch.setattr(ray_address.time, "sleep", lambda seconds: record_private("one", "10.0.0.1:1"))
+    assert choose_ray("one", ClusterOptions(attach="one")).address == "10.0.0.1:1"
+    machine.clear()
+    monkeypatch.setattr(ray_address, "RESTART_SECONDS", 0.0)
+    with pytest.raises(UsageError, match="the Ray of the server one has not answered for 0 s"):
+        choose_ray("one", ClusterOptions(attach="one"))
+
+
 def test_each_private_ray_has_a_token_that_only_its_user_reads(machine):
     tokens = set()
     for name in ("one", "two"):
+        take_lock(name)
         prepare_private(name)
         token = private_folder(name) / "token"
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
