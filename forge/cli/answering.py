@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from forge.cli.arguments import Takes
 from forge.cli.run_control import load_model
 from forge.engine_args import EngineArgs
-from forge.views.counting import CountingBar
+from forge.views.progress import CountingBar
 from forge.views.terminal import open_error_console
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from forge.engine.sampling_params import SamplingParams
     from forge.llm import LLM, Prompt, Run
     from forge.trace.records import StepRecord
+    from forge.views.block_map import CacheFigures
     from forge.views.blocks import BlockScreen
-    from forge.views.cache_figures import CacheFigures
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class WatchedRun:
 
     @cached_property
     def figures(self) -> "CacheFigures":
-        from forge.views.cache_figures import CacheFigures
+        from forge.views.block_map import CacheFigures
 
         return CacheFigures.of(self.watched.records, self.watched.outputs)
 

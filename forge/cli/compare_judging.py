@@ -7,7 +7,6 @@ from forge.cli.arguments import make
 from forge.cli.run_control import load_model, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.views.judging import identical, judging_object, judging_screen
 from forge.views.report import Report
 from forge.views.screen import report
 from forge.workload.judging import judge_prompts, run_requests
@@ -34,6 +33,7 @@ def is_judging(versus: "Versus") -> bool:
 def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int) -> Report:
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
     from forge.views.progress import progress_line
+    from forge.views.request_sets import judging_object, judging_screen, same_answers
 
     for side in (given, versus.right):  # before anything is loaded
         _config(side)
@@ -51,7 +51,7 @@ def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[
     return report(
         {"option": versus.option, **judging_object(labels[0], versus.names, runs, tokens)},
         lambda: judging_screen(question, labels[0], versus.names, runs, tokens),
-        0 if identical(runs) else 1,
+        0 if same_answers(runs) else 1,
     )
 
 

@@ -100,8 +100,8 @@ def _run_shown(
     prompt_logprobs: int | None,
     pace: float,
 ) -> int:
+    from forge.views.answers import print_logprobs
     from forge.views.blocks import BlockGeneration
-    from forge.views.logprobs import print_logprobs
 
     console = open_console()
     shown = text if token_ids is None or echo else ""

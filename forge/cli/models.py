@@ -13,8 +13,15 @@ from forge.model.catalog import HASH_MODEL, bundled_models, resolve_model
 from forge.model.config import why_unsupported
 from forge.model.pulled import pulled_models
 from forge.views.json_output import to_json
-from forge.views.model_files import main_type, parameter_count, summarise, summary_object
-from forge.views.models import ListedModel, print_inspection, print_models
+from forge.views.models import (
+    ListedModel,
+    main_type,
+    parameter_count,
+    print_inspection,
+    print_models,
+    summarise,
+    summary_object,
+)
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:

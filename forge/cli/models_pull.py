@@ -7,8 +7,8 @@ import typer
 
 from forge.cli import options
 from forge.views.json_output import to_json
+from forge.views.progress import TransferBar, print_pulled
 from forge.views.terminal import open_console, open_error_console
-from forge.views.transfer import TransferBar, print_pulled
 
 
 def pull(

@@ -13,8 +13,8 @@ from forge.errors import UsageError
 from forge.model.synth import SHAPES, synthetic_config
 from forge.option import option
 from forge.views.json_output import as_object, to_json
+from forge.views.progress import TransferBar, print_synthetic
 from forge.views.terminal import open_console, open_error_console
-from forge.views.transfer import TransferBar, print_synthetic
 
 if TYPE_CHECKING:
     from forge.model.config import Qwen3Config

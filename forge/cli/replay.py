@@ -56,7 +56,7 @@ def replay(
     if seq is not None:
         return _story(history, seq, output.json)
     if view is not None:
-        from forge.views.runs import view_report
+        from forge.views.run_summary import view_report
 
         report = view_report(view, history)
         return report.as_json() if output.json else report

@@ -16,7 +16,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import INTERRUPTED, ForgeError
 from forge.trace.records import EndRecord
-from forge.views.loading import LoadingBar
+from forge.views.progress import LoadingBar
 from forge.views.summary import RunLabel, RunResult
 from forge.views.terminal import open_console, open_error_console
 

@@ -20,9 +20,9 @@ from forge.cli.run_control import (
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.report import Report
-from forge.views.run_live import serving_view
 from forge.views.run_summary import print_serving, print_tenants, print_throughput, serving_object, tenant_objects
 from forge.views.terminal import can_redraw, open_console
+from forge.views.traffic import serving_view
 from forge.workload.recorded import recorded_requests, recorded_workload
 from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
 

@@ -20,12 +20,12 @@ from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.engine_args import EngineArgs
 from forge.option import option
+from forge.views.charts import Point, roofline
 from forge.views.formatting import count, ms, percent, plural, size
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.progress import progress_line
 from forge.views.report import Report
-from forge.views.roofline import Point, roofline
 from forge.views.screen import Part, Table, report, sentences, title
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

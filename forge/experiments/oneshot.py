@@ -20,10 +20,10 @@ from forge.trace.records import StepRecord
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, plural, size
 from forge.views.json_output import picked
-from forge.views.judging import identical, judging_object, judging_screen
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.progress import progress_line
 from forge.views.report import Report
+from forge.views.request_sets import judging_object, judging_screen, same_answers
 from forge.views.screen import Part, Table, report, title
 from forge.views.summary import RunLabel
 from forge.workload.judging import JudgeRun, judge_prompts, run_requests
@@ -95,7 +95,7 @@ class TwoLives:
 
     @property
     def identical(self) -> bool:
-        return identical(self.runs)
+        return same_answers(self.runs)
 
 
 def lives_object(result: TwoLives) -> dict[str, Any]:

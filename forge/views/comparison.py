@@ -17,9 +17,9 @@ from rich.text import Text
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import StepRecord, TokenRecord
 from forge.trace.speculation_summary import draft_totals
-from forge.views.cache_figures import CacheFigures
-from forge.views.curves import curve_plot, shape_sentence
+from forge.views.block_map import CacheFigures
 from forge.views.formatting import plural
+from forge.views.forwards import curve_plot, shape_sentence
 from forge.views.generation import sample_texts
 from forge.views.json_output import as_object, climb_object, picked, run_object
 from forge.views.metrics import metrics_lines

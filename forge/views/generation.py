@@ -9,11 +9,11 @@ from forge.trace.explain import explain_cycle, explain_undrafted
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, rate
 from forge.views.forwards import Note, chart_rows, chart_scale, compact_chart, spaced
+from forge.views.history import TextStreams
 from forge.views.metrics import chart_heading, flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, sequence_style
 from forge.views.run_view import LiveView, RunView
 from forge.views.screen import Part, sentences
-from forge.views.streams import TextStreams
 from forge.views.summary import Forward, RunLabel, RunResult, decode_rate
 from forge.views.terminal import can_redraw
 from forge.views.text import neutralise, quoted, tail

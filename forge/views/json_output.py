@@ -13,7 +13,7 @@ from forge.engine.task import Logprobs
 from forge.trace.explain import explain_undrafted
 from forge.trace.records import Spread, StepRecord
 from forge.trace.speculation_summary import draft_totals, undrafted_counts
-from forge.views.streams import TextStreams
+from forge.views.history import TextStreams
 from forge.views.summary import Forward, RunResult
 
 

@@ -1,6 +1,6 @@
-"""Two ways of serving many requests side by side: the same tokens? At what cost to whom?"""
+"""The same requests served in two ways, side by side: the same tokens or answers? At what cost to whom?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,9 +11,12 @@ from forge.views.json_output import picked
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, TITLE
 from forge.views.run_summary import totals_object
+from forge.views.screen import Part, title
 from forge.views.screen import sides as side_by_side
 from forge.views.summary import RunLabel
 from forge.views.terminal import print_table
+from forge.views.text import one_line
+from forge.workload.judging import JudgeRun
 from forge.workload.requests import Workload
 from forge.workload.ways import Measured, identical
 
@@ -61,12 +64,12 @@ def print_many(
     console.print(Text(f"{ran} · {requests}", QUIET))
     console.print()
     gains = {"throughput": sides[1].tokens_per_second / sides[0].tokens_per_second}
-    print_table(console, side_by_side(names, sides, *_ROWS, gains=gains))
+    print_table(console, side_by_side(names, sides, *_WAY_ROWS, gains=gains))
     console.print()
     console.print(identity_text(sides, in_common))
 
 
-_ROWS = (
+_WAY_ROWS = (
     "throughput: {tokens_per_second:rate tok/s}",
     "time per request: {ms_per_request:ms ms}",
     "queue, median: {totals.queue.p50:ms ms}",
@@ -104,3 +107,62 @@ def identity_text(measured: Sequence[Measured], requests: int | None = None) -> 
 
 def _span(values: Sequence[int]) -> str:
     return str(min(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"
+
+
+def judging_object(label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRun], prompt_tokens: int):
+    """For `--json`."""
+    return {
+        **picked(label, "model", "kv", "device"),
+        "requests": len(runs[0].answers),
+        "prompt_tokens": prompt_tokens,
+        "identical": same_answers(runs),
+        "speed_up": runs[1].requests_per_second / runs[0].requests_per_second,
+        "sides": [{"value": name, **run_object(run)} for name, run in zip(names, runs, strict=True)],
+    }
+
+
+def run_object(run: JudgeRun) -> dict[str, Any]:
+    return {
+        **picked(run, "seconds", "requests_per_second"),
+        "latency_p50_ms": run.p50_ms,
+        "latency_p95_ms": run.p95_ms,
+        "steps": run.num_steps,
+        **picked(run, "tokens_computed", "tokens_cached"),
+        "blocks_held": run.most_blocks,
+        "block_table_entries": run.most_table_entries,
+        "temporary_bytes": run.most_temporary_bytes,
+        **picked(run, "deferred", "answers"),
+    }
+
+
+def same_answers(runs: Sequence[JudgeRun]) -> bool:
+    return len({run.answers for run in runs}) == 1
+
+
+def judging_screen(
+    question: str, label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRun], prompt_tokens: int
+) -> Iterator[Part]:
+    requests = plural(len(runs[0].answers), "request")
+    yield title(question)
+    yield f"{requests} at once, {plural(prompt_tokens, 'prompt token')}"
+    yield f"kv {label.kv} · {label.device} ({one_line(label.device_description)}) · {one_line(label.model)}"
+    deferrals = ["deferrals: {deferred:count}"] if any(run.deferred for run in runs) else []
+    gains = {"requests": runs[1].requests_per_second / runs[0].requests_per_second}
+    yield from (None, side_by_side(names, runs, *_JUDGING_ROWS, *deferrals, gains=gains), None)
+    tokens = plural(sum(map(len, runs[0].answers)), "token")
+    differing = sum(one != other for one, other in zip(runs[0].answers, runs[1].answers, strict=True))
+    different = f"{plural(differing, 'answer')} of {requests} differ"
+    yield verdict(same_answers(runs), f"{tokens} of {requests}", different)
+
+
+_JUDGING_ROWS = (
+    "requests: {requests_per_second:rate /s}",
+    "latency, median: {p50_ms:ms ms}",
+    "latency, 95th percentile: {p95_ms:ms ms}",
+    "steps: {num_steps:count}",
+    "tokens computed: {tokens_computed:count}",
+    "prompt tokens found: {tokens_cached:count}",
+    "blocks held at once: {most_blocks:count}",
+    "block-table entries: {most_table_entries:count}",
+    "temporary memory: {most_temporary_bytes:size}",
+)

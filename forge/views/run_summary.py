@@ -3,13 +3,14 @@
 `forge trace-scheduler` and `forge replay` end with it; `serving_object` is the same for programs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from forge.errors import UsageError
 from forge.trace.explain import class_name, explain_finish, explain_preempted, explain_request, explain_wait
 from forge.trace.records import StepRecord
 from forge.trace.timeline import RequestTimeline
@@ -20,7 +21,10 @@ from forge.views.history import History
 from forge.views.json_output import as_object, cycles_object, picked, speculation_object
 from forge.views.metrics import draft_facts, flowing
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.report import Report
 from forge.views.scheduler import chart_series
+from forge.views.screen import Part, question, report
+from forge.views.screen import Table as FactTable
 from forge.views.summary import RunLabel
 from forge.views.terminal import new_table, print_table
 from forge.views.text import one_line
@@ -259,3 +263,38 @@ def _print_told(console: Console, title: str, told: Sequence[tuple[int, str]]) -
     for seq_id, line in told:
         table.add_row(Text(f"seq {seq_id}", sequence_style(seq_id)), Text(one_line(line)))
     print_table(console, table)
+
+
+_PARTS = {"plan": "schedule_ms", "forward": "forward_ms", "choose": "sample_ms"}
+
+
+def costs(history: History) -> Report:
+    """Where the time of the steps went, by what they computed: planning, forward pass, choosing tokens, the rest."""
+    classes = []
+    for phase in dict.fromkeys(record.execution_class for record in history.records):
+        steps = [record for record in history.records if record.execution_class == phase]
+        whole = sum(record.ended - record.started for record in steps) * 1e3 / len(steps)
+        parts = {name: sum(getattr(record, field) for record in steps) / len(steps) for name, field in _PARTS.items()}
+        rest = {"rest": whole - sum(parts.values()), "whole": whole}
+        classes.append({"class": phase, "steps": len(steps), "milliseconds": parts | rest})
+    return report({"classes": classes}, lambda: _costs_screen(classes, str(history.label)))
+
+
+def _costs_screen(classes: list[dict[str, Any]], label: str) -> Iterator[Part]:
+    yield from question("Where did the time of the steps go?", f"{label}, milliseconds per step")
+    columns = (f"{name}: {{milliseconds.{name}:ms}}" for name in (*_PARTS, "rest", "whole"))
+    yield FactTable.of(classes, "class: {class}", "steps: {steps:count}", *columns)
+
+
+VIEWS: dict[str, Callable[[History], Report]] = {"costs": costs}
+"""Name → the view that `forge replay FILE --view NAME` shows; its docstring says what that is."""
+
+
+def view_report(name: str, history: History) -> Report:
+    """The view of that name. Raises `UsageError` for an unknown name, with a list of the known ones."""
+    if name not in VIEWS:
+        unknown = UsageError(f"unknown view {name!r}; there are {', '.join(VIEWS)}")
+        for known, view in VIEWS.items():
+            unknown.add_note(f"  {known:12}{view.__doc__}")
+        raise unknown
+    return VIEWS[name](history)

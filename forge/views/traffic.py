@@ -1,13 +1,131 @@
-"""Real traffic as it happens: the scheduler's picture for as long as a server runs, or a line per step in a pipe."""
+"""Requests while they are served: a picture of the latest step, or a table of several engines; lines in a pipe."""
 
-from rich.console import Console
+import time
+from collections import deque
+from collections.abc import Iterator
 
-from forge.trace.records import StepRecord
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from forge.trace.explain import explain_route
+from forge.trace.records import RouteRecord, StepRecord
+from forge.views.charts import bar
+from forge.views.formatting import count, percent
 from forge.views.history import History
-from forge.views.replicas import ReplicasView
-from forge.views.run_live import serving_view
-from forge.views.run_view import RunView
+from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.run_view import LiveView, RunView
+from forge.views.scheduler import print_step_line, scheduler_lines, step_line
 from forge.views.summary import RunLabel
+from forge.views.terminal import can_redraw, new_table
+from forge.views.text import one_line
+
+
+def serving_view(console: Console, history: History, quiet: bool = False) -> RunView:
+    """The view that fits what `console` writes to; one that shows nothing if `quiet`."""
+    if quiet:
+        return RunView()
+    return LiveServing(console, history) if can_redraw(console) else PlainServing(console)
+
+
+class PlainServing(RunView):
+    """One line per step as it happens."""
+
+    def __init__(self, console: Console):
+        self._console = console
+
+    def step(self, record: StepRecord) -> None:
+        print_step_line(self._console, record)
+
+
+class LiveServing(LiveView):
+    """The latest step; gone when the run is over."""
+
+    def __init__(self, console: Console, history: History):
+        super().__init__(console)
+        self._history = history
+
+    def step(self, record: StepRecord) -> None:
+        self.redraw()
+
+    def frame(self) -> Group:
+        width, height = self._console.size
+        return Group(*scheduler_lines(self._history, len(self._history) - 1, width, height - 1))
+
+
+QUESTION = "Which engine does what, and why?"
+ROUTES_SHOWN = 8
+_BAR = 16
+
+
+class ReplicasView:
+    """Follows the steps of all engines: a table and the last routes on a terminal, a line for each in a pipe. Used as a
+    context manager."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._last: dict[str, StepRecord] = {}
+        """Of each engine, its latest step."""
+        self._tokens: dict[str, int] = {}
+        """Of each engine, the tokens generated while it was watched."""
+        self._routes: deque[RouteRecord] = deque(maxlen=ROUTES_SHOWN)
+        live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._live = live if can_redraw(console) else None
+        self._next_frame = 0.0
+
+    def __enter__(self) -> "ReplicasView":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._live is not None:
+            self._live.update(Group(*self.lines()), refresh=True)
+            self._live.stop()
+
+    def step(self, record: StepRecord) -> None:
+        """An engine has ended a step."""
+        self._last[record.replica] = record
+        self._tokens[record.replica] = self._tokens.get(record.replica, 0) + len(record.tokens)
+        self._routes.extend(record.routes)
+        if self._live is None:
+            for route in record.routes:
+                self._console.print(self._route_line(route), soft_wrap=True)
+            self._console.print(self._name(record.replica).append(f"  {step_line(record)}", ""), soft_wrap=True)
+        elif (now := time.monotonic()) >= self._next_frame:
+            self._live.update(Group(*self.lines()), refresh=True)
+            self._next_frame = now + 1 / LiveView.frames_per_second
+
+    def lines(self) -> Iterator[Text | Table]:
+        """The picture, at the width that the console has now."""
+        yield Text(QUESTION, TITLE)
+        yield Text()
+        table = new_table("engine", "running", "waiting", "tokens", last="blocks in use")
+        for name, record in self._last.items():
+            used = record.cache.used_blocks / max(1, record.cache.num_blocks)
+            blocks = Text(bar(used, 1, _BAR), self._style(name)).append(f" {percent(used)}", QUIET)
+            running, waiting = record.queues.running, record.queues.waiting
+            table.add_row(self._name(name), count(running), count(waiting), count(self._tokens[name]), blocks)
+        yield table
+        if self._routes:
+            yield Text()
+            yield Text("The last requests, and why they went there", f"{TITLE} {ACCENT}")
+        for route in self._routes:
+            line = self._route_line(route)
+            line.truncate(self._console.width, overflow="ellipsis")
+            yield line
+
+    def _route_line(self, route: RouteRecord) -> Text:
+        line = Text(f"{one_line(route.request_id)[-8:]} → ", QUIET, no_wrap=True)
+        return line.append(self._name(route.replica)).append(f"  {explain_route(route)}", QUIET)
+
+    def _name(self, name: str) -> Text:
+        return Text(one_line(name), self._style(name))
+
+    def _style(self, name: str) -> str:
+        return sequence_style(list(self._last).index(name) if name in self._last else 0)
+
 
 MAX_STEPS = 5_000
 """Steps after which a history begins anew: a server has no end, and its past is not shown."""

@@ -19,8 +19,15 @@ from forge.trace.records import (
     WaitRecord,
 )
 from forge.views.block_map import SequenceNames
-from forge.views.block_story import BlockStory
-from forge.views.blocks import BlockGeneration, BlockScreen, LiveBlocks, SilentBlocks, blocks_object, watch_blocks
+from forge.views.blocks import (
+    BlockGeneration,
+    BlockScreen,
+    BlockStory,
+    LiveBlocks,
+    SilentBlocks,
+    blocks_object,
+    watch_blocks,
+)
 from tests.views.records import flat, piped, terminal, written
 
 

@@ -12,7 +12,7 @@ from forge.views.comparison import (
     question_for,
     verdict,
 )
-from forge.views.curves import curve_plot, shape_sentence
+from forge.views.forwards import curve_plot, shape_sentence
 from tests.views.records import climbing, flat, piped, run_of, step, terminal, written
 
 

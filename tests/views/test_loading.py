@@ -1,6 +1,6 @@
 import time
 
-from forge.views.loading import WORTH_A_BAR, LoadingBar
+from forge.views.progress import LARGE_FILE, LoadingBar
 from tests.views.records import piped, terminal, written
 
 
@@ -12,24 +12,24 @@ def load(console, total):
 
 
 def test_a_large_model_shows_its_progress_and_takes_it_away():
-    out = load(terminal(), WORTH_A_BAR * 2)
+    out = load(terminal(), LARGE_FILE * 2)
     assert "loading big[bold]" in out
     assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l")
 
 
 def test_a_small_model_shows_nothing():
-    assert load(terminal(), WORTH_A_BAR) == ""
+    assert load(terminal(), LARGE_FILE) == ""
 
 
 def test_a_pipe_shows_nothing():
-    assert load(piped(), WORTH_A_BAR * 2) == ""
+    assert load(piped(), LARGE_FILE * 2) == ""
 
 
 def test_the_bar_is_taken_away_when_loading_fails():
     console = terminal()
     try:
         with LoadingBar(console, "big") as bar:
-            bar(1, WORTH_A_BAR * 2)
+            bar(1, LARGE_FILE * 2)
             raise RuntimeError
     except RuntimeError:
         pass

@@ -3,8 +3,17 @@ from enum import IntEnum
 
 import pytest
 
-from forge.views.model_files import TensorLine, grouped, main_type, parameter_count, summarise, summary_object
-from forge.views.models import ListedModel, print_inspection, print_models
+from forge.views.models import (
+    ListedModel,
+    TensorLine,
+    grouped,
+    main_type,
+    parameter_count,
+    print_inspection,
+    print_models,
+    summarise,
+    summary_object,
+)
 from tests.views.records import piped, written
 
 

@@ -1,6 +1,6 @@
 """The roof of two limits, and what lies under it."""
 
-from forge.views.roofline import Point, roofline
+from forge.views.charts import Point, roofline
 
 
 def picture(*points: Point, width: int = 80) -> list[str]:

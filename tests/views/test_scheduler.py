@@ -11,7 +11,6 @@ from forge.trace.explain import explain
 from forge.trace.records import Execution, FinishRecord, ItemRecord, SpecCycle, StepRecord, TokenVerdict, WaitRecord
 from forge.views.history import History
 from forge.views.picture import save_serving
-from forge.views.run_live import serving_view
 from forge.views.run_summary import print_serving, serving_object
 from forge.views.scheduler import (
     prefill_text,
@@ -20,6 +19,7 @@ from forge.views.scheduler import (
     step_line,
 )
 from forge.views.terminal import open_console
+from forge.views.traffic import serving_view
 from tests.trace.runs import crowded
 from tests.views.records import LABEL, piped, step, terminal, written
 

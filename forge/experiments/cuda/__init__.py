@@ -21,12 +21,12 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.cuda.plan import H200, SHAPE, Limits, PlannedStep, planned_steps
 from forge.option import option
+from forge.views.charts import Point, roofline
 from forge.views.formatting import ms, plural, size, times
 from forge.views.forwards import spaced
 from forge.views.json_output import as_object, to_json
 from forge.views.palette import ACCENT
 from forge.views.report import Report
-from forge.views.roofline import Point, roofline
 from forge.views.screen import Part, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
 from forge.views.text import one_line

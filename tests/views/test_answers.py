@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from forge.views.logprobs import print_logprobs
+from forge.views.answers import print_logprobs
 from tests.views.records import flat, piped, run_of, written
 
 

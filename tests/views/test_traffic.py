@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from forge.trace.records import RouteRecord
-from forge.views.replicas import ReplicasView
 from forge.views.summary import RunLabel
-from forge.views.traffic import Traffic
+from forge.views.traffic import ReplicasView, Traffic
 from tests.views.records import piped, step, written
 
 ROUTE = RouteRecord("cmpl-0123456789", "prefix", "left", "prefix", 2, 80, 40, 240, "left", 240, 80)
