@@ -80,7 +80,7 @@ def _libraries() -> "Iterator[Finding]":
         elif requirement.specifier.contains(found, prereleases=True):
             level, text = "ok", found
         else:
-            level, text = "trouble", f"{found} cannot work"
+            level, text = "trouble", f"{found} is outside the versions that were tried"
         cure = f": pip install '{name}{requirement.specifier}'" if level == "trouble" else ""
         yield Finding(name, level, text + cure)
 

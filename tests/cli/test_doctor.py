@@ -1,6 +1,9 @@
 import json
+import re
 import shutil
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -55,20 +58,31 @@ def test_a_published_digest_is_held_against_the_file(forge, no_torch, bundled):
     assert status == 1 and found["tales-q8_0"]["level"] == "trouble"
 
 
+def declare(monkeypatch, versions):
+    """What pyproject.toml declares, and of each library this version, or else its lower bound."""
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    lowest: dict[str, str | None] = dict(re.findall(r"^([\w-]+)[^>]*>=?([\d.]+)", line)[0] for line in declared)
+    monkeypatch.setattr("importlib.metadata.requires", lambda package: declared)
+    installed = lowest | {"tokenizers": "0.22.1", "torch": None} | versions
+    monkeypatch.setattr(doctor, "_version", lambda package: installed.get(package))
+
+
 def test_a_missing_library_is_trouble(forge, bundled, monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package in ("torch", "numba") else "99.0")
+    declare(monkeypatch, {"numba": None})
     status, found = findings(forge)
     assert status == 1 and found["numba"]["level"] == "trouble"
-    assert found["numba"]["text"].startswith("missing: pip install 'numba>=")
+    assert found["numba"]["text"].startswith("missing: pip install 'numba<")
     assert found["gguf"]["level"] == "ok"
 
 
-def test_a_version_that_cannot_work_is_trouble(forge, bundled, monkeypatch):
-    old = {"torch": None, "numba": "0.61.2", "tokenizers": "0.22.0", "typer": "0.15.3", "gguf": "0.16.3"}
-    monkeypatch.setattr(doctor, "_version", lambda package: old.get(package, "99.0"))
+def test_a_version_outside_the_declared_ones_is_trouble(forge, bundled, monkeypatch):
+    versions = {"numba": "0.61.2", "llvmlite": "9.0", "tokenizers": "0.22.0", "typer": "0.15.3", "gguf": "0.16.3"}
+    declare(monkeypatch, versions)
     status, found = findings(forge)
-    assert status == 1 and found["numba"]["text"] == "0.61.2 cannot work: pip install 'numba>=0.62'"
-    assert {name for name, entry in found.items() if entry["level"] == "trouble"} == set(old) - {"torch"}
+    cure = "is outside the versions that were tried: pip install"
+    assert status == 1 and found["numba"]["text"] == f"0.61.2 {cure} 'numba<0.69,>=0.62'"
+    assert found["llvmlite"]["text"].startswith(f"9.0 {cure}")
+    assert {name for name, entry in found.items() if entry["level"] == "trouble"} == set(versions)
 
 
 def test_the_tokenizer_in_use_is_named(forge, no_torch, bundled):

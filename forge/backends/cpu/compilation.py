@@ -25,12 +25,11 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -187,83 +186,12 @@ class Kernel(MachineCode):
         return self.symbol(self.name)
 
     def _module(self, machine):
-        import numba
+        from forge.backends.cpu.numba_internals import c_function  # loads Numba
 
         function = getattr(import_module(f"{__package__}.{self._module_name}"), self.name)
-        options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        arguments = (
-            getattr(numba, each) if isinstance(each, str) else numba.from_dtype(each) for each in self._arguments
-        )
-        with _intermediate_code_only():
-            compiled = numba.njit(getattr(numba, self._result)(*arguments), **options)(function)
-        [result] = compiled.overloads.values()
-        module = llvm.parse_assembly(result.library.get_llvm_str())
-        wrapper = _c_wrapper(self.name, result.fndesc.mangled_name, self._arguments, self._result)
-        module.link_in(llvm.parse_assembly(wrapper))
-        module.get_function(result.fndesc.mangled_name).linkage = llvm.Linkage.internal
+        module = c_function(self.name, function, self._arguments, self._result)
         _optimize(module, machine)
         return module
-
-
-@contextlib.contextmanager
-def _intermediate_code_only() -> Iterator[None]:
-    """Numba goes no further than LLVM's intermediate code, and neither optimizes it nor makes machine code of it.
-
-    By itself it does both for every function and makes wrappers for calls from Python, a third of the time, and forge
-    uses none of that. Numba cannot call what was compiled here: it has no machine code.
-    """
-    import numba
-    from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
-    from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.cpu import CPUContext
-
-    def nothing(*arguments: Any, **options: Any) -> None:
-        pass
-
-    def finish(library: Any) -> None:
-        library._finalize_dynamic_globals()
-        library._finalized = True
-
-    def no_address(library: Any, name: str) -> int:
-        library._ensure_finalized()
-        return 0
-
-    config: Any = numba.config
-    replaced = (
-        (config, "OPT", type(config.OPT)(0)),
-        (CPUContext, "create_cpython_wrapper", nothing),
-        (CPUContext, "create_cfunc_wrapper", nothing),
-        (JITCodeLibrary, "_finalize_final_module", finish),
-        (JITCodeLibrary, "get_pointer_to_function", no_address),
-        (JITCPUCodegen, "set_env", nothing),
-    )
-    with global_compiler_lock, contextlib.ExitStack() as stack:  # which keeps other threads from compiling meanwhile
-        for owner, name, value in replaced:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
-
-
-def _c_wrapper(name: str, numba_name: str, arguments: Arguments, result: str) -> str:
-    """LLVM code of the C function `name` around one that Numba compiled.
-
-    Numba's functions take two more addresses, for the result and for an exception, and return a status. Kernels raise
-    nothing, so the status is not looked at: no code remains that would need the interpreter, or Numba, at run time.
-    """
-    kinds = ["i64" if isinstance(argument, str) else "ptr" for argument in arguments]
-    declared, given = ", ".join(kinds), ", ".join(f"{kind} %{number}" for number, kind in enumerate(kinds))
-    returned = "void" if result == "void" else "i64"
-    ending = "ret void" if result == "void" else "%value = load i64, ptr %result\n  ret i64 %value"
-    return f"""
-declare i32 @"{numba_name}"(ptr, ptr, {declared})
-
-define {returned} @{name}({given}) {{
-  %result = alloca i64
-  %exception = alloca ptr
-  call i32 @"{numba_name}"(ptr %result, ptr %exception, {given})
-  {ending}
-}}
-"""
 
 
 class TileSet(MachineCode):

@@ -10,7 +10,7 @@ from llvmlite import ir
 LANES = 16
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-F32, HALF = ir.FloatType(), ir.HalfType()
+F64, F32, HALF = ir.DoubleType(), ir.FloatType(), ir.HalfType()
 V_F32, V_I32 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 

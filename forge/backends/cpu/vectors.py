@@ -13,11 +13,11 @@ import operator
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.extending import intrinsic
 
 from forge.backends.cpu.llvm_code import (
     F32,
+    F64,
     HALF,
     I8,
     I16,
@@ -36,40 +36,10 @@ from forge.backends.cpu.llvm_code import (
     store,
     widen,
 )
+from forge.backends.cpu.numba_internals import define_operator, vector_type
 
-
-class _VectorType(types.Type):
-    """A Numba type whose values are one LLVM vector."""
-
-    def __init__(self, name: str, llvm_type: ir.VectorType):
-        self.llvm_type = llvm_type
-        super().__init__(name)
-
-
-f32x16 = _VectorType("f32x16", V_F32)
-i32x16 = _VectorType("i32x16", V_I32)
-
-
-@register_model(_VectorType)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, fe_type.llvm_type)
-
-
-def _binary_operator(function, name: str) -> None:
-    """Teach Numba `a <op> b` for two f32x16."""
-
-    @infer_global(function)
-    class _Template(AbstractTemplate):
-        def generic(self, args, kws):
-            if len(args) == 2 and args[0] == f32x16 and args[1] == f32x16:
-                return signature(f32x16, f32x16, f32x16)
-            return None
-
-    @lower_builtin(function, f32x16, f32x16)
-    def _lower(context, builder, sig, args):
-        return getattr(builder, name)(*args)
-
+f32x16 = vector_type("f32x16", V_F32)
+i32x16 = vector_type("i32x16", V_I32)
 
 for _function, _name in (
     (operator.add, "fadd"),
@@ -77,7 +47,7 @@ for _function, _name in (
     (operator.mul, "fmul"),
     (operator.truediv, "fdiv"),
 ):
-    _binary_operator(_function, _name)
+    define_operator(_function, _name, f32x16)
 
 
 def _loader(kind: str):
@@ -360,9 +330,30 @@ def _scalar_store(numba_type):
 
 
 get_i64, get_i32, get_u8 = _scalar_load(types.int64, I64), _scalar_load(types.int32, I32), _scalar_load(types.uint8, I8)
-get_f32 = _scalar_load(types.float32, F32)
+get_u32 = _scalar_load(types.uint32, I32)
+get_f32, get_f64 = _scalar_load(types.float32, F32), _scalar_load(types.float64, F64)
 put_i64, put_i32 = _scalar_store(types.int64), _scalar_store(types.int32)
 put_f32 = _scalar_store(types.float32)
+
+
+@intrinsic
+def float_bits(typingctx, number):
+    """The bits of a float64 as an int64."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], I64)
+
+    return types.int64(types.float64), codegen
+
+
+@intrinsic
+def bits_float(typingctx, bits):
+    """The float64 of those bits."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], F64)
+
+    return types.float64(types.int64), codegen
 
 
 @intrinsic
