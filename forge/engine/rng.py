@@ -12,9 +12,15 @@ the batch, chunked prefill, a preemption, a rejected draft token, another device
 """
 
 from enum import IntEnum
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from forge.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge.backends.cpu.draw import CompiledDraw
 
 _MASK = 0xFFFFFFFF
 _CHUNK = 32768
@@ -117,7 +123,35 @@ def gumbel_argmax(
     """Draw one of `token_ids` with probability softmax(scores): the token with the greatest score + Gumbel noise.
 
     token_ids: int64 `[n]`, ascending. scores: float64 `[n]`, not all of them -infinity. Of equal sums the lower id
-    wins.
+    wins. Machine code draws the same token in a tenth of the time, where Numba is installed.
+    """
+    draw = _compiled_draw()
+    token = draw(token_ids, scores, seed, position, sample_index, purpose | branch << 2) if draw is not None else None
+    return (
+        token if token is not None else numpy_argmax(token_ids, scores, seed, sample_index, position, purpose, branch)
+    )
+
+
+@cache
+def _compiled_draw() -> "CompiledDraw | None":
+    try:
+        from forge.backends.cpu.draw import load_draw
+
+        return load_draw()
+    except (ImportError, ForgeError):  # without Numba, or on a processor that it has no code for
+        return None
+
+
+def numpy_argmax(
+    token_ids: np.ndarray,
+    scores: np.ndarray,
+    seed: int,
+    sample_index: int,
+    position: int,
+    purpose: Purpose = Purpose.SAMPLE,
+    branch: int = 0,
+) -> int:
+    """`gumbel_argmax` in NumPy.
 
     Nearly all of the time goes to Philox (151,936 tokens: 1.1 of 1.4 ms). So the noise of the leader, the token with
     the greatest score, is computed first. Tokens so far below that no noise lets them win are left out, where they are

@@ -200,6 +200,10 @@ ROWS_NEAR = 128
 """Rows of a large batch that pass over weights together: their quants stay in the second-level cache meanwhile."""
 GLU_SCRATCH_FLOATS = ROWS_NEAR * 2 * 32
 """What `gate_up_swiglu` needs of a thread's scratch: of those rows 32 gates and 32 ups."""
+DRAW_COUNTERS = 256
+"""Philox counters whose words a draw computes together."""
+DRAW_SCRATCH_BYTES = 16 * DRAW_COUNTERS
+"""Of those words, four of 32 bits for each counter."""
 
 # The memory that a pool's threads share.
 
