@@ -82,7 +82,7 @@ class GrammarSandbox:
         check_size(structured)
         waiter: Future[StructuredOutput] = Future()
         with self._lock:
-            plain = replace(structured, thinking="none")
+            plain = structured if structured.thinking == "none" else replace(structured, thinking="none")
             decided = self._decided.get(plain)
             if decided is None:
                 self._enqueue(plain, waiter)

@@ -1,18 +1,20 @@
 """`python -m forge.grammar.sandbox_process`: compiles grammars in workers, each of which can be ended.
 
 The supervisor loads the vocabulary once and forks its workers from there, so that a worker that is killed is replaced
-within milliseconds. It has two of them. Every grammar goes to the first, newest before oldest, and may take `QUICK` of
-its time; one that takes longer begins again on the second, which has a lower priority and `MOST`. So a grammar that
-explodes delays the next by `QUICK` at most, and any number of them leave the processor to the engine.
+within milliseconds. Each lane has a worker and a slice of the processor's time. Every grammar starts in the first lane;
+the system kills a worker whose slice is over, and its grammar begins again in the next lane, with a larger slice and a
+lower priority. In each lane the grammar with the least estimated work is the next (`work_estimate`), of equals the
+newest. So a grammar that explodes delays an ordinary one by a slice of `LANES[0]` at most, and any number of them leave
+the processor to the engine.
 
-Time is the processor's: a timer of the worker writes a byte for each `TICK`, also while it is inside the library, and
-the supervisor counts. Memory and stack are limited by the system; a worker that wants more dies of it.
+Memory and stack are limited by the system, too; a worker that wants more dies of it.
 
 Standard input has the vocabulary in the first line and a job or a cancellation in each further one, standard output an
 answer for each job, all of it JSON. The supervisor ends when its input does.
 """
 
 import json
+import math
 import os
 import resource
 import select
@@ -29,26 +31,25 @@ from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.grammar.compiler import TOO_DEEP, compile_grammar, refusal, without_gbnf
 from forge.grammar.vocabulary import Vocabulary, ll_tokenizer
+from forge.grammar.work_estimate import estimate
 
-TICK = 0.05
-QUICK, MOST = 0.1, 0.5
-"""Seconds of the processor. The largest grammars that are allowed (64,000 characters) take 0.06 to 0.15, a bomb any."""
+LANES = ((0.02, 0), (0.1, 10), (0.5, 15))
+"""Seconds of the processor and nice level. An ordinary schema takes 0.004 to 0.01 s, the largest grammars that are
+allowed (64,000 characters) 0.06 to 0.15 s, a bomb any."""
 MEMORY = 256 << 20
 """Bytes, beyond those of the vocabulary."""
 STACK = 4 << 20
 """Bytes: half of what a thread of the engine's process has, which compiles the same grammar afterwards."""
 MAX_SLOW = 8
-"""Grammars that wait for the second worker. A further one is refused when it has taken `QUICK`."""
+"""Grammars that wait for the last lane. A further one is refused when it has taken the slice before."""
 DEADLINE = 30.0
 """Seconds that a job may wait and take together."""
-_CROWD, _SLOW = 10, 15
-"""Nice levels: of the first worker while grammars that explode come in a row, and of the second."""
 
 _OUT_OF_MEMORY, _FAILED = 1, 2
 """Exit statuses of a worker. The library aborts where memory ends; Python can say so."""
 
 Job = dict[str, Any]
-"""Its `id`, the `form` of its `StructuredOutput`, and the `deadline`."""
+"""Its `id`, the `form` of its `StructuredOutput`, the estimated `work`, and the `deadline`."""
 Compile = Callable[[StructuredOutput], None]
 
 
@@ -71,36 +72,31 @@ class _Worker:
     """A forked process that compiles one grammar at a time."""
 
     def __init__(self, compile_: Compile, nice: int):
-        self.nice, self.ticks = nice, 0
-        (jobs, self._jobs), (answers_fd, answers), (self.ticks_fd, ticks) = os.pipe(), os.pipe(), os.pipe()
+        (jobs, self._jobs), (answers_fd, answers) = os.pipe(), os.pipe()
         self.answers = _Lines(answers_fd)
         self.pid = os.fork()
         if not self.pid:
             try:
-                _work(compile_, nice, jobs, answers, ticks)
+                _work(compile_, nice, jobs, answers)
             except MemoryError:
                 os._exit(_OUT_OF_MEMORY)
             finally:
                 os._exit(_FAILED)
-        for end in (jobs, answers, ticks):
+        for end in (jobs, answers):
             os.close(end)
-        os.set_blocking(self.ticks_fd, False)
 
-    def begin(self, job: Job) -> None:
-        self.take_ticks()
-        self.ticks = 0
+    def begin(self, job: Job, seconds: float) -> None:
         with suppress(BrokenPipeError):  # it has died: its answers end
-            _write_line(self._jobs, job["form"])
+            _write_line(self._jobs, {"form": job["form"], "seconds": seconds})
 
-    def take_ticks(self) -> None:
-        with suppress(BlockingIOError):
-            self.ticks += len(os.read(self.ticks_fd, 1 << 10))
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
         """End it and return its status, as `os.waitpid` does."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        for end in (self._jobs, self.answers.fd, self.ticks_fd):
+        self.kill()
+        for end in (self._jobs, self.answers.fd):
             os.close(end)
         return os.waitpid(self.pid, 0)[1]
 
@@ -111,14 +107,21 @@ class Lane:
 
     worker: _Worker
     seconds: float
-    newest_first: bool
+    nice: int
     job: Job | None = None
     waiting: list[Job] = field(default_factory=list)
 
     def begin_next(self) -> None:
         if self.job is None and self.waiting:
-            self.job = self.waiting.pop(-1 if self.newest_first else 0)
-            self.worker.begin(self.job)
+            self.job = min(self.waiting, key=lambda job: (job["work"], -job["id"]))
+            self.waiting.remove(self.job)
+            self.worker.begin(self.job, self.seconds)
+
+    def end_job(self) -> None:
+        """End the job that runs. Its worker's answers end when the system has taken back its memory."""
+        assert self.job is not None, "it runs"
+        self.job |= {"deadline": math.inf, "is_over": True}
+        self.worker.kill()
 
 
 class Supervisor:
@@ -126,9 +129,7 @@ class Supervisor:
 
     def __init__(self, compile_: Compile, jobs: _Lines, answers: int):
         self._compile, self._jobs, self._answers = compile_, jobs, answers
-        self._quick = Lane(_Worker(compile_, 0), QUICK, newest_first=True)
-        self._slow = Lane(_Worker(compile_, _SLOW), MOST, newest_first=False)
-        self._lanes = (self._quick, self._slow)
+        self._lanes = [Lane(_Worker(compile_, nice), seconds, nice) for seconds, nice in LANES]
 
     def run(self) -> None:
         """Until the input ends."""
@@ -143,66 +144,61 @@ class Supervisor:
             for lane in self._lanes:
                 lane.worker.end()
 
-    def _wait(self) -> None:
-        """Wait for what happens next, and take it."""
-        is_busy = any(lane.job is not None for lane in self._lanes)
-        ends = [end for lane in self._lanes for end in (lane.worker.answers.fd, lane.worker.ticks_fd)]
-        ready = select.select([self._jobs.fd, *ends], [], [], 1.0 if is_busy else None)[0]
-        for lane in self._lanes:
-            worker = lane.worker
-            if worker.answers.fd in ready:
-                self._take_answer(lane)
-            elif worker.ticks_fd in ready:
-                worker.take_ticks()
-                if lane.job is not None and worker.ticks * TICK >= lane.seconds:
-                    self._overrun(lane)
-        if self._jobs.fd in ready:
-            for line in self._jobs.read():
-                self._take_order(json.loads(line))
-        self._drop_late()
-
-    def _take_order(self, order: dict[str, Any]) -> None:
+    def take_order(self, order: dict[str, Any]) -> None:
         if "form" in order:
-            self._quick.waiting.append(order | {"deadline": time.monotonic() + DEADLINE})
+            work = estimate(StructuredOutput(**order["form"]))
+            self._lanes[0].waiting.append(order | {"work": work, "deadline": time.monotonic() + DEADLINE})
             return
         for lane in self._lanes:
             lane.waiting = [job for job in lane.waiting if job["id"] != order["cancel"]]
             if lane.job is not None and lane.job["id"] == order["cancel"]:
-                lane.job = None
-                self._replace(lane)
+                lane.end_job()
+
+    def _wait(self) -> None:
+        """Wait for what happens next, and take it."""
+        is_busy = any(lane.job is not None for lane in self._lanes)
+        ends = [lane.worker.answers.fd for lane in self._lanes]
+        ready = select.select([self._jobs.fd, *ends], [], [], 1.0 if is_busy else None)[0]
+        for lane, end in zip(self._lanes, ends, strict=True):
+            if end in ready:
+                self._take_answer(lane)
+        if self._jobs.fd in ready:
+            for line in self._jobs.read():
+                self.take_order(json.loads(line))
+        self._drop_late()
 
     def _take_answer(self, lane: Lane) -> None:
         try:
             for line in lane.worker.answers.read():
                 assert lane.job is not None, "an answer is to a job"
-                self._answer(lane.job, json.loads(line) | {"is_slow": lane is self._slow})
+                self._answer(lane.job, json.loads(line) | {"is_slow": lane is not self._lanes[0]})
                 lane.job = None
         except EOFError:  # the worker has died
             job, lane.job = lane.job, None
             status = self._replace(lane)
-            was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-            if job is not None and was_killed and "again" not in job:  # perhaps before it began
-                lane.waiting.append(job | {"again": True})
-            elif job is not None:
-                self._refuse(job, _why_it_died(status))
-        if lane is self._quick and lane.worker.nice and not lane.waiting and lane.job is None:
-            self._replace(lane)  # the crowd has gone
+            if job is not None and "is_over" not in job:
+                self._take_back(lane, job, status)
 
-    def _overrun(self, lane: Lane) -> None:
-        job, lane.job = lane.job, None
-        self._replace(lane)
-        assert job is not None, "only a job takes time"
-        if lane is self._quick and len(self._slow.waiting) < MAX_SLOW:
-            self._slow.waiting.append(job)
-        elif lane is self._quick:
-            self._refuse(job, f"it takes more than {QUICK} s to compile, and {MAX_SLOW} such wait: make it simpler")
+    def _take_back(self, lane: Lane, job: Job, status: int) -> None:
+        """Hand a job whose worker has died with this status to the next lane, or refuse it."""
+        killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        *_, before, last = self._lanes
+        too_long = f"it takes more than {lane.seconds} s to compile"
+        if killed_by == signal.SIGKILL and "again" not in job:  # perhaps before it began
+            lane.waiting.append(job | {"again": True})
+        elif killed_by != signal.SIGPROF:
+            self._refuse(job, _why_it_died(status))
+        elif lane is last:
+            self._refuse(job, f"{too_long}: make it simpler")
+        elif lane is before and len(last.waiting) >= MAX_SLOW:
+            self._refuse(job, f"{too_long}, and {MAX_SLOW} such wait: make it simpler")
         else:
-            self._refuse(job, f"it takes more than {MOST} s to compile: make it simpler")
+            self._lanes[self._lanes.index(lane) + 1].waiting.append(job)
 
     def _replace(self, lane: Lane) -> int:
         """A new worker for a lane; the status of the one that was ended."""
         status = lane.worker.end()
-        lane.worker = _Worker(self._compile, _SLOW if lane is self._slow else _CROWD if lane.waiting else 0)
+        lane.worker = _Worker(self._compile, lane.nice)
         return status
 
     def _drop_late(self) -> None:
@@ -212,11 +208,11 @@ class Supervisor:
             lane.waiting = [job for job in lane.waiting if job["deadline"] >= now]
             if lane.job is not None and lane.job["deadline"] < now:
                 late.append(lane.job)
-                lane.job = None
-                self._replace(lane)
+                lane.end_job()
             for job in late:
-                if lane is self._slow:
-                    self._refuse(job, f"it takes more than {QUICK} s to compile, and others wait: make it simpler")
+                if lane is self._lanes[-1]:
+                    before = self._lanes[-2].seconds
+                    self._refuse(job, f"it takes more than {before} s to compile, and others wait: make it simpler")
                 else:
                     self._answer(job, {"busy": True})
 
@@ -235,30 +231,26 @@ def _why_it_died(status: int) -> str:
     return f"it takes more than {MEMORY >> 20} MB to compile: make it simpler"
 
 
-def _work(compile_: Compile, nice: int, jobs: int, answers: int, ticks: int) -> None:
-    """A worker's life: a line with a form, a line with the answer."""
-    _keep_open(jobs, answers, ticks)
+def _work(compile_: Compile, nice: int, jobs: int, answers: int) -> None:
+    """A worker's life: a line with a form and its time, a line with the answer."""
+    _keep_open(jobs, answers)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.nice(nice)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_STACK, STACK)
     _limit(resource.RLIMIT_AS, _address_space() + MEMORY)
-    os.set_blocking(ticks, False)
-    signal.signal(signal.SIGPROF, lambda number, frame: None)  # the byte is written by the interpreter
-    signal.set_wakeup_fd(ticks, warn_on_full_buffer=False)
     lines = _Lines(jobs)
     with suppress(EOFError):
         while True:
             for line in lines.read():
-                _write_line(answers, _compiled(compile_, StructuredOutput(**json.loads(line))))
+                _write_line(answers, _compiled(compile_, **json.loads(line)))
 
 
-def _compiled(compile_: Compile, structured: StructuredOutput) -> dict[str, Any]:
-    """The answer to a job."""
-    spent = int(time.process_time() + MOST)
-    _limit(resource.RLIMIT_CPU, spent + 2)  # it ends, too, where the supervisor has been killed
-    signal.setitimer(signal.ITIMER_PROF, TICK, TICK)
+def _compiled(compile_: Compile, form: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The answer to a job. SIGPROF kills this process when it has taken that much of the processor's time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        structured = without_gbnf(structured)
+        structured = without_gbnf(StructuredOutput(**form))
         compile_(structured)
     except UsageError as error:
         return {"error": str(error)}
@@ -320,7 +312,7 @@ def main() -> None:
         compile_(StructuredOutput(json={"type": "object"}))  # what the first grammar loads, no worker loads again
     supervisor = Supervisor(compile_, jobs, answers)
     for line in lines[1:]:
-        supervisor._take_order(json.loads(line))
+        supervisor.take_order(json.loads(line))
     supervisor.run()
 
 

@@ -16,12 +16,14 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from typing import Any
 
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.token_filter import vocabulary_bytes
 from forge.errors import ForgeError, UsageError
+from forge.grammar.work_estimate import estimate
 from forge.llm import LLM
 from forge.server.messages import (
     Abort,
@@ -169,6 +171,8 @@ class EngineServer:
         """Requests that wait for their grammar, which is compiled on another thread."""
         self._compilers = {slow: ThreadPoolExecutor(1, "forge-grammars") for slow in (False, True)}
         """Those that take long hold no other up."""
+        self._unprepared: dict[bool, list[tuple[int, int, SamplingParams, Future[None]]]] = {False: [], True: []}
+        """Heaps of what the compilers are to do, by the estimated work and the request's key."""
 
     def run(self) -> None:
         """Until the socket closes."""
@@ -235,7 +239,20 @@ class EngineServer:
             self._queue(command)
         else:
             is_slow = params.structured is not None and params.structured.is_slow
-            self._compiling.append((command, self._compilers[is_slow].submit(self._prepare, params)))
+            work = estimate(params.structured) if params.structured is not None else 0
+            prepared: Future[None] = Future()
+            self._compiling.append((command, prepared))
+            heappush(self._unprepared[is_slow], (work, command.key, params, prepared))
+            self._compilers[is_slow].submit(self._prepare_least, is_slow)
+
+    def _prepare_least(self, is_slow: bool) -> None:
+        """Prepare the request whose grammar is the least work, so that a crowd of large ones holds none up."""
+        _, _, params, prepared = heappop(self._unprepared[is_slow])
+        try:
+            self._prepare(params)
+            prepared.set_result(None)
+        except Exception as error:
+            prepared.set_exception(error)
 
     def _prepare(self, params: SamplingParams) -> None:
         """Do on another thread what takes long of queueing a request; it is kept for then."""

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import CancelledError, as_completed
 from pathlib import Path
@@ -15,8 +17,9 @@ from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.grammar import sandbox as sandbox_module
 from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
-from forge.grammar.sandbox_process import MOST, QUICK, Lane, Supervisor
+from forge.grammar.sandbox_process import LANES, Lane, Supervisor
 from forge.grammar.vocabulary import Vocabulary
+from forge.grammar.work_estimate import estimate
 
 PATIENCE = 60
 NEVER = {"deadline": math.inf}
@@ -130,17 +133,72 @@ def test_a_process_that_was_killed_is_replaced_and_its_jobs_are_done(sandbox):
 
 
 def test_a_job_whose_time_is_up_leaves_its_lane(monkeypatch):
-    """One that never ran may come back later; one that took its time before is refused."""
+    """One that waits for a first lane may come back later; one that took its time before is refused."""
     supervisor, answers = object.__new__(Supervisor), []
     late = {"form": {"regex": "a"}, "deadline": 0.0}
-    supervisor._quick = Lane(None, QUICK, newest_first=True, waiting=[late | {"id": 1}])
-    supervisor._slow = Lane(None, MOST, newest_first=False, waiting=[late | {"id": 2}, late | {"id": 3} | NEVER])
-    supervisor._lanes = (supervisor._quick, supervisor._slow)
+    waiting = [[late | {"id": 1}], [], [late | {"id": 2}, late | {"id": 3} | NEVER]]
+    supervisor._lanes = [Lane(None, *slice_, waiting=jobs) for slice_, jobs in zip(LANES, waiting, strict=True)]
     monkeypatch.setattr(supervisor, "_answer", lambda job, answer: answers.append((job["id"], answer)))
     supervisor._drop_late()
     (_, busy), (_, refused) = answers
     assert busy == {"busy": True} and "it takes more than 0.1 s to compile" in refused["error"]
-    assert [job["id"] for job in supervisor._slow.waiting] == [3] and not supervisor._quick.waiting
+    assert [[job["id"] for job in lane.waiting] for lane in supervisor._lanes] == [[], [], [3]]
+
+
+STAND_IN = """
+import json, sys, time
+from forge.grammar.sandbox_process import Supervisor, _Lines
+
+def compile_(structured):
+    name = structured.regex.split("+")[0]
+    with open(sys.argv[1], "a") as log:
+        log.write(name + "\\n")
+    begin = time.process_time()
+    while name == "bomb" or (name == "medium" and time.process_time() - begin < 0.05):
+        pass
+
+supervisor = Supervisor(compile_, _Lines(0), 1)
+for number, name in enumerate(sys.argv[2:]):
+    supervisor.take_order({"id": number, "form": {"regex": name}})
+    supervisor._lanes[0].begin_next()
+supervisor.run()
+"""
+
+
+def test_ordinary_grammars_are_compiled_before_bombs_get_a_second_slice(tmp_path):
+    """Whether they came before or after; and one that needs a second slice gets it before those that need more."""
+    bombs = [f"bomb+a{{{number}}}" for number in range(100, 106)]
+    names = ["bomb", "quick", *bombs, "medium", "quick+"]
+    command = [sys.executable, "-c", STAND_IN, str(tmp_path / "log"), *names]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        answers = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.stdin.close()
+    assert [names[answer["id"]] for answer in answers] == ["quick", "quick+", "medium"]
+    assert answers[2]["is_slow"]
+    begun = (tmp_path / "log").read_text().split()
+    assert begun.index("quick") <= 2 and begun.count("quick") == 2 and begun.count("medium") == 2
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        doubling(20),
+        PRIMES,
+        StructuredOutput(regex="(.{1,40}[aeiou]){1,40}"),
+        StructuredOutput(
+            grammar="start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(20)) + '\nA20: "x"'
+        ),
+        StructuredOutput(grammar='root ::= (("a"{1,40} "b"){1,40} "c"){1,40}'),
+        StructuredOutput(json='{"a":' * 600 + "1" + "}" * 600),
+    ],
+    ids=["doubling", "primes", "regex", "lark", "gbnf", "deep"],
+)
+def test_the_estimate_of_a_bomb_exceeds_that_of_an_ordinary_schema(bomb):
+    person = {"type": "object", "properties": {"name": {"type": "string"}, "born": {"type": "integer"}}}
+    tree = {"$defs": {f"n{i}": {"items": {"$ref": f"#/$defs/n{i + 1}"}} for i in range(9)}, "$ref": "#/$defs/n0"}
+    uuid = {"type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"}
+    ordinary = [estimate(StructuredOutput(json=schema)) for schema in (person, tree, uuid, {"multipleOf": 100})]
+    assert estimate(bomb) > 2 * max(ordinary)
 
 
 def test_a_worker_that_was_killed_is_replaced(sandbox):
@@ -153,7 +211,7 @@ def test_nothing_is_left_of_a_closed_sandbox(tokenizer):
     sandbox = GrammarSandbox(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
     sandbox.check(StructuredOutput(regex="a")).result(PATIENCE)
     processes = [pid_of(sandbox), *descendants(pid_of(sandbox))]
-    assert len(processes) == 3
+    assert len(processes) == 1 + len(LANES)
     exploding = sandbox.check(doubling())
     sandbox.close()
     assert isinstance(exploding.exception(PATIENCE), CompilersBusy)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import StructuredOutput
 from forge.engine.task import Task
+from forge.errors import UsageError
 from forge.server import engine_process
 from forge.server.engine_process import EngineServer
 from forge.server.messages import Abort, Ask, AskTasks, Inbox, Submit, Update, Watch, Withdraw, frame
@@ -153,6 +155,26 @@ def test_a_request_that_cannot_run_is_refused(peer):
     one.submit(2, "abc", logit_bias={999: 1.0})
     found = one.until(lambda update: len(update.refused) == 2)
     assert "context" in found.refused[0].fault.message and "logit_bias" in found.refused[1].fault.message
+
+
+def test_the_least_grammar_that_waits_is_compiled_next(peer):
+    """Not the oldest: a crowd of large ones would hold an ordinary one up."""
+    begun, may_go_on = [], threading.Event()
+
+    def compile_grammar(structured):
+        begun.append(structured.regex)
+        assert may_go_on.wait(30)
+        raise UsageError("enough")
+
+    peer = peer(lambda tokens: "a")
+    peer.server.engine.compile_grammar = compile_grammar
+    for key, regex in enumerate(("first", "(a{9}b){99}", "(a{9}b){98}", "last")):
+        peer.submit(key, "aa", structured=StructuredOutput(regex=regex))
+    peer.send(Ask(9, "alive"))
+    peer.until(lambda update: update.answers)
+    may_go_on.set()
+    assert len(peer.until(lambda update: len(update.refused) == 4).refused) == 4
+    assert begun == ["first", "last", "(a{9}b){98}", "(a{9}b){99}"]
 
 
 def test_a_command_that_fails_is_the_engines_own_fault_and_the_next_one_runs(peer):
