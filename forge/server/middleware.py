@@ -16,6 +16,8 @@ from forge.server.settings import Settings, is_loopback
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """What needs no key."""
+_DISCARDED = 16
+"""Times the largest body: of a larger one as much is read, so that its client sees the answer."""
 
 
 class Draining:
@@ -86,7 +88,8 @@ class Gate:
         length = headers.get(b"content-length")
         if length is None and b"transfer-encoding" not in headers:
             return receive
-        if length is not None and length.isdigit() and int(length) > self._limits.max_body_bytes:
+        most = self._limits.max_body_bytes * (1 if b"expect" in headers else _DISCARDED)
+        if length is not None and length.isdigit() and int(length) > most:
             raise self._too_large()
         try:
             async with asyncio.timeout(self._limits.body_timeout):
@@ -105,17 +108,23 @@ class Gate:
         return replay
 
     async def _read(self, receive) -> bytes:
+        """The body. Reads and discards one that is too large before refusing it, because a client that still writes
+        while its connection closes does not see the answer."""
         parts, size = [], 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ApiError("the client left before its body was here")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._limits.max_body_bytes:
+            size += len(message.get("body", b""))
+            if size <= self._limits.max_body_bytes:
+                parts.append(message.get("body", b""))
+            if size > self._limits.max_body_bytes * _DISCARDED:
                 raise self._too_large()
             if not message.get("more_body"):
-                return b"".join(parts)
+                break
+        if size > self._limits.max_body_bytes:
+            raise self._too_large()
+        return b"".join(parts)
 
     def _too_large(self) -> ApiError:
         return ApiError(f"the body is larger than {self._limits.max_body_bytes} bytes", 413, code="body_too_large")

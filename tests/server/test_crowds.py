@@ -173,7 +173,27 @@ def test_a_large_body_is_413_whether_it_says_so_or_not(strict):
         raw.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
         for _ in range(3):
             raw.sendall(b"2710\r\n" + b" " * 10_000 + b"\r\n")
+        raw.sendall(b"0\r\n\r\n")
         assert raw.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_a_client_that_sends_a_large_body_to_its_end_sees_the_413(server):
+    """Two and a half million token ids, more than the buffers of both ends hold."""
+    body = b'{"prompt":[1' + b",1" * 2_500_000 + b"]}"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.settimeout(30)
+        raw.sendall(head.encode() + body)
+        assert raw.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_far_beyond_the_limit_is_not_read_to_its_end(strict):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer geheim\r\n"
+    for beginning in (b"content-length: 99999999\r\n\r\n", b"expect: 100-continue\r\ncontent-length: 30000\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", strict.port)) as raw:
+            raw.settimeout(10)
+            raw.sendall(head + beginning)
+            assert raw.recv(1000).startswith(b"HTTP/1.1 413")
 
 
 def test_a_request_that_never_comes_is_hung_up_on(strict):
