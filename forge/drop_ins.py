@@ -16,11 +16,11 @@ def first_lines(folders: Sequence[str]) -> dict[str, str]:
 
 @cache
 def _first_lines(folders: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    lines = {}
     for module in iter_modules(folders):
         assert isinstance(module.module_finder, FileFinder)
         folder = Path(module.module_finder.path)
         path = folder / module.name / "__init__.py" if module.ispkg else folder / f"{module.name}.py"
         with path.open(encoding="utf-8") as file:
-            found[module.name] = file.readline().strip().removeprefix('"""').removesuffix('"""')
-    return found
+            lines[module.name] = file.readline().strip().removeprefix('"""').removesuffix('"""')
+    return lines

@@ -58,7 +58,7 @@ class EngineArgs:
     _: KW_ONLY
     kv: "str | CacheFactory | None" = option(
         None,
-        f"KV cache: {'; '.join(f'{kind}, {what}' for kind, what in KV_KINDS.items())}.",
+        f"KV cache: {'; '.join(f'{kind}, {words}' for kind, words in KV_KINDS.items())}.",
         shown="off, or paged with --speculate",
     )
     """Or a function from a `CacheSize` to a `KvCache`."""
@@ -256,9 +256,9 @@ class EngineArgs:
 
     def _check_gpu_memory(self, utilization: float) -> None:
         if self.num_blocks is not None or self.kv_memory is not None:
-            other = "--num-blocks" if self.num_blocks is not None else "--kv-memory"
+            size = "--num-blocks" if self.num_blocks is not None else "--kv-memory"
             raise UsageError(
-                f"--gpu-memory-utilization and {other} both say how large the KV cache is: give one of them"
+                f"--gpu-memory-utilization and {size} both say how large the KV cache is: give one of them"
             )
         from forge.backends.cuda.sizes import checked_utilization
 
@@ -286,8 +286,8 @@ def keywords_of(
 
     def decorate(init: Callable[[_Built, EngineArgs], None]) -> Callable[Concatenate[_Built, _P], None]:
         @wraps(init)
-        def construct(self: _Built, /, *given: _P.args, **named: _P.kwargs) -> None:
-            init(self, args(*given, **named))
+        def construct(self: _Built, /, *positional: _P.args, **named: _P.kwargs) -> None:
+            init(self, args(*positional, **named))
 
         parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *signature(args).parameters.values()]
         construct.__signature__ = signature(args).replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -199,11 +199,11 @@ class LLM:
         Raises `UsageError` for fewer than two labels, or two that are the same tokens.
         """
         encoded = [self._encode(prompt)[1] for prompt in _as_list(prompts)]
-        own = self.model.labels
-        if own:
+        head_labels = self.model.labels
+        if head_labels:
             if labels:
-                raise UsageError(f"this model has labels of its own: {', '.join(own)}; leave --labels out")
-            return tasks.classify_by_head(encoded, own, self._answering(on_progress))
+                raise UsageError(f"this model has labels of its own: {', '.join(head_labels)}; leave --labels out")
+            return tasks.classify_by_head(encoded, head_labels, self._answering(on_progress))
         token_ids = [self.tokenizer.encode(label, add_special_tokens=False) for label in labels]
         return tasks.classify(encoded, token_ids, labels, self._answering(on_progress))
 

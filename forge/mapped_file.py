@@ -43,8 +43,8 @@ class ModelFileError(ForgeError):
         self.offset = offset
         self.problem = problem
         where = "" if offset is None else f"at byte {offset}, "
-        what = "" if field == WHOLE_FILE else f"{field}: "
-        super().__init__(f"{shown_path(path)}: {where}{what}{problem}")
+        subject = "" if field == WHOLE_FILE else f"{field}: "
+        super().__init__(f"{shown_path(path)}: {where}{subject}{problem}")
 
 
 class PlacedTensor(Protocol):

@@ -137,26 +137,26 @@ _OF_COMPARE = {
 
 
 def check_needs(
-    values: Values, given: Collection[str], spelled: Mapping[str, str] | None = None, in_python: bool = False
+    values: Values, stated: Collection[str], spelled: Mapping[str, str] | None = None, in_python: bool = False
 ) -> None:
     """Refuse an option that means nothing beside the others.
 
     values: of every option, by name, and of what is fixed. given: those that the user gave. spelled: how an option is
     written, if not like its name. in_python: a loaded model may be asked for more later. Raises `UsageError`.
     """
-    for need in _failing(values, given):
+    for need in _failing(values, stated):
         if not (in_python and need.may_come_later):
             raise _error(need, values, spelled or {})
 
 
 def settle(
-    sides: Sequence[MutableMapping[str, Any]], given: Collection[str], spelled: Mapping[str, str] | None = None
+    sides: Sequence[MutableMapping[str, Any]], stated: Collection[str], spelled: Mapping[str, str] | None = None
 ) -> None:
     """Of a comparison: take an option from the side where it means nothing (its value becomes None).
 
     Raises `UsageError` for one that means nothing on both sides.
     """
-    failing = [list(_failing(side, given)) for side in sides]
+    failing = [list(_failing(side, stated)) for side in sides]
     meaningless = [{need.option for need in needs} for needs in failing]
     for need in failing[0]:
         if all(need.option in options for options in meaningless):
@@ -165,10 +165,10 @@ def settle(
         side.update(dict.fromkeys(options))
 
 
-def _failing(values: Values, given: Collection[str]) -> Iterator[Need]:
+def _failing(values: Values, stated: Collection[str]) -> Iterator[Need]:
     known = {**values, **_derived(values)}
     for need in NEEDS:
-        if need.option in given and need.option in values and need.on in known and not need.holds(known[need.on]):
+        if need.option in stated and need.option in values and need.on in known and not need.holds(known[need.on]):
             yield need
 
 

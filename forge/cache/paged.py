@@ -183,8 +183,8 @@ class PagedKvCache(KvCache):
             for place, block in enumerate(table.blocks):
                 references[block] += 1
                 assert places.setdefault(block, place) == place, f"block {block} is in two places: {table}"
-        for block, (counted, found) in enumerate(zip(self.pool.reference_counts, references, strict=True)):
-            assert counted == found, f"block {block} is in {found} tables and has {counted} references"
+        for block, (counted, referenced) in enumerate(zip(self.pool.reference_counts, references, strict=True)):
+            assert counted == referenced, f"block {block} is in {referenced} tables and has {counted} references"
         assert self._filled in (None, self._count_filled()), "the filled slots do not add up"
 
     def _grow(self, seq_id: int, table: BlockTable, num_tokens: int) -> tuple[BlockCopy, ...]:

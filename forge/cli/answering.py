@@ -24,7 +24,7 @@ def load_answering(engine: EngineArgs) -> "LLM":
 
 
 @contextmanager
-def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+def counting(label: str) -> Iterator[Callable[[int, int], None]]:
 
-    with CountingBar(open_error_console(), what) as bar:
+    with CountingBar(open_error_console(), label) as bar:
         yield bar

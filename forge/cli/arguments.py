@@ -39,11 +39,11 @@ class Takes:
         self.names, self.without, self.defaults = set(names.split()), set(without.split()), defaults
         self.unmade = unmade
 
-    def fields_of(self, made: type) -> "list[Field[Any]]":
-        options = [field for field in fields(made) if "help" in field.metadata]
+    def fields_of(self, target: type) -> "list[Field[Any]]":
+        options = [field for field in fields(target) if "help" in field.metadata]
         known = {word for field in options for word in (field.name, field.metadata["group"])}
         unknown = (self.names | self.without | self.defaults.keys()) - known
-        assert not unknown, f"{made.__name__} has no {', '.join(sorted(unknown))}"
+        assert not unknown, f"{target.__name__} has no {', '.join(sorted(unknown))}"
         return [
             field
             for field in options
@@ -56,34 +56,34 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     a `Report`, and does not ask for it itself, has `--json`."""
     parameters: list[Parameter] = []
     parts: dict[str, tuple[type, Takes]] = {}
-    found = signature(function, eval_str=True)
-    for parameter in found.parameters.values():
-        made: Any
-        made, *marks = get_args(parameter.annotation) if _is_annotated(parameter) else (parameter.annotation,)
-        has_fields = is_dataclass(made)
+    declared = signature(function, eval_str=True)
+    for parameter in declared.parameters.values():
+        target: Any
+        target, *annotations = get_args(parameter.annotation) if _is_annotated(parameter) else (parameter.annotation,)
+        has_fields = is_dataclass(target)
         if has_fields:
-            takes = marks[0] if marks else Takes()
-            parts[parameter.name] = made, takes
-            parameters += [_option(field, made, takes) for field in takes.fields_of(made)]
+            takes = annotations[0] if annotations else Takes()
+            parts[parameter.name] = target, takes
+            parameters += [_option(field, target, takes) for field in takes.fields_of(target)]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-    context = next((one.name for one in parameters if one.annotation is typer.Context), None)
+    context = next((parameter.name for parameter in parameters if parameter.annotation is typer.Context), None)
     if context is None:
         parameters.append(Parameter(_CONTEXT, Parameter.KEYWORD_ONLY, annotation=typer.Context))
-    adds_json = found.return_annotation is Report and all(one.name != "json" for one in parameters)
+    adds_json = declared.return_annotation is Report and all(parameter.name != "json" for parameter in parameters)
     if adds_json:
         parameters.append(Parameter("json", Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption))
 
     @wraps(function)
-    def run(**given: Any) -> Any:
-        as_json = adds_json and given.pop("json")
-        caller = given[context] if context is not None else given.pop(_CONTEXT)
+    def run(**arguments: Any) -> Any:
+        as_json = adds_json and arguments.pop("json")
+        caller = arguments[context] if context is not None else arguments.pop(_CONTEXT)
         if caller is not None and not any(takes.unmade for _, takes in parts.values()):
-            check_needs(*stated(caller, given, *(takes.defaults for _, takes in parts.values())))
-        for name, (made, takes) in parts.items():
-            values = {field.name: given.pop(field.name) for field in takes.fields_of(made)}
-            given[name] = make(made, takes.defaults | values) if not takes.unmade else None
-        report = function(**given)
+            check_needs(*stated(caller, arguments, *(takes.defaults for _, takes in parts.values())))
+        for name, (target, takes) in parts.items():
+            values = {field.name: arguments.pop(field.name) for field in takes.fields_of(target)}
+            arguments[name] = make(target, takes.defaults | values) if not takes.unmade else None
+        report = function(**arguments)
         return report.as_json() if as_json else report
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -91,12 +91,14 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def make(made: Callable[..., _Made], values: Mapping[str, Any], **changed: Any) -> _Made:
+def make(target: Callable[..., _Made], values: Mapping[str, Any], **changed: Any) -> _Made:
     """The dataclass from a command's parameters: what is None, or an empty sequence, was not given. `values` may have
     others' parameters in it. Raises its `UsageError`."""
-    names = [field.name for field in fields(made)]  # type: ignore[arg-type]
-    given = {name: values[name] for name in names if values.get(name) not in (None, [], ())}
-    return made(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | changed)
+    names = [field.name for field in fields(target)]  # type: ignore[arg-type]
+    stated = {name: values[name] for name in names if values.get(name) not in (None, [], ())}
+    return target(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()} | changed
+    )
 
 
 def stated(
@@ -120,9 +122,9 @@ def _is_annotated(parameter: Parameter) -> bool:
     return get_origin(parameter.annotation) is Annotated
 
 
-def _option(field: "Field[Any]", made: type, takes: Takes) -> Parameter:
+def _option(field: "Field[Any]", target: type, takes: Takes) -> Parameter:
     """The field as typer has options."""
-    words, kind = field.metadata, _kind(field, made)
+    words, kind = field.metadata, _kind(field, target)
     default = takes.defaults.get(field.name, field.default)
     default = None if default == () else default
     flags = words["flags"].split() or [flag_of(field.name)]
@@ -142,23 +144,23 @@ def _option(field: "Field[Any]", made: type, takes: Takes) -> Parameter:
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=optional)
 
 
-def _kind(field: "Field[Any]", made: type) -> Any:
+def _kind(field: "Field[Any]", target: type) -> Any:
     """The type that the option's value has on the command line: text, where a field takes text or other things."""
-    found = eval(field.type, {}, _Names(made)) if isinstance(field.type, str) else field.type
-    members = get_args(found) if get_origin(found) in (Union, UnionType) else (found,)
+    annotation = eval(field.type, {}, _Names(target)) if isinstance(field.type, str) else field.type
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = {get_origin(member) or member for member in members}
     if kinds & {Sequence, tuple}:
         return list[str]
-    if get_origin(found) is Literal:
-        return found
+    if get_origin(annotation) is Literal:
+        return annotation
     return next((kind for kind in (str, bool, int, float, Path) if kind in kinds), str)
 
 
 class _Names(dict[str, Any]):
     """The names of a dataclass's module; those that only a type checker imports are `object`."""
 
-    def __init__(self, made: type):
-        super().__init__(vars(sys.modules[made.__module__]))
+    def __init__(self, target: type):
+        super().__init__(vars(sys.modules[target.__module__]))
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, object)

@@ -17,10 +17,10 @@ def run_bug(chapter: str, name: str, engine: EngineArgs, json: bool) -> "Report"
     from forge.book.bug_runs import run_with_and_without
 
     bug = find_bug(name, chapter)
-    given = {"device": engine.device, "threads": engine.threads}
+    loading = {"device": engine.device, "threads": engine.threads}
     if bug.loading.get("device", engine.device) == "reference":
-        del given["threads"]  # which that device has none of
-    runs = run_with_and_without(bug, lambda: load_model(_MODEL, **{**given, **bug.loading}))
+        del loading["threads"]  # which that device has none of
+    runs = run_with_and_without(bug, lambda: load_model(_MODEL, **{**loading, **bug.loading}))
     is_caught = runs.sound.failure is None and runs.caught_by is not None
     report = Report(bug_object(runs), lambda console: print_bug(console, runs), 0 if is_caught else UNNOTICED)
     return report.as_json() if json else report

@@ -193,7 +193,7 @@ def watch(ctx: typer.Context, number: Number = None, folder: FolderOption = None
 @build.command("engine", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def engine(
     ctx: typer.Context,
-    what: Annotated[str, typer.Argument(metavar="COMMAND", help="generate, compare, trace-scheduler or serve.")],
+    name: Annotated[str, typer.Argument(metavar="COMMAND", help="generate, compare, trace-scheduler or serve.")],
     folder: FolderOption = None,
 ) -> int:
     """Run a command on an engine with all of your passed parts at once, and then its requests on forge's own.
@@ -204,16 +204,16 @@ def engine(
     """
     from forge.exercises.own_engine import COMMANDS, engine_entries
 
-    if what not in COMMANDS:
-        raise UsageError(f"forge build engine runs {', '.join(COMMANDS)}, and not {what!r}")
+    if name not in COMMANDS:
+        raise UsageError(f"forge build engine runs {', '.join(COMMANDS)}, and not {name!r}")
     folder = _folder(ctx, folder)
     engine_entries(folder)
-    return session.run_engine(folder, [what, *ctx.args])
+    return session.run_engine(folder, [name, *ctx.args])
 
 
-def _folder(ctx: typer.Context, given: Path | None) -> Path:
+def _folder(ctx: typer.Context, folder: Path | None) -> Path:
     """What was given after the subcommand, or before it, or where the files are."""
-    return session.find_folder(given or ctx.obj[0])
+    return session.find_folder(folder or ctx.obj[0])
 
 
 def _entry(number: str | None, folder: Path) -> "Entry":

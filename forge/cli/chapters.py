@@ -99,10 +99,10 @@ def glossary(
 
     every = load_glossary()
     if term is None:
-        report = Report({"terms": [asdict(one) for one in every]}, lambda console: print_glossary(console, every))
+        report = Report({"terms": [asdict(entry) for entry in every]}, lambda console: print_glossary(console, every))
     else:
-        found = find_term(term, every)
-        report = Report(asdict(found), lambda console: print_term(console, found))
+        entry = find_term(term, every)
+        report = Report(asdict(entry), lambda console: print_term(console, entry))
     return report.as_json() if json else report
 
 
@@ -198,16 +198,18 @@ def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Call
     """
 
     def decorate(prepare: Callable[..., Experiment]) -> Callable[..., Found]:
-        found = signature(prepare, eval_str=True)
-        own = [one for name, one in found.parameters.items() if name != "json"]
+        declared = signature(prepare, eval_str=True)
+        stated = [option for name, option in declared.parameters.items() if name != "json"]
 
-        def run(ctx: typer.Context, only: str | None, pause: bool, json: bool, bug: str | None = None, **given: Any):
+        def run(
+            ctx: typer.Context, only: str | None, pause: bool, json: bool, bug: str | None = None, **arguments: Any
+        ):
             if bug is not None:
                 from forge.cli.bugs import run_bug
 
                 _check_bug_options(ctx)
-                return run_bug(ctx.command.name or "", bug, given["engine"], json)
-            prepared = prepare(**given, **({"json": json} if "json" in found.parameters else {}))
+                return run_bug(ctx.command.name or "", bug, arguments["engine"], json)
+            prepared = prepare(**arguments, **({"json": json} if "json" in declared.parameters else {}))
             if reads_chapter(only, json) and not prepared.alone:
                 return read_chapter(ctx, pause)
             report = prepared.run()
@@ -216,11 +218,11 @@ def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Call
         added: dict[str, Any] = {"only": (OnlyOption, None), "pause": (PauseOption, True)}
         added |= {"bug": (BugOption, None)} if bugs else {}
         added |= {"json": (options.JsonOption, False)}
-        parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context), *own]
+        parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context), *stated]
         for name, (kind, default) in added.items():
             parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-        keywords = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in parameters]
-        run.__signature__ = found.replace(parameters=keywords, return_annotation=Found)  # type: ignore[attr-defined]
+        keywords = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+        run.__signature__ = declared.replace(parameters=keywords, return_annotation=Found)  # type: ignore[attr-defined]
         run.__name__ = prepare.__name__
         return command(run)
 
@@ -259,10 +261,10 @@ def read_chapter(ctx: typer.Context, pause: bool) -> int:
         if name not in _NOT_GIVEN and options.was_given(ctx, name)
     }
     _check(values)
-    return _read(find(ctx.command.name or ""), pause=pause, given=Given(values))
+    return _read(find(ctx.command.name or ""), pause=pause, overrides=Given(values))
 
 
-def _check(given: Mapping[str, str | tuple[str, ...]]) -> None:
+def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
     """Refuse what no run of a chapter could take before its first page is shown.
 
     Raises `UsageError`.
@@ -270,20 +272,20 @@ def _check(given: Mapping[str, str | tuple[str, ...]]) -> None:
     from forge.model.catalog import is_hash_model, resolve_model
     from forge.workload.requests import Range
 
-    models = [model for name in ("model", "draft") for model in each(given.get(name, ()))]
+    models = [model for name in ("model", "draft") for model in each(values.get(name, ()))]
     for model in models:
         if not is_hash_model(model):
             resolve_model(model)
-    values = {name: value for name, value in given.items() if isinstance(value, str)}
-    if values.get("prompt") == "":
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    if texts.get("prompt") == "":
         raise UsageError("the prompt is empty: give it at least one word")
     for name in ("prompt_tokens", "max_tokens"):
-        if not _is_whole(values.get(name, "1")):
-            Range.parse(values[name], flag_of(name))
+        if not _is_whole(texts.get(name, "1")):
+            Range.parse(texts[name], flag_of(name))
     for name in _COUNTS:
-        if _is_whole(values.get(name, "")) and int(values[name]) < 1:
+        if _is_whole(texts.get(name, "")) and int(texts[name]) < 1:
             named = name if name == "max_tokens" else flag_of(name)  # which is an argument of some chapters
-            raise UsageError(f"{named} must be at least 1, got {values[name]}")
+            raise UsageError(f"{named} must be at least 1, got {texts[name]}")
 
 
 def _is_whole(text: str) -> bool:
@@ -294,16 +296,16 @@ def _as_written(value: object) -> str | tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int | None = None) -> int:
+def _read(entry: "Entry", *, pause: bool, overrides: "Given | None" = None, page: int | None = None) -> int:
     """page: where to go on, with what an earlier session found; None to begin."""
 
     console = open_console()
-    session, progress = _session(entry.chapter, given), load_progress()
+    session, progress = _session(entry.chapter, overrides), load_progress()
     waits = pause and console.is_terminal and sys.stdin.isatty()
     if waits or not pause:
         session.goes_on = _goes_on(entry, progress)
-    if given is not None and given.values:
-        session.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
+    if overrides is not None and overrides.values:
+        session.commands = {run: with_given(run.command, overrides) for run in entry.chapter.runs()}
     if not waits:
         status = print_chapter(console, entry.number, session)
         if not pause and status == 0:  # asked for: in a pipe the text may be read by a program
@@ -330,15 +332,15 @@ def _goes_on(entry: "Entry", progress: Progress) -> str:
     return f"forge next goes on with chapter {following.number}, forge {following.command}."
 
 
-def _session(chapter: "Chapter", given: "Given | None" = None) -> "Session":
+def _session(chapter: "Chapter", overrides: "Given | None" = None) -> "Session":
     from forge.book.model_facts import model_facts
 
-    values = {name: each(value)[0] for name, value in (given.values if given else {}).items() if each(value)}
+    values = {name: each(value)[0] for name, value in (overrides.values if overrides else {}).items() if each(value)}
     options_given = {
         name: values[option] for name, option in (("name", "model"), ("kv_dtype",) * 2) if option in values
     }
     model = model_facts(**options_given) if "model" in chapter.names else {}
-    return Session(chapter, run_reported, model=model, given=tuple(given.values) if given else ())
+    return Session(chapter, run_reported, model=model, given=tuple(overrides.values) if overrides else ())
 
 
 def run_reported(line: str) -> Report:
@@ -349,12 +351,12 @@ def run_reported(line: str) -> Report:
     """
     from forge.cli.main import parse_and_run
 
-    found = parse_and_run(_words(line))
-    if found == INTERRUPTED:
+    outcome = parse_and_run(_words(line))
+    if outcome == INTERRUPTED:
         raise KeyboardInterrupt
-    if not isinstance(found, Report):
+    if not isinstance(outcome, Report):
         raise UsageError(f"{line}: only commands that measure can be run here; `:` runs any other")
-    return found
+    return outcome
 
 
 def run_shell_line(line: str) -> int:
@@ -365,7 +367,7 @@ def run_shell_line(line: str) -> int:
     return main(words[1:] if words[:1] == ["forge"] else words)
 
 
-def with_given(line: str, given: Given) -> str:
+def with_given(line: str, overrides: Given) -> str:
     """A command line of a chapter with what the reader gave in it."""
     from forge.cli.main import command_named
 
@@ -382,7 +384,7 @@ def with_given(line: str, given: Given) -> str:
     if "--bug" in args:
         arguments, taking = [], [param for param in taking if param.name in _OF_A_BUG]
     syntax = Syntax(tuple(arguments), {spelling: param.name for param in taking for spelling in param.opts})
-    return shlex.join(["forge", *name, *given.applied(args, syntax)])
+    return shlex.join(["forge", *name, *overrides.applied(args, syntax)])
 
 
 def _words(line: str) -> list[str]:

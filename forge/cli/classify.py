@@ -61,8 +61,8 @@ def classify(
     raw = raw or by_head
     prompts = inputs if raw else [classify_prompt(llm.tokenizer, text, names, question) for text in inputs]
     with counting("classify") as on_progress:
-        found = llm.classify(prompts, names, on_progress=on_progress)
+        classifications = llm.classify(prompts, names, on_progress=on_progress)
     return Report(
-        {"model": llm.model_name, "results": classification_object(inputs, found)},
-        lambda console: print_classifications(console, inputs, found),
+        {"model": llm.model_name, "results": classification_object(inputs, classifications)},
+        lambda console: print_classifications(console, inputs, classifications),
     )

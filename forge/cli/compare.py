@@ -114,8 +114,8 @@ def compare(
     console = open_console()
     sides: list[Side] = []
     with ComparisonProgress(console, question, versus.names, max_tokens, quiet=json) as progress:
-        for name, given in zip(versus.names, (ctx.params, versus.right), strict=True):
-            side = _run_side(name, {**given, "max_tokens": max_tokens}, texts, sides, progress.step)
+        for name, values in zip(versus.names, (ctx.params, versus.right), strict=True):
+            side = _run_side(name, {**values, "max_tokens": max_tokens}, texts, sides, progress.step)
             sides.append(side)
             if side.result.interrupted:
                 break
@@ -142,8 +142,8 @@ def _settle(ctx: typer.Context, right: MutableMapping[str, Any], judges: bool, r
     for side in (left, right):
         side["kv"] = side["kv"] or kv
     sides = [dict(side) | more for side in (left, right)]
-    _, given, spelled = stated(ctx, left)
-    settle(sides, given - {"prompts"} if judges else given, spelled)
+    _, names, spelled = stated(ctx, left)
+    settle(sides, names - {"prompts"} if judges else names, spelled)
     for side, settled in zip((left, right), sides, strict=True):
         side.update({name: settled[name] for name in side})
 
@@ -151,13 +151,13 @@ def _settle(ctx: typer.Context, right: MutableMapping[str, Any], judges: bool, r
 def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
     """Requests that come all at once: a file's, judge requests, or the prompt that was given. By default they
     have answers of one token."""
-    given = {name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)}
+    stated = {name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)}
     params, texts = ctx.params, None
-    max_tokens = params["max_tokens"] if given & {"prompt", "max_tokens"} else 1
+    max_tokens = params["max_tokens"] if stated & {"prompt", "max_tokens"} else 1
     if params["prompts"] is not None or params["requests"] is not None:
         max_tokens = _number_alone(ctx, params["prompt"], max_tokens)
         texts = options.read_prompts(params["prompts"]) if params["prompts"] is not None else None
-    elif "prompt" in given:
+    elif "prompt" in stated:
         texts = [options.read_prompt(params["prompt"])]
     report = compare_judging(params, versus, texts, max_tokens)
     return report.as_json() if params["json"] else report
@@ -168,8 +168,8 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
 
     Raises `UsageError` for a prompt beside them.
     """
-    given = [name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)]
-    if not given:
+    stated = [name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)]
+    if not stated:
         return max_tokens
     if _is_number_alone(ctx):
         return int(prompt)
@@ -192,7 +192,7 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     if _is_number_alone(ctx):
         has_prompt = False
         left["max_tokens"] = right["max_tokens"] = int(left["prompt"])
-    workloads, labels, sides = zip(*(_serve_side(given, has_prompt) for given in (left, right)), strict=True)
+    workloads, labels, sides = zip(*(_serve_side(side, has_prompt) for side in (left, right)), strict=True)
     in_common = requests_in_common(*workloads)
     report = Report(
         many_object(versus.option, versus.names, sides, in_common),
@@ -202,23 +202,23 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     return report.as_json() if ctx.params["json"] else report
 
 
-def _serve_side(given: Mapping[str, Any], has_prompt: bool):
+def _serve_side(side: Mapping[str, Any], has_prompt: bool):
     """Load what this side asks for and serve its requests."""
     from forge.workload.recorded import recorded_workload
     from forge.workload.requests import Arrival, Range, Request, Workload, make_workload
     from forge.workload.ways import measure_all
 
-    number, length = given["requests"] or MANY, given["max_tokens"]
-    llm = load_model(make(EngineArgs, {**given, "max_num_seqs": given["batch"]}))
-    if given["workload"] is not None:
-        workload = recorded_workload(given["workload"], llm.tokenizer)
+    number, length = side["requests"] or MANY, side["max_tokens"]
+    llm = load_model(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}))
+    if side["workload"] is not None:
+        workload = recorded_workload(side["workload"], llm.tokenizer)
     elif has_prompt:
-        token_ids = tuple(llm.tokenizer.encode(options.read_prompt(given["prompt"])))
+        token_ids = tuple(llm.tokenizer.encode(options.read_prompt(side["prompt"])))
         workload = Workload((Request(token_ids, length),) * number)
     else:
-        prompt_range = Range.parse(given["prompt_tokens"], "--prompt-tokens")
-        output_range = Range.parse(given["output_tokens"] or str(length), "--output-tokens")
-        arrivals, priorities = Arrival.parse(given["arrival"]), given["order"] == "priority"
+        prompt_range = Range.parse(side["prompt_tokens"], "--prompt-tokens")
+        output_range = Range.parse(side["output_tokens"] or str(length), "--output-tokens")
+        arrivals, priorities = Arrival.parse(side["arrival"]), side["order"] == "priority"
         workload = make_workload(llm.tokenizer, number, prompt_range, output_range, arrivals, priorities=priorities)
     (measured,) = measure_all(llm, workload, [("continuous", llm.max_num_seqs)])
     return workload, run_label(llm), measured
@@ -226,22 +226,22 @@ def _serve_side(given: Mapping[str, Any], has_prompt: bool):
 
 def _run_side(
     name: str,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     prompts: Sequence[str],
     earlier: Sequence[Side],
     on_step: "Callable[[int, StepRecord], None]",
 ) -> Side:
     """Load what this side asks for and run it. A seed that was not given is drawn once, for both sides."""
-    params = make(SamplingParams, given)
+    params = make(SamplingParams, values)
     if params.seed is None:
         seed = earlier[0].result.output.seed if earlier else secrets.randbits(32)
         params = replace(params, seed=seed)
-    llm = load_model(make(EngineArgs, given))
+    llm = load_model(make(EngineArgs, values))
     llm.engine.report_probabilities = True  # shown at the first difference
     warm_up(llm, prompts[0])
     arrivals = [Arrival(prompt, params, step) for step, prompt in enumerate(prompts)]
-    found = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)
-    logits = chain(found.logits, repeat(()))  # of an interrupted run there may be fewer
-    first, *others = (Answer(*pair) for pair in zip(found.outputs, logits, strict=False))
-    result = RunResult(found.label, found.records, first.output, not params.greedy, found.interrupted)
-    return Side(name, result, first.logits, tuple(others))
+    run = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)
+    logits = chain(run.logits, repeat(()))  # of an interrupted run there may be fewer
+    first, *rest = (Answer(*pair) for pair in zip(run.outputs, logits, strict=False))
+    result = RunResult(run.label, run.records, first.output, not params.greedy, run.interrupted)
+    return Side(name, result, first.logits, tuple(rest))

@@ -30,16 +30,16 @@ def is_judging(versus: "Versus") -> bool:
     return versus.option in _QUESTIONS
 
 
-def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int) -> Report:
+def compare_judging(left: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int) -> Report:
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
     from forge.views.progress import progress_line
     from forge.views.request_sets import judging_object, judging_screen, same_answers
 
-    for side in (given, versus.right):  # before anything is loaded
+    for side in (left, versus.right):  # before anything is loaded
         _config(side)
     runs, labels, tokens = [], [], 0
     with progress_line() as progress:
-        for name, side in zip(versus.names, (given, versus.right), strict=True):
+        for name, side in zip(versus.names, (left, versus.right), strict=True):
             progress(name)
             llm = _load_side(side)
             prompts = judge_prompts(llm.tokenizer, side["requests"] or 64) if texts is None else _encoded(llm, texts)

@@ -73,14 +73,14 @@ def _libraries() -> "Iterator[Finding]":
     from forge.views.doctor import Finding
 
     for requirement in _requirements():
-        name, found = requirement.name, _version(requirement.name)
+        name, version = requirement.name, _version(requirement.name)
         level: Literal["ok", "note", "trouble"]
-        if found is None:
+        if version is None:
             level, text = ("note", f"not installed: {OPTIONAL[name]}") if name in OPTIONAL else ("trouble", "missing")
-        elif requirement.specifier.contains(found, prereleases=True):
-            level, text = "ok", found
+        elif requirement.specifier.contains(version, prereleases=True):
+            level, text = "ok", version
         else:
-            level, text = "trouble", f"{found} is outside the versions that were tried"
+            level, text = "trouble", f"{version} is outside the versions that were tried"
         cure = f": pip install '{name}{requirement.specifier}'" if level == "trouble" else ""
         yield Finding(name, level, text + cure)
 
@@ -192,14 +192,18 @@ def _requirements() -> "list[Requirement]":
     from packaging.requirements import Requirement
 
     declared = [Requirement(line) for line in requires(PACKAGE) or ()]
-    needed = [each for each in declared if each.marker is None or each.marker.evaluate({"extra": ""})]
+    needed = [
+        requirement
+        for requirement in declared
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
     extras = [
-        each
-        for each in declared
-        if each not in needed
-        and each.marker is not None
-        and any(each.marker.evaluate({"extra": extra}) for extra in ("cuda", "serve"))
-        and _version(each.name) is not None
+        requirement
+        for requirement in declared
+        if requirement not in needed
+        and requirement.marker is not None
+        and any(requirement.marker.evaluate({"extra": extra}) for extra in ("cuda", "serve"))
+        and _version(requirement.name) is not None
     ]
     return needed + extras
 

@@ -83,10 +83,10 @@ def _run_json(
             blocks.append(blocks_object(record, screen.feed(record), screen.names))
 
     result = drive(llm, llm.start([token_ids or text], params), params, look, observer)
-    found = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
+    record = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
     if llm.engine.report_blocks:
-        found["blocks"] = blocks
-    open_console().print(to_json(found), soft_wrap=True)
+        record["blocks"] = blocks
+    open_console().print(to_json(record), soft_wrap=True)
     return exit_status(result)
 
 

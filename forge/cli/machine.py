@@ -29,8 +29,8 @@ def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
     for line in _lines(root / "proc/cpuinfo"):
         name, _, flags = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            found = set(flags.split())
-            return tuple(feature for feature in CPU_FEATURES if feature in found)
+            supported = set(flags.split())
+            return tuple(feature for feature in CPU_FEATURES if feature in supported)
     return ("asimd",) if platform.machine() == "arm64" else ()
 
 
@@ -56,10 +56,10 @@ def _memory_limits(root: Path) -> list[tuple[int, int]]:
     places = [(folder / "memory.max", folder / "memory.current") for folder in _cgroup_folders(root)]
     legacy = root / "sys/fs/cgroup/memory"
     places.append((legacy / "memory.limit_in_bytes", legacy / "memory.usage_in_bytes"))
-    found = [(_first_word(limit), _first_word(used)) for limit, used in places]
+    readings = [(_first_word(limit), _first_word(used)) for limit, used in places]
     return [
         (int(limit), int(used or 0))
-        for limit, used in found
+        for limit, used in readings
         if limit and limit.isdigit() and int(limit) < 1 << 60  # without a limit, cgroup v1 states a huge one
     ]
 
@@ -67,8 +67,8 @@ def _memory_limits(root: Path) -> list[tuple[int, int]]:
 def _cgroup_folders(root: Path) -> list[Path]:
     """The cgroup v2 folders that hold this process, innermost first."""
     base = root / "sys/fs/cgroup"
-    own = next((line[3:].strip() for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")), "/")
-    inner = base / own.lstrip("/")
+    group = next((line[3:].strip() for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")), "/")
+    inner = base / group.lstrip("/")
     folders = [inner, *inner.parents]
     return [folder for folder in folders if folder == base or base in folder.parents]
 
@@ -77,10 +77,10 @@ def _sysctl(name: str) -> str | None:
     if platform.system() != "Darwin":
         return None
     try:
-        found = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=2, check=False)
+        process = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=2, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return process.stdout.strip() or None
 
 
 def _lines(path: Path) -> list[str]:

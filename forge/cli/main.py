@@ -114,14 +114,14 @@ class _Commands(TyperGroup):
 def _loaded(name: str) -> TyperCommand | TyperGroup:
     help, alone = None, typer.Typer(add_completion=False, rich_markup_mode="rich")
     if name in experiments.summaries():
-        found, help = experiments.load(name)
+        defined, help = experiments.load(name)
     else:
         module, _, function = _ELSEWHERE.get(name, name.replace("-", "_")).partition(":")
-        found = getattr(import_module(f"forge.cli.{module}"), function or module)
-    if isinstance(found, typer.Typer):
-        adopt(found.registered_commands)
-        return typer.main.get_group(found)
-    alone.command(name, help=help, **({"cls": Command} | _SETTINGS.get(name, {})))(found)
+        defined = getattr(import_module(f"forge.cli.{module}"), function or module)
+    if isinstance(defined, typer.Typer):
+        adopt(defined.registered_commands)
+        return typer.main.get_group(defined)
+    alone.command(name, help=help, **({"cls": Command} | _SETTINGS.get(name, {})))(defined)
     command = typer.main.get_command(alone)
     assert isinstance(command, TyperCommand)
     return command
@@ -138,8 +138,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(f"forge {__version__}")
         raise typer.Exit
 
@@ -187,8 +187,8 @@ def main(args: Sequence[str]) -> int:
 
 def _invoke(args: Sequence[str]) -> int:
     try:
-        found = parse_and_run(args)
-        return found or 0 if isinstance(found, int | None) else _show(found)
+        outcome = parse_and_run(args)
+        return outcome or 0 if isinstance(outcome, int | None) else _show(outcome)
     except ForgeError as error:
         return _complain(error)
     except MemoryError:
@@ -217,9 +217,9 @@ def command_named(name: str) -> TyperCommand | TyperGroup | None:
     """The command, or the group of commands, that `forge NAME` is."""
     group = _forge()
     group.load(name)
-    found = group.commands.get(name)
-    assert found is None or isinstance(found, TyperCommand | TyperGroup)
-    return found
+    command = group.commands.get(name)
+    assert command is None or isinstance(command, TyperCommand | TyperGroup)
+    return command
 
 
 def _forge() -> _Commands:

@@ -86,19 +86,19 @@ def synth(
         print_synthetic(open_console(), shown, written)
 
 
-def _config(shape: str | None, given: dict[str, Any]) -> "Qwen3Config":
+def _config(shape: str | None, values: dict[str, Any]) -> "Qwen3Config":
     """The named shape with what was given in place of its own; without a name, what was given."""
     if shape is None:
         missing = [
             field.metadata["flags"]
             for field in fields(ShapeArgs)
-            if field.metadata["shown"] == _PUBLISHED and field.name not in given
+            if field.metadata["shown"] == _PUBLISHED and field.name not in values
         ]
         if missing:
             raise UsageError(f"without a shape ({', '.join(SHAPES)}) give {', '.join(missing)}")
-        return synthetic_config(**given)
+        return synthetic_config(**values)
     published = SHAPES.get(shape.lower())
     if published is None:
         raise UsageError(f"unknown shape {shape!r:.60}; there are {', '.join(SHAPES)}, or give --layers and the rest")
     stated = {name: getattr(published, name) for name in signature(synthetic_config).parameters}
-    return synthetic_config(**stated | given)
+    return synthetic_config(**stated | values)

@@ -95,10 +95,10 @@ class FormArgs:
 
     def structured_output(self) -> "StructuredOutput | None":
         """The form with the files read; None for no form. Raises `UsageError` for more than one."""
-        given = [self.json_schema, self.regex, self.choice or None, self.grammar]
-        if given.count(None) == len(given):
+        forms = [self.json_schema, self.regex, self.choice or None, self.grammar]
+        if forms.count(None) == len(forms):
             return None
-        if given.count(None) < len(given) - 1:
+        if forms.count(None) < len(forms) - 1:
             raise UsageError("an output has one form: give one of --json-schema, --regex, --choice and --grammar")
         return StructuredOutput(
             json=self.json_schema and read_text(self.json_schema),

@@ -69,8 +69,8 @@ def replay(
 
         save_serving(output.svg, history)
     if output.json:
-        found = serving_object(history.label, history.records, history.requests())
-        return Report(found, lambda console: None).as_json()
+        summary = serving_object(history.label, history.records, history.requests())
+        return Report(summary, lambda console: None).as_json()
     _show(console, history)
     return 0
 
@@ -130,12 +130,12 @@ def export(
     target = out or file.with_name(f"{file.name.removesuffix('.jsonl')}.perfetto.json")
     if target == file:
         raise UsageError(f"{target} is the trace itself: give another file to --out")
-    found = perfetto_object(recorded)
+    document = perfetto_object(recorded)
     try:
-        target.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+        target.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
     except OSError as error:
         raise file_error(f"{target}: cannot write", error) from None
-    steps, events = count(len(recorded.steps)), count(len(found["traceEvents"]))
+    steps, events = count(len(recorded.steps)), count(len(document["traceEvents"]))
     note = f" ({recorded.note})" if recorded.note else ""
     open_console().print(
         f"{options.shown_path(target)}: {steps} steps, {events} events{note}. Open it at ui.perfetto.dev",

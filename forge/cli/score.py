@@ -49,10 +49,10 @@ def _scored(engine: EngineArgs, prompt: str, continuation: str, top: int) -> Rep
     llm = load_answering(engine)
     top = min(top, llm.model.vocab_size)
     with counting("score") as on_progress:
-        (found,) = llm.score([(prompt, continuation)], top, on_progress=on_progress)
+        (scored,) = llm.score([(prompt, continuation)], top, on_progress=on_progress)
     token_text = llm.tokenizer.token_text
     facts = {"model": llm.model_name, "prompt": prompt, "continuation": continuation}
     return Report(
-        facts | score_object(found, token_text),
-        lambda console: print_score(console, prompt, found, top, token_text),
+        facts | score_object(scored, token_text),
+        lambda console: print_score(console, prompt, scored, top, token_text),
     )

@@ -47,8 +47,8 @@ def serve(
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run
 
-    given = (server.host if was_given(ctx, "host") else None, server.port if was_given(ctx, "port") else None)
-    host, port = address(*given, os.environ.get(ADDRESS_VARIABLE))
+    stated = (server.host if was_given(ctx, "host") else None, server.port if was_given(ctx, "port") else None)
+    host, port = address(*stated, os.environ.get(ADDRESS_VARIABLE))
     model = str(engine.model)
     names = server.model_names or (() if Path(model).exists() else (model,))
     settings = replace(server, host=host, port=port, model_names=names, limits=limits)
@@ -58,7 +58,7 @@ def serve(
         require_ray()
         from forge.cluster.launch import serve_cluster
 
-        run = partial(serve_cluster, wanted=cluster)
+        run = partial(serve_cluster, cluster=cluster)
     if not live:
         return run(model, loading, settings, on_ready=_say_ready(model))
     with ExitStack() as shown:
@@ -100,10 +100,10 @@ def _say_ready(model: str) -> "Callable[[str, Ready], None]":
     def say(url: str, ready: "Ready") -> None:
         log = logging.getLogger("forge.server").info
         log("%s is served at %s", model, url)
-        said = ", ".join(f"{name} {value:g}" for name, value in ready.default_sampling.items())
+        sampling = ", ".join(f"{name} {value:g}" for name, value in ready.default_sampling.items())
         log(
             "without sampling parameters a request is %s",
-            f"sampled as the file recommends: {said}" if said else "greedy",
+            f"sampled as the file recommends: {sampling}" if sampling else "greedy",
         )
 
     return say

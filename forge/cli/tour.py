@@ -31,12 +31,12 @@ def tour(
     if not prompt:
         raise UsageError("the prompt is empty: give it at least one word")
     require_server()
-    found = take_tour(str(engine.model), prompt, max_tokens, lambda url: steps_of(url, None))
+    findings = take_tour(str(engine.model), prompt, max_tokens, lambda url: steps_of(url, None))
     if output.svg is not None:
         from forge.views.picture import picture_console, save_picture
 
         console = picture_console()
-        print_tour(console, found)
+        print_tour(console, findings)
         save_picture(console, output.svg, "forge tour")
-    report = Report(found.as_json(), lambda console: print_tour(console, found))
+    report = Report(findings.as_json(), lambda console: print_tour(console, findings))
     return report.as_json() if output.json else report

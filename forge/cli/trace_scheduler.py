@@ -126,9 +126,9 @@ def _run(
 
         save_serving(output.svg, history)
     requests = history.requests()
-    numbered = [(int((one.request_id or "0").rpartition("-")[2]), one) for one in requests]
+    numbered = [(int((request.request_id or "0").rpartition("-")[2]), request) for request in requests]
     by_tenant = [
-        (limit, [one for number, one in numbered if number % len(tenants) == tenant])
+        (limit, [request for number, request in numbered if number % len(tenants) == tenant])
         for tenant, limit in enumerate(tenants)
     ]
 

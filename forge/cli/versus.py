@@ -69,10 +69,10 @@ class VersusCommand(Command):
             return super().parse_args(ctx, args)
         self.explain(ctx.command_path, args)
         split = split_versus(args, value_options, switches)
-        other = self.context_class(self, info_name=ctx.info_name, parent=ctx.parent)
-        with other.scope(cleanup=False):
-            super().parse_args(other, list(split.right))
-        ctx.meta[_META] = Versus(split.option, split.names, other.params)
+        right = self.context_class(self, info_name=ctx.info_name, parent=ctx.parent)
+        with right.scope(cleanup=False):
+            super().parse_args(right, list(split.right))
+        ctx.meta[_META] = Versus(split.option, split.names, right.params)
         return super().parse_args(ctx, list(split.left))
 
     def words(self, args: Sequence[str]) -> list[Word] | None:
@@ -126,8 +126,8 @@ def _switched_at(args: Sequence[str], word: int, switches: Mapping[str, Switch])
     before, after = (args[word - 1] if word else ""), (args[word + 1] if word + 1 < len(args) else "")
     if before in switches:
         start, switch = word - 1, switches[before]
-        other = switches.get(after)
-        sides = [switch.on, other.on] if other is not None and other.option == switch.option else []
+        opposite = switches.get(after)
+        sides = [switch.on, opposite.on] if opposite is not None and opposite.option == switch.option else []
     elif word > 1 and args[word - 2] in switches:
         start, switch = word - 2, switches[args[word - 2]]
         sides = [_ON_OFF[value.lower()] for value in (before, after) if value.lower() in _ON_OFF]
@@ -139,7 +139,7 @@ def _switched_at(args: Sequence[str], word: int, switches: Mapping[str, Switch])
     left_of, right_of = args[:start], args[word + 2 :]
     if any(arg in switches and switches[arg].option == option for arg in (*left_of, *right_of)):
         raise UsageError(f"{option} is given more than once: {_TWO_SIDES}")
-    spelled = {one.on: (spelling,) for spelling, one in switches.items() if one.option == option}
+    spelled = {switch.on: (spelling,) for spelling, switch in switches.items() if switch.option == option}
     left, right = ((*left_of, *spelled.get(on, ()), *right_of) for on in sides)
     return SplitLine(option, ("on", "off") if sides[0] else ("off", "on"), left, right)
 
@@ -163,11 +163,11 @@ def _varied_at(args: Sequence[str], word: int, value_options: Mapping[str, str])
         raise UsageError(f"{WORD!r} stands between the two values of one option, {_EXAMPLE}")
     if word + 1 >= len(args) or _option_of(args[word + 1], value_options):
         raise UsageError(f"{option} has no value after {WORD!r}: write {option} {value} {WORD} B, {_EXAMPLE}")
-    other, left_of, right_of = args[word + 1], args[:start], args[word + 2 :]
+    right_value, left_of, right_of = args[word + 1], args[:start], args[word + 2 :]
     if any(_option_of(arg, value_options) == value_options[option] for arg in (*left_of, *right_of)):
         raise UsageError(f"{option} is given more than once: {_TWO_SIDES}")
-    left, right = ((*left_of, option, side, *right_of) for side in (value, other))
-    return SplitLine(value_options[option], (value, other), left, right)
+    left, right = ((*left_of, option, side, *right_of) for side in (value, right_value))
+    return SplitLine(value_options[option], (value, right_value), left, right)
 
 
 def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:

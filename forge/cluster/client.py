@@ -385,8 +385,8 @@ class ClusterClient(EngineClient):
                 asked = self._asked.pop(number, None)
                 if asked is not None and asked.replica in self._links:
                     self._links[asked.replica][1].send(command)
-            case Watch(wanted):
-                self._is_watching = wanted
+            case Watch(is_on):
+                self._is_watching = is_on
                 for _, link in self._links.values():
                     link.send(command)
 
@@ -481,17 +481,17 @@ class ClusterClient(EngineClient):
 
     # Questions
 
-    async def ask(self, what: str, *arguments: Any) -> Any:
+    async def ask(self, subject: str, *arguments: Any) -> Any:
         """As `EngineClient.ask`, of the replica that has the request in question; with the decision that sent it
         there."""
         decision = self.pools[ENGINES].decisions.get(arguments[0]) if arguments else None
         if decision is None or decision.replica not in self._links:
             return None
-        found = await self._answer_to(Ask(next(self._numbers), what, arguments), 1)
-        if found is None:
+        answer = await self._answer_to(Ask(next(self._numbers), subject, arguments), 1)
+        if answer is None:
             return None
         prefill = self.pools[PREFILLS].decisions.get(arguments[0]) if PREFILLS in self.pools else None
-        return {**found, "route": asdict(decision)} | ({} if prefill is None else {"prefill_route": asdict(prefill)})
+        return {**answer, "route": asdict(decision)} | ({} if prefill is None else {"prefill_route": asdict(prefill)})
 
     async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
         self._check_reachable()
@@ -516,8 +516,8 @@ class ClusterClient(EngineClient):
             for number in questions:
                 self._questions.pop(number, None)
                 self._asked.pop(number, None)
-        found = [answer for answer in answers if isinstance(answer, tuple)]
-        return max(found, key=lambda known: sum(map(len, known[1])), default=None)
+        arrived = [answer for answer in answers if isinstance(answer, tuple)]
+        return max(arrived, key=lambda known: sum(map(len, known[1])), default=None)
 
     def _put_question(self, question: _Question) -> None:
         command = question.command
@@ -636,7 +636,7 @@ class ClusterClient(EngineClient):
                 request.failures, request.avoid = 0, frozenset()
         if repeated:
             update.tokens = [
-                token for token in update.tokens if (found := find(token[0])) is None or token[1] not in found.ended
+                token for token in update.tokens if (entry := find(token[0])) is None or token[1] not in entry.ended
             ]
 
     def _is_new_end(self, key: int, sample: int) -> bool:

@@ -44,7 +44,7 @@ class Keeper:
     """Ray for one front."""
 
     def __init__(self, connection: socket.socket, deployment: Deployment):
-        self._connection, self._wanted = connection, deployment
+        self._connection, self._plan = connection, deployment
         self._lock = threading.Lock()
         self._is_private = deployment.address is None
         self._apps: dict[str, str] = {}
@@ -64,13 +64,13 @@ class Keeper:
 
     def start(self) -> None:
         """Connect to Ray, and start the engines unless they run. Raises `UsageError`."""
-        wanted, cluster = self._wanted, self._wanted.cluster
+        plan, cluster = self._plan, self._plan.cluster
         self._connect()
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         running = serve.status().applications
-        name = cluster.attach or wanted.name
+        name = cluster.attach or plan.name
         self._apps = {ENGINES: name}
-        if cluster.attach is not None or (wanted.again and name in running):
+        if cluster.attach is not None or (plan.again and name in running):
             if name not in running:
                 raise UsageError(f"no server called {name} runs on this Ray: {', '.join(running) or 'none'} does")
             if f"{name}-prefill" in running:
@@ -89,7 +89,7 @@ class Keeper:
         if self._is_private:
             self._start_private(quiet)
             return
-        address = self._wanted.address
+        address = self._plan.address
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError) as error:
@@ -99,36 +99,34 @@ class Keeper:
 
     def _start_private(self, quiet: dict[str, Any]) -> None:
         """A Ray for this server alone."""
-        wanted, cores = self._wanted, os.cpu_count() or 1
-        needed = wanted.cluster.most * wanted.options["threads"]
+        plan, cores = self._plan, os.cpu_count() or 1
+        needed = plan.cluster.most * plan.options["threads"]
         if needed > cores:
-            self.tell(Notice(f"{wanted.cluster.most} engines with {needed} threads share {cores} CPUs"))
+            self.tell(Notice(f"{plan.cluster.most} engines with {needed} threads share {cores} CPUs"))
         ray.init(
             address="local",
             num_cpus=max(cores, needed),
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(private_folder(wanted.name)),
+            _temp_dir=str(private_folder(plan.name)),
             **quiet,
         )
         self.address = ray.get_runtime_context().gcs_address
-        record_private(wanted.name, self.address)
+        record_private(plan.name, self.address)
 
     def _deploy(self) -> None:
-        wanted, cluster = self._wanted, self._wanted.cluster
-        threads = wanted.options["threads"]
-        gpus = int(wanted.options.get("device") == "cuda")
-        for resource, each in (("CPU", threads), ("GPU", gpus)):
-            there, needed = (
-                ray.cluster_resources().get(resource, 0),
-                (cluster.prefill_replicas or 0) + cluster.answering,
-            )
-            if needed * each > there:
+        plan, cluster = self._plan, self._plan.cluster
+        threads = plan.options["threads"]
+        gpus = int(plan.options.get("device") == "cuda")
+        for resource, per_engine in (("CPU", threads), ("GPU", gpus)):
+            there = ray.cluster_resources().get(resource, 0)
+            needed = (cluster.prefill_replicas or 0) + cluster.answering
+            if needed * per_engine > there:
                 fewer = "fewer engines or --threads" if resource == "CPU" else "fewer engines"
                 self.tell(
                     Notice(
-                        f"{needed} engines need {needed * each} {resource}s and Ray has {there:g}: those without wait "
-                        f"until there are more, or give {fewer}"
+                        f"{needed} engines need {needed * per_engine} {resource}s and Ray has {there:g}: those without "
+                        f"wait until there are more, or give {fewer}"
                     )
                 )
         targets = [
@@ -139,8 +137,8 @@ class Keeper:
 
     def _application(self, kind: str) -> Any:
         """The replicas of one kind."""
-        wanted, cluster = self._wanted, self._wanted.cluster
-        options, replicas = wanted.options, cluster.answering
+        plan, cluster = self._plan, self._plan.cluster
+        options, replicas = plan.options, cluster.answering
         scaled: dict[str, Any] = {}
         if kind == PREFILLS:
             replicas = cluster.prefill_replicas or 1
@@ -173,7 +171,7 @@ class Keeper:
             **scaled,
         )
         host = "127.0.0.1" if self._is_private else None
-        return deployment.bind(wanted.model, options, self._secret, host)
+        return deployment.bind(plan.model, options, self._secret, host)
 
     # Replicas
 
@@ -254,13 +252,13 @@ class Keeper:
 
     def stop(self) -> None:
         """The front has ended: end what was started for it."""
-        cluster = self._wanted.cluster
+        cluster = self._plan.cluster
         if self._is_private or (cluster.attach is None and not cluster.keep_engines):
             for app in self._apps.values():
                 serve.delete(app, _blocking=not self._is_private)
         ray.shutdown()
         if self._is_private:
-            clear_private(self._wanted.name)
+            clear_private(self._plan.name)
 
 
 async def _described(handle: Any) -> Any:

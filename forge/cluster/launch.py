@@ -189,17 +189,17 @@ def serve_cluster(
     live: Callable[[Ready], Callable[[StepRecord], None]] | None = None,
     on_ready: Callable[[str, Ready], None] | None = None,
     *,
-    wanted: ClusterOptions,
+    cluster: ClusterOptions,
 ) -> int:
     """Serve from replicas until a signal; return the exit status. As `forge.server.serving.serve`."""
-    if wanted.attach is None:
-        wanted.check_cache(options["kv"])
+    if cluster.attach is None:
+        cluster.check_cache(options["kv"])
     cores = os.cpu_count() or 1
-    options = options | {"threads": options.get("threads") or max(1, cores // wanted.most)}
-    name = wanted.attach or wanted.name or default_name(model)
-    listening = listen(settings, share=wanted.reuse_port)
+    options = options | {"threads": options.get("threads") or max(1, cores // cluster.most)}
+    name = cluster.attach or cluster.name or default_name(model)
+    listening = listen(settings, share=cluster.reuse_port)
     try:
-        front = ClusterFront(name, model, options, wanted)
+        front = ClusterFront(name, model, options, cluster)
         return asyncio.run(_serve(front, name, settings, listening, live, on_ready))
     finally:
         listening.close()

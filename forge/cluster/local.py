@@ -62,7 +62,7 @@ class LocalRun:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(one.prompt_tokens for one in self.routed)
+        return sum(request.prompt_tokens for request in self.routed)
 
     @property
     def computed_tokens(self) -> int:
@@ -75,7 +75,7 @@ class LocalRun:
 
     @property
     def requests_by_replica(self) -> list[int]:
-        names = [one.decision.replica for one in self.routed]
+        names = [request.decision.replica for request in self.routed]
         return [names.count(str(number)) for number in range(self.replicas)]
 
     @property
@@ -155,7 +155,7 @@ def run_talks(
     random_, running, number = random.Random(seed), dict[str, tuple[Talk, RouteRecord]](), 0
     while True:
         busy = [talk for talk, _ in running.values()]
-        waiting = [talk for talk in talks if not talk.has_ended and not any(talk is one for one in busy)]
+        waiting = [talk for talk in talks if not talk.has_ended and not any(talk is active for active in busy)]
         if not waiting and not running:
             break
         while waiting and len(running) < clients:

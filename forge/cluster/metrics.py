@@ -105,7 +105,7 @@ class ClusterMetrics:
 
     def text(self, gauges: Gauges) -> str:
         """Everything, in Prometheus' text format: each name once, with the replicas' values under it."""
-        own = (
+        fronts = (
             ("replicas_reachable", "gauge", "Engines that this front can reach.", len(self._by_replica)),
             ("requests_resumed_total", "counter", "Requests that went on elsewhere.", self._front.num_resumed),
             ("requests_failed_total", "counter", "Choices that no engine could finish.", self._num_failed),
@@ -115,7 +115,7 @@ class ClusterMetrics:
                 f"# HELP forge:{name} {help_text}\n# TYPE forge:{name} {kind}",
                 [f"forge:{name}{{{self._labels}}} {value}"],
             )
-            for name, kind, help_text, value in own
+            for name, kind, help_text, value in fronts
         ]
         for name in sorted(self._by_replica):
             families += self._by_replica[name].families(self._gauges[name])

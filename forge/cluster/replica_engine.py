@@ -243,9 +243,9 @@ class ReplicaEngine(EngineServer):
                     super()._carry_out(place.submit)
                 else:
                     threading.Thread(target=self._fetch, args=(place,), daemon=True).start()
-            case Watch(wanted):
+            case Watch(is_on):
                 if front is not None:
-                    front.is_watching = wanted
+                    front.is_watching = is_on
                 self._set_watched()
             case Abort(key):
                 super()._carry_out(command)

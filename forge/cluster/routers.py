@@ -63,7 +63,7 @@ class RoundRobin(Router):
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         chosen = candidates[self._turn % len(candidates)]
         self._turn += 1
-        least = min([one.requests for one in candidates])
+        least = min([replica.requests for replica in candidates])
         return RouteRecord(request.request_id, self.name, chosen.name, "turn", len(candidates), chosen.requests, least)
 
 
@@ -78,8 +78,8 @@ class PowerOfTwoChoices(Router):
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         two = self._random.sample(candidates, min(2, len(candidates)))
-        chosen = min(two, key=lambda one: one.requests)
-        least = min([one.requests for one in two])
+        chosen = min(two, key=lambda replica: replica.requests)
+        least = min([replica.requests for replica in two])
         return RouteRecord(request.request_id, self.name, chosen.name, "fewer_requests", 2, chosen.requests, least)
 
 
@@ -109,7 +109,7 @@ class PrefixRouter(Router):
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         fleet, least = self.fleet, least_busy(candidates)
         is_all = len(candidates) == len(fleet.replicas)
-        among = fleet.mask if is_all else sum([1 << one.index for one in candidates])
+        among = fleet.mask if is_all else sum([1 << replica.index for replica in candidates])
         blocks, mask = fleet.prefixes.longest(request.keys, among)
         if not blocks:
             return self._decision(request, least, "no_prefix", candidates, least, 0, None, 0)

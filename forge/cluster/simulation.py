@@ -198,8 +198,8 @@ class Simulation:
         for _ in range(options.fronts):
             fleet = Fleet()
             fleet.set_to(list(self.replicas))
-            made = router(fleet) if router is not None else new_router(options.router, fleet, options.threshold)
-            self.routers.append(made)
+            new = router(fleet) if router is not None else new_router(options.router, fleet, options.threshold)
+            self.routers.append(new)
         self.result = SimulationResult(options)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._names = count(), count()
@@ -220,12 +220,12 @@ class Simulation:
         result = self.result
         result.seconds = self.now
         result.ttft.sort()
-        result.requests_by_replica = [one.num_requests for one in self.replicas.values()]
-        result.computed_by_replica = [one.computed_tokens for one in self.replicas.values()]
+        result.requests_by_replica = [replica.num_requests for replica in self.replicas.values()]
+        result.computed_by_replica = [replica.computed_tokens for replica in self.replicas.values()]
         result.computed_tokens = sum(result.computed_by_replica)
         result.routing_entries = len(self.routers[0].fleet.prefixes.holders)
-        for one in self.replicas.values():
-            assert not one.scheduler.has_unfinished() and not one.turns, "a request was lost"
+        for replica in self.replicas.values():
+            assert not replica.scheduler.has_unfinished() and not replica.turns, "a request was lost"
         return result
 
     def _mean_arrival(self) -> float:

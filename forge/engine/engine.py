@@ -127,8 +127,8 @@ class Engine(RequestRegistry):
         return self.scheduler.keep_block_map
 
     @report_blocks.setter
-    def report_blocks(self, wanted: bool) -> None:
-        self.scheduler.keep_block_map = wanted
+    def report_blocks(self, is_on: bool) -> None:
+        self.scheduler.keep_block_map = is_on
 
     # A step
 

@@ -106,11 +106,11 @@ class PromptLimits:
             )
         return token_ids
 
-    def check_ids(self, token_ids: Items[int], what: str = "") -> None:
+    def check_ids(self, token_ids: Items[int], subject: str = "") -> None:
         """Raise `UsageError` for one that is no token."""
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
-                raise UsageError(f"{what}token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
+                raise UsageError(f"{subject}token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
 
     def check_bias(self, params: SamplingParams) -> None:
         """The same for the tokens that the sampling parameters name."""

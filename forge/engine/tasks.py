@@ -123,9 +123,9 @@ def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer
         requests.append(([*prompt, *continuation], Task(score_from=max(1, len(prompt)), top=top)))
     scored = []
     for (token_ids, task), result in zip(requests, answer(requests), strict=True):
-        own = token_ids[task.score_from :]
-        logprobs = tuple(_own(scores, token_id) for scores, token_id in zip(result.scores, own, strict=True))
-        scored.append(Score(tuple(own), logprobs, tuple(scores[:top] for scores in result.scores)))
+        scored_ids = token_ids[task.score_from :]
+        logprobs = tuple(_own(scores, token_id) for scores, token_id in zip(result.scores, scored_ids, strict=True))
+        scored.append(Score(tuple(scored_ids), logprobs, tuple(scores[:top] for scores in result.scores)))
     return scored
 
 

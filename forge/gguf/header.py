@@ -167,14 +167,14 @@ class _Cursor:
     def u64(self, field: str) -> int:
         return int(_U64.unpack(self.take(8, field))[0])
 
-    def member(self, kind: type[Member], field: str, what: str) -> Member:
+    def member(self, kind: type[Member], field: str, kind_name: str) -> Member:
         """A number that stands for one of `kind`."""
         offset = self.position
         number = self.u32(field)
         try:
             return kind(number)
         except ValueError:
-            raise self.error(field, f"unknown {what} {number}", offset) from None
+            raise self.error(field, f"unknown {kind_name} {number}", offset) from None
 
     def take(self, nbytes: int, field: str) -> bytes:
         self._need(nbytes, field)

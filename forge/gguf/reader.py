@@ -108,10 +108,10 @@ class GGUFFile(MappedFile[GGUFTensor]):
         entry = self.fields.get(key)
         return GGUFError(self.path, f"metadata {printable(key)}", problem, entry.offset if entry else None)
 
-    def tensor_error(self, name: str, what: str, problem: str) -> GGUFError:
+    def tensor_error(self, name: str, part: str, problem: str) -> GGUFError:
         """A GGUFError about `what` (`shape`, `type` or '') of the tensor called `name`, for the caller to raise."""
         tensor = self.tensors.get(name)
-        subject = f"tensor {printable(name)} {what}".rstrip()
+        subject = f"tensor {printable(name)} {part}".rstrip()
         return GGUFError(self.path, subject, problem, tensor.entry_offset if tensor else None)
 
     def _entry(self, key: str) -> MetadataField:
@@ -120,5 +120,5 @@ class GGUFFile(MappedFile[GGUFTensor]):
             raise self.error(key, "the file does not have this entry, and forge needs it")
         return entry
 
-    def _wrong_type(self, entry: MetadataField, wanted: str) -> GGUFError:
-        return self.error(entry.key, f"must be {wanted}, not {entry.type_name}")
+    def _wrong_type(self, entry: MetadataField, expected: str) -> GGUFError:
+        return self.error(entry.key, f"must be {expected}, not {entry.type_name}")

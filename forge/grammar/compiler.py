@@ -227,5 +227,5 @@ def refusal(structured: StructuredOutput, message: str) -> UsageError:
         line = f"{keys}: not supported; leave it out, or say it another way"
     elif "oneOf constraints are not supported" in line:
         line = "oneOf whose cases may hold together is not supported; take anyOf"
-    what = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
-    return UsageError(f"the {what[structured.kind]} is refused: {line[:_MAX_MESSAGE]}")
+    kinds = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
+    return UsageError(f"the {kinds[structured.kind]} is refused: {line[:_MAX_MESSAGE]}")

@@ -269,11 +269,11 @@ def _keep_open(*kept: int) -> None:
         os.closerange(low + 1, high)
 
 
-def _limit(what: int, amount: int) -> None:
+def _limit(kind: int, amount: int) -> None:
     """Lower a limit, where this system has it."""
-    _, hard = resource.getrlimit(what)
+    _, hard = resource.getrlimit(kind)
     with suppress(ValueError, OSError):
-        resource.setrlimit(what, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
+        resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 
 
 def _address_space() -> int:

@@ -268,9 +268,9 @@ def _head_dim(file: GGUFFile, hidden_size: int, num_attention_heads: int) -> int
     if head_dim % 2:
         raise _error(file, "attention.key_length", f"{head_dim} is odd; RoPE turns pairs")
     for name in ("attention.value_length", "rope.dimension_count"):
-        other = _integer(file, name, MAX_WIDTH, default=head_dim)
-        if other != head_dim:
-            raise _error(file, name, f"{other} is not the {head_dim} of qwen3.attention.key_length")
+        value_length = _integer(file, name, MAX_WIDTH, default=head_dim)
+        if value_length != head_dim:
+            raise _error(file, name, f"{value_length} is not the {head_dim} of qwen3.attention.key_length")
     return head_dim
 
 

@@ -61,12 +61,12 @@ def flat_batch(parts: Sequence[SequenceRows], block_size: int) -> ForwardBatch:
     starts: list[int] = []
     logit_rows: list[int] = []
     ends = [0]
-    for table, (tokens, start, block_table, wanted) in zip(tables, parts, strict=True):
+    for table, (tokens, start, block_table, rows) in zip(tables, parts, strict=True):
         table[: len(block_table)] = block_table
         first_row = ends[-1]
         token_ids += tokens
         starts.append(start)
-        logit_rows += range(first_row + wanted.start, first_row + wanted.stop)
+        logit_rows += range(first_row + rows.start, first_row + rows.stop)
         ends.append(len(token_ids))
     cu_seqlens, first_positions = np.array(ends, np.int32), np.array(starts, np.int32)
     num_rows = np.diff(cu_seqlens)

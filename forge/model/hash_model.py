@@ -63,14 +63,14 @@ class HashModel(Model):
         self,
         vocab_size: int = VOCAB_SIZE,
         *,
-        said: Sequence[int] = SAID,
+        emitted: Sequence[int] = SAID,
         eos_token_id: int = EOS_TOKEN_ID,
         eos_probability: float = EOS_PROBABILITY,
         agreement: float = 1.0,
         runs_ahead: bool = False,
     ):
-        """said: the token ids that it says, nearly always. eos_probability: the share of contexts that it ends after;
-        after all others it never does. agreement: below 1 a draft, whose argmax is that of the model with
+        """emitted: the token ids that it says, nearly always. eos_probability: the share of contexts that it ends
+        after; after all others it never does. agreement: below 1 a draft, whose argmax is that of the model with
         agreement 1 in this share of all contexts, and another one in the rest. runs_ahead: whether it remembers what
         was the argmax in the forward before, as a device does; it does not compute any later for that."""
         self.vocab_size = vocab_size
@@ -79,7 +79,7 @@ class HashModel(Model):
         self._argmax: WeakKeyDictionary[NumpyKvStorage, np.ndarray] = WeakKeyDictionary()
         """Of each row of the last forward on a storage, where it runs ahead."""
         self._bias = np.full(vocab_size, _UNSAID)
-        self._bias[list(said)] = 0
+        self._bias[list(emitted)] = 0
         self._token_hashes = _mixed(np.arange(vocab_size, dtype=np.uint32) * _STRIDE ^ _LOGITS)
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:

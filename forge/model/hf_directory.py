@@ -360,12 +360,12 @@ def _only_file(folder: Path) -> str:
     """The one file of weights in a folder without an index."""
     if (folder / WEIGHTS).exists():
         return WEIGHTS
-    found = sorted(file.name for file in folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return found[0]
-    if found:
+    names = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(names) == 1:
+        return names[0]
+    if names:
         raise ModelFolderError(
-            folder, WHOLE_FILE, f"{len(found)} safetensors files, and no {INDEX} that says what they hold"
+            folder, WHOLE_FILE, f"{len(names)} safetensors files, and no {INDEX} that says what they hold"
         )
     raise ModelFolderError(folder, WHOLE_FILE, "holds no safetensors file; forge reads those and GGUF files")
 
@@ -410,7 +410,7 @@ def _check_tied(files: Mapping[str, SafetensorsFile], name: str) -> None:
     """Some files hold the tied matrix twice (Qwen3-0.6B's does). Two different ones would be two different models."""
     embedding, head = files[name].tensors[name], files[_HEAD].tensors[_HEAD]
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
-    if not same or not all(np.array_equal(one, other) for one, other in _pieces(embedding.raw(), head.raw())):
+    if not same or not all(np.array_equal(left, right) for left, right in _pieces(embedding.raw(), head.raw())):
         raise files[_HEAD].tensor_error(_HEAD, "", f"differs from {name}, and {CONFIG} says that they are one")
     for stored in (name, _HEAD):
         files[stored].release(stored)

@@ -101,15 +101,15 @@ def pull(name: str, *, endpoint: str | None = None, on_progress: PullProgress | 
     several, and `PullError` for whatever else goes wrong; Ctrl-C passes through. A partial file stays for the next
     time, except a damaged one.
     """
-    wanted = PullName.parse(name)
+    pull_name = PullName.parse(name)
     if find_spec("huggingface_hub") is None:
         raise PullError("pulling models needs huggingface_hub, which is not installed: pip install huggingface_hub")
-    target = pulled_folder() / wanted.repo
-    with _plain_errors(wanted, endpoint), _quiet_hub():
-        repository = _list(wanted.repo, _endpoint(endpoint))
-        chosen = [_described(repository, file) for file in _choose(repository, wanted)]
+    target = pulled_folder() / pull_name.repo
+    with _plain_errors(pull_name, endpoint), _quiet_hub():
+        repository = _list(pull_name.repo, _endpoint(endpoint))
+        chosen = [_described(repository, file) for file in _choose(repository, pull_name)]
         target.mkdir(parents=True, exist_ok=True)
-        with _lock(target, wanted):
+        with _lock(target, pull_name):
             _check_room(target, chosen)
             if chosen[-1].name == CONFIG:
                 _check_config(repository, chosen[-1], target)
@@ -118,8 +118,8 @@ def pull(name: str, *, endpoint: str | None = None, on_progress: PullProgress | 
     total = sum(file.bytes for file in chosen)
     if len(chosen) == 1:
         path = target / Path(chosen[0].name).name
-        return PulledModel(f"{wanted.repo}:{quant_label(path.name)}", path, total)
-    return PulledModel(wanted.repo, target, total)
+        return PulledModel(f"{pull_name.repo}:{quant_label(path.name)}", path, total)
+    return PulledModel(pull_name.repo, target, total)
 
 
 def _list(repo: str, endpoint: str) -> _Repository:
@@ -135,28 +135,32 @@ def _list(repo: str, endpoint: str) -> _Repository:
     return _Repository(repo, info.sha or "main", endpoint, files)
 
 
-def _choose(repository: _Repository, wanted: PullName) -> list[_RemoteFile]:
+def _choose(repository: _Repository, pull_name: PullName) -> list[_RemoteFile]:
     """The files to bring, in that order: one GGUF file, or a whole Hugging Face folder."""
     names = sorted(repository.files)
     gguf = [name for name in names if is_one_gguf(name) and _is_plain(Path(name).name)]
     if gguf:
-        found = choose_gguf(gguf, wanted.quant)
-        others = [name for name in gguf if not is_unsupported(name)]
-        if not found:
-            raise UsageError(f"{wanted.repo} has no {wanted.quant}; it has {_listed(others)}")
-        if len(found) > 1:
-            runnable = choices(wanted.repo, [name for name in found if name in others])
-            raise UsageError(f"{wanted} fits {len(found)} files; name one: {_shortened(runnable)}")
-        if found[0] not in others:
-            hint = f"it has {_listed(others)}" if others else "take another repository"
-            raise UsageError(f"forge does not compute with {quant_label(found[0])}, as in {found[0]}; {hint}")
-        return [repository.files[found[0]]]
+        matching = choose_gguf(gguf, pull_name.quant)
+        supported = [name for name in gguf if not is_unsupported(name)]
+        if not matching:
+            raise UsageError(f"{pull_name.repo} has no {pull_name.quant}; it has {_listed(supported)}")
+        if len(matching) > 1:
+            runnable = choices(pull_name.repo, [name for name in matching if name in supported])
+            raise UsageError(f"{pull_name} fits {len(matching)} files; name one: {_shortened(runnable)}")
+        if matching[0] not in supported:
+            hint = f"it has {_listed(supported)}" if supported else "take another repository"
+            raise UsageError(f"forge does not compute with {quant_label(matching[0])}, as in {matching[0]}; {hint}")
+        return [repository.files[matching[0]]]
     weights = [name for name in names if name.endswith(".safetensors") and _is_plain(name)]
     if not weights or CONFIG not in repository.files:
         split = " but split GGUF files, which forge does not read" if any(n.endswith(".gguf") for n in names) else ""
-        raise UsageError(f"{wanted.repo} holds nothing that forge can run{split}: it needs a GGUF file, or safetensors")
-    if wanted.quant is not None:
-        raise UsageError(f"{wanted.repo} has no GGUF files to choose {wanted.quant} from; pull it as {wanted.repo}")
+        raise UsageError(
+            f"{pull_name.repo} holds nothing that forge can run{split}: it needs a GGUF file, or safetensors"
+        )
+    if pull_name.quant is not None:
+        raise UsageError(
+            f"{pull_name.repo} has no GGUF files to choose {pull_name.quant} from; pull it as {pull_name.repo}"
+        )
     beside = [name for name in (INDEX, *BESIDE_WEIGHTS) if name in repository.files]
     return [repository.files[name] for name in (*beside, *weights, CONFIG)]
 
@@ -208,11 +212,11 @@ def _fetch(repository: _Repository, file: _RemoteFile, target: Path, on_progress
     except _UnsupportedModel:
         partial.unlink()
         raise
-    found = _digest_of(partial, file.digest)
-    if found != file.digest:
+    digest = _digest_of(partial, file.digest)
+    if digest != file.digest:
         partial.unlink()
         raise PullError(
-            f"{file.name}: damaged on the way: its checksum is {_brief(found)}, and {repository.endpoint} states "
+            f"{file.name}: damaged on the way: its checksum is {_brief(digest)}, and {repository.endpoint} states "
             f"{_brief(file.digest)}; it was removed, pull it again"
         )
     os.replace(partial, path)
@@ -268,9 +272,9 @@ class _WatchedFile(BufferedWriter):
             return
         self.flush()
         with self._path.open("rb") as beginning:
-            found = parse_beginning(Path(self._file.name), beginning.read(MAX_HEADER_BYTES))
-        self._header_expected = max(_CHUNK, 2 * size) if found is None and size < MAX_HEADER_BYTES else _NEVER
-        problem = why_unsupported(*found) if found is not None else None
+            header = parse_beginning(Path(self._file.name), beginning.read(MAX_HEADER_BYTES))
+        self._header_expected = max(_CHUNK, 2 * size) if header is None and size < MAX_HEADER_BYTES else _NEVER
+        problem = why_unsupported(*header) if header is not None else None
         if problem is not None:
             raise _UnsupportedModel(f"{self._file.name}: {problem}; the download was ended after its header")
 
@@ -316,7 +320,7 @@ def _check_room(target: Path, files: Sequence[_RemoteFile]) -> None:
 
 
 @contextmanager
-def _lock(target: Path, wanted: PullName) -> Iterator[None]:
+def _lock(target: Path, pull_name: PullName) -> Iterator[None]:
     """Two pulls into one folder would write into the same partial file."""
     from filelock import FileLock, Timeout
 
@@ -324,7 +328,7 @@ def _lock(target: Path, wanted: PullName) -> Iterator[None]:
         with FileLock(target / ".pull.lock", timeout=0):
             yield
     except Timeout:
-        raise PullError(f"{wanted.repo} is being pulled by another process; wait for it to end") from None
+        raise PullError(f"{pull_name.repo} is being pulled by another process; wait for it to end") from None
 
 
 @contextmanager
@@ -350,7 +354,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 @contextmanager
-def _plain_errors(wanted: PullName, endpoint: str | None) -> Iterator[None]:
+def _plain_errors(pull_name: PullName, endpoint: str | None) -> Iterator[None]:
     """What the hub's library and the system raise, as one line that says what to do."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -359,29 +363,31 @@ def _plain_errors(wanted: PullName, endpoint: str | None) -> Iterator[None]:
     except ForgeError:
         raise
     except HfHubHTTPError as error:
-        raise PullError(_refusal(error, wanted, _endpoint(endpoint))) from error
+        raise PullError(_refusal(error, pull_name, _endpoint(endpoint))) from error
     except Exception as error:
         problem = _trouble(error, _endpoint(endpoint))
         if problem is None:
             raise
-        raise PullError(f"{wanted.repo}: {problem}") from error
+        raise PullError(f"{pull_name.repo}: {problem}") from error
 
 
-def _refusal(error: "HfHubHTTPError", wanted: PullName, endpoint: str) -> str:
+def _refusal(error: "HfHubHTTPError", pull_name: PullName, endpoint: str) -> str:
     """What the server's answer means."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     status = error.response.status_code if error.response is not None else 0
     if isinstance(error, GatedRepoError):
-        return f"{wanted.repo} is gated: accept its terms at {endpoint}/{wanted.repo}, then set HF_TOKEN"
+        return f"{pull_name.repo} is gated: accept its terms at {endpoint}/{pull_name.repo}, then set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError) or status == 404:
         hint = "(then set HF_TOKEN to a token that may read it)"
-        return f"{wanted.repo}: {endpoint} has no such model, or it is private {hint}"
+        return f"{pull_name.repo}: {endpoint} has no such model, or it is private {hint}"
     if status in (401, 403):
-        return f"{wanted.repo}: {endpoint} refused the token ({status}): set HF_TOKEN to one that may read this model"
+        return (
+            f"{pull_name.repo}: {endpoint} refused the token ({status}): set HF_TOKEN to one that may read this model"
+        )
     if status == 429:
-        return f"{wanted.repo}: {endpoint} asks for fewer requests (429): wait a while, or set HF_TOKEN"
-    return f"{wanted.repo}: {endpoint} answered with status {status}; try again later"
+        return f"{pull_name.repo}: {endpoint} asks for fewer requests (429): wait a while, or set HF_TOKEN"
+    return f"{pull_name.repo}: {endpoint} answered with status {status}; try again later"
 
 
 def _trouble(error: Exception, endpoint: str) -> str | None:
@@ -410,8 +416,8 @@ def _transport_errors() -> tuple[type[BaseException], ...]:
     """The base errors of the HTTP libraries that releases of huggingface_hub have used, as far as they are loaded."""
     names = {"httpx2": "HTTPError", "httpx": "HTTPError", "requests": "RequestException"}
     loaded = ((sys.modules.get(module), error) for module, error in names.items())
-    found = [getattr(module, error) for module, error in loaded if module is not None and hasattr(module, error)]
-    return (ConnectionError, TimeoutError, *found)
+    errors = [getattr(module, error) for module, error in loaded if module is not None and hasattr(module, error)]
+    return (ConnectionError, TimeoutError, *errors)
 
 
 def _endpoint(endpoint: str | None) -> str:

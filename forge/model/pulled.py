@@ -70,18 +70,18 @@ def find_pulled(name: str | Path) -> Path | None:
     Raises `UsageError`, listing them, where `name` fits several files that were pulled."""
     if not is_pull_name(str(name)):
         return None
-    wanted = PullName.parse(str(name))
+    pull_name = PullName.parse(str(name))
     try:
-        folder = pulled_folder() / wanted.repo
+        folder = pulled_folder() / pull_name.repo
         files = _gguf_files(folder)
-        if wanted.quant is None and not files:
+        if pull_name.quant is None and not files:
             return folder if is_model_folder(folder) else None
     except (OSError, RuntimeError):
         return None
-    found = choose_gguf([file.name for file in files], wanted.quant)
-    if len(found) > 1:
-        raise UsageError(f"{wanted} fits {len(found)} pulled files; give one of {choices(wanted.repo, found)}")
-    return folder / found[0] if found else None
+    names = choose_gguf([file.name for file in files], pull_name.quant)
+    if len(names) > 1:
+        raise UsageError(f"{pull_name} fits {len(names)} pulled files; give one of {choices(pull_name.repo, names)}")
+    return folder / names[0] if names else None
 
 
 def pulled_models() -> tuple[PulledModel, ...]:

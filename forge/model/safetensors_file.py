@@ -115,10 +115,10 @@ class SafetensorsFile(MappedFile[SafetensorsTensor]):
         self._check_cover(list(tensors.values()))
         self.tensors: Mapping[str, SafetensorsTensor] = MappingProxyType(tensors)
 
-    def tensor_error(self, name: str, what: str, problem: str) -> SafetensorsError:
+    def tensor_error(self, name: str, part: str, problem: str) -> SafetensorsError:
         """A SafetensorsError about `what` (`shape`, `dtype` or '') of the tensor called `name`, which need not be here;
         for the caller to raise."""
-        return self._entry_error(name, f"tensor {printable(name)} {what}".rstrip(), problem)
+        return self._entry_error(name, f"tensor {printable(name)} {part}".rstrip(), problem)
 
     def _header_bytes(self) -> bytes:
         if self.size < _LENGTH_BYTES:
@@ -218,12 +218,12 @@ class SafetensorsFile(MappedFile[SafetensorsTensor]):
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             raise _DuplicateKey(key)
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _is_counts(value: Any) -> bool:

@@ -143,13 +143,13 @@ def _add_text(app: FastAPI, service: Service) -> None:
         reader.accept(body)
         if body.add_special is not None:
             body.add_special_tokens = body.add_special
-        given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
-        if len(given) != 1:
+        stated = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+        if len(stated) != 1:
             raise ApiError("give either prompt or messages", param="prompt")
         if body.messages is not None:
             token_ids = (await reader.chat_prompt(body)).token_ids
         else:
-            token_ids = await reader.encode(getattr(body, given[0]), given[0], **special_of(body))
+            token_ids = await reader.encode(getattr(body, stated[0]), stated[0], **special_of(body))
         answer = {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
 
         def encoded() -> bytes:
@@ -227,7 +227,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
 def _add_aliases(app: FastAPI) -> None:
     """`/v1/completions` is `/completions` too, and so on: some clients are configured without the `/v1`."""
-    for route in [one for one in app.routes if isinstance(one, APIRoute) and one.path.startswith("/v1/")]:
+    for route in [route for route in app.routes if isinstance(route, APIRoute) and route.path.startswith("/v1/")]:
         alias = route.path.removeprefix("/v1")
         app.add_api_route(alias, route.endpoint, methods=list(route.methods or ()), include_in_schema=False)
 
@@ -235,7 +235,7 @@ def _add_aliases(app: FastAPI) -> None:
 def _describe(app: FastAPI) -> None:
     """The description of the endpoints, without the framework's own status for a wrong body, which here is 400."""
     document = app.openapi()
-    for operation in (one for methods in document["paths"].values() for one in methods.values()):
+    for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
         operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
@@ -303,8 +303,8 @@ def _native_object(service: Service, outputs: Sequence[RequestOutput], timeline:
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
                 "tokens": [
-                    {"token_id": token_id, "text": service.tokenizer.token_text(token_id)} | made
-                    for token_id, made in zip(sample.token_ids, steps[sample.index], strict=False)
+                    {"token_id": token_id, "text": service.tokenizer.token_text(token_id)} | step
+                    for token_id, step in zip(sample.token_ids, steps[sample.index], strict=False)
                 ],
                 "time_to_first_token_ms": sample.metrics.time_to_first_token_ms,
                 "end_to_end_ms": sample.metrics.end_to_end_ms,

@@ -34,10 +34,10 @@ async def continued_prompt(
 
 def _behind(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
     """The tokens of `prompt` behind the text `answer`; none where it is not there, or a token holds its end too."""
-    _, found, after = (prompt.text or "").rpartition(answer)
+    _, separator, after = (prompt.text or "").rpartition(answer)
     after, number = normalize("NFC", after), len(prompt.token_ids)
     num_bytes = len(after.encode())
-    while found and num_bytes > 0 and number:
+    while separator and num_bytes > 0 and number:
         number -= 1
         num_bytes -= len(tokenizer.token_bytes(prompt.token_ids[number]))
     before, behind = prompt.token_ids[:number], prompt.token_ids[number:]

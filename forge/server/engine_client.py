@@ -194,11 +194,11 @@ class Generation:
 
     def delta(self, choice: int) -> Delta:
         """The delta that what comes next of a choice belongs to."""
-        found = self._last.get(choice)
-        if found is None:
-            found = self._last[choice] = Delta(choice)
-            self._deltas.append(found)
-        return found
+        delta = self._last.get(choice)
+        if delta is None:
+            delta = self._last[choice] = Delta(choice)
+            self._deltas.append(delta)
+        return delta
 
     def add_token(self, choice: int, token_id: int, text: str, logprobs, apart: bool = False) -> bool:
         """Take in a token; whether it is the first of its choice. `apart`: in a delta of its own, unless very many wait
@@ -431,10 +431,10 @@ class EngineClient(asyncio.BufferedProtocol):
             if not question.done():
                 question.set_exception(error)
 
-    async def ask(self, what: str, *arguments: Any) -> Any:
+    async def ask(self, subject: str, *arguments: Any) -> Any:
         """The engine's answer, between two steps. Raises `UsageError` where the question is wrong, `RequestFailed`
         where the engine fails at it, and `EngineDead`."""
-        return await self._answer_to(Ask(next(self._numbers), what, arguments), 1)
+        return await self._answer_to(Ask(next(self._numbers), subject, arguments), 1)
 
     async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
         """The results of requests that keep nothing, each a prompt's tokens and a task. Raises as `ask` does. Where its
@@ -520,14 +520,14 @@ class EngineClient(asyncio.BufferedProtocol):
             if key in self._generations:
                 self._generations[key][0].accept()
         for refusal in update.refused:
-            if (found := find(refusal.key)) is not None:
-                self.abort(found[0], _error_of(refusal.fault))
+            if (place := find(refusal.key)) is not None:
+                self.abort(place[0], _error_of(refusal.fault))
         is_alone = len(self._streams) <= 1
         for key, sample, token_id, text, logprobs in update.tokens:
-            found = find(key)
-            if found is None:
+            place = find(key)
+            if place is None:
                 continue
-            generation, index = found
+            generation, index = place
             if generation.add_token(index * generation.params.n + sample, token_id, text, logprobs, is_alone):
                 generation.wake()
             else:
@@ -535,8 +535,8 @@ class EngineClient(asyncio.BufferedProtocol):
                 if generation.is_stalled:
                     self.abort(generation, FollowerStalled("the client does not take what is generated"))
         for key, sample, reason, text, stop in update.sample_ends:
-            if (found := find(key)) is not None:
-                generation, index = found
+            if (place := find(key)) is not None:
+                generation, index = place
                 delta = generation.delta(index * generation.params.n + sample)
                 delta.text += text
                 delta.finish_reason, delta.stop_reason = reason, stop
@@ -556,10 +556,10 @@ class EngineClient(asyncio.BufferedProtocol):
                 self.on_record(record)
 
     def _take_end(self, key: int, output: RequestOutput, fault: Fault | None) -> None:
-        found = self._generations.pop(key, None)
-        if found is None:
+        place = self._generations.pop(key, None)
+        if place is None:
             return
-        generation, index = found
+        generation, index = place
         if fault is None and any(sample.finish_reason == "error" for sample in output.outputs):
             fault = Fault("the engine could not finish this request", internal=True)
         self.on_end(generation, output)

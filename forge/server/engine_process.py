@@ -224,7 +224,7 @@ class EngineServer:
                 self._take_output(request, None)
             self._compiling = [pair for pair in self._compiling if pair[0].key != command.key]
         elif isinstance(command, Watch):
-            self._watched = command.wanted
+            self._watched = command.is_on
         elif isinstance(command, AskTasks):
             self._begin_group(command)
         elif isinstance(command, Withdraw):
@@ -291,7 +291,7 @@ class EngineServer:
 
     def _answer(self, question: Ask) -> Answer:
         try:
-            value = getattr(self, f"_answer_{question.what}")(*question.arguments)
+            value = getattr(self, f"_answer_{question.subject}")(*question.arguments)
             return Answer(question.number, value, None)
         except ForgeError as error:
             return Answer(question.number, None, Fault(str(error)))

@@ -129,9 +129,9 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        found = error_response(ApiError(_explained(request, error), error.status_code))
-        found.headers.update(error.headers or {})
-        return found
+        response = error_response(ApiError(_explained(request, error), error.status_code))
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:

@@ -56,7 +56,9 @@ class Exchange:
 
     def facts(self) -> dict[str, Any]:
         """What the log says, by name; nothing of what is not known."""
-        outputs: list[RequestOutput | None] = [one for generation in self.generations for one in generation.outputs]
+        outputs: list[RequestOutput | None] = [
+            output for generation in self.generations for output in generation.outputs
+        ]
         prompts = [prompt for generation in self.generations for prompt in generation.prompts]
         ended = [output for output in outputs if output is not None]
         reasons = dict.fromkeys(str(sample.finish_reason) for output in ended for sample in output.outputs)
@@ -170,8 +172,10 @@ class Exchanges:
 
 
 def _new_exchange(scope: Any) -> Exchange:
-    given = dict(scope["headers"]).get(HEADER, b"").decode("latin-1")
+    request_id = dict(scope["headers"]).get(HEADER, b"").decode("latin-1")
     client = scope.get("client")
     return Exchange(
-        given if _ID.fullmatch(given) else secrets.token_hex(12), scope["method"], client[0] if client else "?"
+        request_id if _ID.fullmatch(request_id) else secrets.token_hex(12),
+        scope["method"],
+        client[0] if client else "?",
     )

@@ -42,7 +42,7 @@ class HttpMetrics:
         yield _family("http_requests_in_progress", "gauge", "Requests that are being answered.", {"": num_open})
         refused = {"": self._num_refused}
         yield _family("http_connections_refused_total", "counter", "Answered with 503, as all are in use.", refused)
-        lines = [line for labels, one in self._durations.items() for line in one.lines(_DURATION, labels)]
+        lines = [line for labels, histogram in self._durations.items() for line in histogram.lines(_DURATION, labels)]
         yield _header(_DURATION, "histogram", "From a request's head to the end of its answer."), lines
 
 

@@ -65,7 +65,7 @@ class Ask(NamedTuple):
     """A question that is answered between two steps."""
 
     number: int
-    what: str
+    subject: str
     arguments: tuple[Any, ...] = ()
 
 
@@ -85,7 +85,7 @@ class Withdraw(NamedTuple):
 class Watch(NamedTuple):
     """Whether whole `StepRecord`s are wanted from now on."""
 
-    wanted: bool
+    is_on: bool
 
 
 class Ready(NamedTuple):

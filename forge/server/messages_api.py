@@ -145,7 +145,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
     try:
         return ChatRequest.model_validate(chat)
     except ValidationError as error:
-        raise validation_error([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
+        raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]) from None
 
 
 def _messages(turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
@@ -180,7 +180,7 @@ def _answer(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         functions = [{"name": call.get("name"), "arguments": call.get("input")} for call in calls]
         ids = [call.get("id") for call in calls]
         named = zip(ids, functions, strict=True)
-        answer["tool_calls"] = [{"id": call_id, "type": "function", "function": one} for call_id, one in named]
+        answer["tool_calls"] = [{"id": call_id, "type": "function", "function": call} for call_id, call in named]
     texts = [block for block in blocks if block.get("type") not in ("thinking", "tool_use")]
     return answer | ({"content": _text_parts(texts)} if texts else {})
 

@@ -197,7 +197,9 @@ class Metrics:
         counts = self.counts | {"prefix_cache_queries": gauges.prefix_queries, "prefix_cache_hits": gauges.prefix_hits}
         for name, help_text in _COUNTERS.items():
             yield self._family(f"{name}_total", "counter", help_text, {"": counts[name]})
-        drafts = {f',draft="{_escaped(name)}"': one for name, one in (self.drafts or {"": DraftTotals("")}).items()}
+        drafts = {
+            f',draft="{_escaped(name)}"': totals for name, totals in (self.drafts or {"": DraftTotals("")}).items()
+        }
         for name, (help_text, field) in _OF_DRAFTS.items():
             kind = "counter" if name.endswith("_total") else "gauge"
             values = {draft: getattr(totals, field) for draft, totals in drafts.items()}

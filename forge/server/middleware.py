@@ -73,8 +73,8 @@ class Gate:
                 message = f"this server is not known as {name[:80]}: start it with --allowed-host {name[:80]}"
                 raise ApiError(message, 403, code="host_not_allowed") from None
 
-    def _check_key(self, given: bytes) -> None:
-        scheme, _, key = given.partition(b" ")
+    def _check_key(self, header: bytes) -> None:
+        scheme, _, key = header.partition(b" ")
         if not self._keys.are_needed:
             return
         if scheme.lower() != b"bearer" or not self._keys.opens(key.strip()):
@@ -96,13 +96,13 @@ class Gate:
                 body = await self._read(receive)
         except TimeoutError:
             raise ApiError("the body did not come in time", code="body_timeout") from None
-        given = False
+        is_delivered = False
 
         async def replay():
-            nonlocal given
-            if given:
+            nonlocal is_delivered
+            if is_delivered:
                 return await receive()
-            given = True
+            is_delivered = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         return replay

@@ -9,14 +9,14 @@ def without_texts(record: StepRecord) -> StepRecord:
     """`record` with 0 for every token id and no text. Counts, times, blocks and reasons stay."""
     return replace(
         record,
-        tokens=tuple([one._replace(token_id=0, text="", probability=None, logprobs=None) for one in record.tokens]),
-        finished=tuple([replace(one, text="", stop=None) for one in record.finished]),
+        tokens=tuple([token._replace(token_id=0, text="", probability=None, logprobs=None) for token in record.tokens]),
+        finished=tuple([replace(finish, text="", stop=None) for finish in record.finished]),
         cycles=tuple(
             replace(
                 cycle,
                 proposed=(0,) * len(cycle.proposed),
                 emitted=(0,) * len(cycle.emitted),
-                verdicts=tuple(replace(one, token_id=0, target_argmax=0) for one in cycle.verdicts),
+                verdicts=tuple(replace(verdict, token_id=0, target_argmax=0) for verdict in cycle.verdicts),
             )
             for cycle in record.cycles
         ),

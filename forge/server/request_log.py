@@ -66,26 +66,26 @@ class RequestLog:
 def _request_object(request_id: str, prompts: list[tuple[RequestTimeline, ...]], ended: bool) -> dict[str, Any]:
     """Samples are numbered as the choices of the answer are: those of the first prompt, those of the second, …"""
     samples = [sample for prompt in prompts for sample in prompt]
-    events = [event for index, one in enumerate(samples) for event in _events(one, index)]
+    events = [event for index, sample in enumerate(samples) for event in _events(sample, index)]
     return {
         "request_id": request_id,
         "state": "ended" if ended else "unfinished",
-        "finish_reasons": [one.finish_reason for one in samples if one.finish_reason is not None],
+        "finish_reasons": [sample.finish_reason for sample in samples if sample.finish_reason is not None],
         "num_prompt_tokens": sum([prompt[0].num_prompt_tokens or 0 for prompt in prompts]),
         "events": sorted(events, key=lambda event: event["step"]),
-        "samples": [_sample_object(one, index) for index, one in enumerate(samples)],
+        "samples": [_sample_object(sample, index) for index, sample in enumerate(samples)],
     }
 
 
 def _events(request: RequestTimeline, sample: int) -> list[Event]:
     """Its waits, admissions, preemptions and its end; in each step in the order in which they happen."""
-    found: list[Event] = []
+    events: list[Event] = []
 
     def tell(step: int, event: str, why: str, **facts: Any) -> None:
-        found.append({"step": step, "sample": sample, "event": event, "why": why} | facts)
+        events.append({"step": step, "sample": sample, "event": event, "why": why} | facts)
 
-    for one in request.preemptions:
-        tell(one.step, "preempt", explain_preempted(one), tokens_lost=one.record.tokens_lost)
+    for preemption in request.preemptions:
+        tell(preemption.step, "preempt", explain_preempted(preemption), tokens_lost=preemption.record.tokens_lost)
     for wait in request.waits:
         reason = as_object(wait.causes[-1].reason) if wait.causes else None
         until = wait.first_step + wait.num_steps - 1
@@ -96,14 +96,14 @@ def _events(request: RequestTimeline, sample: int) -> list[Event]:
         tell(admission.step, "admit", f"admitted: {explain_admission(record)}", **facts)
     if request.finish is not None and request.finished_step is not None:
         tell(request.finished_step, "finish", f"ended: {explain_finish(request.finish)}")
-    return found
+    return events
 
 
 def _draft_totals(cycles: Sequence[DraftCycle]) -> list[DraftTotals]:
-    found: dict[str, DraftTotals] = {}
+    totals: dict[str, DraftTotals] = {}
     for _, step in groupby(cycles, key=lambda cycle: cycle.step):
-        add_cycles(found, [(one.proposer, one.num_proposed, one.num_accepted, one.won) for one in step])
-    return list(found.values())
+        add_cycles(totals, [(cycle.proposer, cycle.num_proposed, cycle.num_accepted, cycle.won) for cycle in step])
+    return list(totals.values())
 
 
 def _sample_object(request: RequestTimeline, index: int) -> dict[str, Any]:
@@ -112,10 +112,13 @@ def _sample_object(request: RequestTimeline, index: int) -> dict[str, Any]:
         "index": index,
         **picked(request, "num_output_tokens", *times, "tokens_cached", "tokens_recomputed", "times_preempted"),
         "forwards": [
-            {"tokens": rows, "milliseconds": one.forward_ms}
-            for one, rows in zip(request.forwards, request.rows, strict=True)
+            {"tokens": rows, "milliseconds": forward.forward_ms}
+            for forward, rows in zip(request.forwards, request.rows, strict=True)
         ],
-        "tokens": [{"step": one.step, "milliseconds": (one.ended - one.started) * 1e3} for one in request.token_steps],
+        "tokens": [
+            {"step": token_step.step, "milliseconds": (token_step.ended - token_step.started) * 1e3}
+            for token_step in request.token_steps
+        ],
         "speculation": [as_object(draft, "acceptance") for draft in _draft_totals(request.cycles)],
         "cycles": plain(request.cycles),
     }

@@ -118,7 +118,7 @@ class RequestReader:
             raise ApiError(f"{param} is empty: give one or more texts or lists of token ids", param=param)
         if len(prompt) > self.limits.max_prompts:
             raise ApiError(f"{param} has {len(prompt)} entries, at most {self.limits.max_prompts} go", param=param)
-        return [await self.one_prompt(one, param, **how) for one in prompt]
+        return [await self.one_prompt(text, param, **how) for text in prompt]
 
     async def one_prompt(
         self,
@@ -252,11 +252,11 @@ class RequestReader:
         max_tokens = self.max_tokens(asked, self.max_model_len, num_prompt_tokens, param)
         self._check_prompt_logprobs(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        others: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
-        structured = others["structured"] = structured_output(body)
+        fields: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
+        structured = fields["structured"] = structured_output(body)
         if structured is not None and (is_thinking or self._may_think(body)):
-            others["structured"] = replace(structured, thinking="open" if is_thinking else "may_open")
-        return self.params(body, 1, max_tokens, **others)
+            fields["structured"] = replace(structured, thinking="open" if is_thinking else "may_open")
+        return self.params(body, 1, max_tokens, **fields)
 
     def _may_think(self, body: ChatRequest) -> bool:
         """Whether thinking may come before the form: where it is asked for, and before text that only tool calls
@@ -266,7 +266,7 @@ class RequestReader:
             return body.tool_choice in (None, "auto") and thinks(self.tokenizer)
         return bool(thinking)
 
-    def params(self, body: Sampling, num_prompts: int, max_tokens: int, **others: Any) -> SamplingParams:
+    def params(self, body: Sampling, num_prompts: int, max_tokens: int, **fields: Any) -> SamplingParams:
         n, limits = body.n or 1, self.limits
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options are for streams: set stream to true", param="stream_options")
@@ -274,7 +274,7 @@ class RequestReader:
             raise ApiError(f"n is {n}, at most {limits.max_n} go", param="n")
         if n * num_prompts > limits.max_choices:
             raise ApiError(f"{num_prompts} prompts times n = {n} is more than {limits.max_choices}", param="n")
-        given = {
+        values = {
             **{name: getattr(body, name) for name in _AS_GIVEN},
             "top_k": None if body.top_k is None else max(0, body.top_k),
             "logit_bias": self._bias(body.logit_bias),
@@ -284,12 +284,12 @@ class RequestReader:
             "stop_token_ids": self._ids(body.stop_token_ids, "stop_token_ids"),
             "allowed_token_ids": self._ids(body.allowed_token_ids, "allowed_token_ids"),
             "n": n,
-            **({} if "structured" in others else {"structured": structured_output(body)}),
-            **others,
+            **({} if "structured" in fields else {"structured": structured_output(body)}),
+            **fields,
         }
-        wanted = {name: value for name, value in given.items() if value is not None}
+        stated = {name: value for name, value in values.items() if value is not None}
         try:
-            return SamplingParams(max_tokens, **{**self.default_sampling, **wanted})
+            return SamplingParams(max_tokens, **{**self.default_sampling, **stated})
         except UsageError as error:
             raise ApiError(str(error), param=str(error).split()[0]) from None
 
@@ -325,16 +325,16 @@ class RequestReader:
         if bias is None:
             return None
         try:
-            found = {int(token_id): value for token_id, value in bias.items()}
+            by_token = {int(token_id): value for token_id, value in bias.items()}
         except ValueError:
             raise ApiError("the keys of logit_bias are token ids", param="logit_bias") from None
-        if found and not 0 <= min(found) <= max(found) < self.vocab_size:
+        if by_token and not 0 <= min(by_token) <= max(by_token) < self.vocab_size:
             raise ApiError(f"logit_bias: token ids lie between 0 and {self.vocab_size - 1}", param="logit_bias")
-        return found
+        return by_token
 
-    def _check_logprobs(self, wanted: int | None, param: str) -> None:
-        if wanted is not None and wanted > self.limits.max_logprobs:
-            raise ApiError(f"{param} is {wanted}, at most {self.limits.max_logprobs} go", param=param)
+    def _check_logprobs(self, number: int | None, param: str) -> None:
+        if number is not None and number > self.limits.max_logprobs:
+            raise ApiError(f"{param} is {number}, at most {self.limits.max_logprobs} go", param=param)
 
     def _check_prompt_logprobs(self, body: OpenAiRequest) -> None:
         self._check_logprobs(body.prompt_logprobs, "prompt_logprobs")

@@ -52,8 +52,10 @@ def timings_object(
 def whole_timings(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Those of a request that has ended: up to the first token of all of its choices, and from there to the last."""
     metrics = [sample.metrics for output in outputs for sample in output.outputs]
-    first = min((one.first_token for one in metrics if one.first_token is not None), default=metrics[0].arrived)
-    last = max((one.last_token for one in metrics if one.last_token is not None), default=first)
+    first = min(
+        (timing.first_token for timing in metrics if timing.first_token is not None), default=metrics[0].arrived
+    )
+    last = max((timing.last_token for timing in metrics if timing.last_token is not None), default=first)
     usage = usage_object(outputs)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     waited = first - metrics[0].arrived
@@ -223,17 +225,17 @@ class CompletionShape(Shape):
         self, index: int, token_ids: Sequence[int], entries: Sequence[Logprobs | None]
     ) -> dict[str, list[Any]]:
         """The legacy shape: four lists of one entry per token."""
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
             text = self.tokenizer.token_text(token_id)
-            found["tokens"].append(text)
-            found["token_logprobs"].append(None if entry is None else dict(entry)[token_id])
-            found["top_logprobs"].append(
-                None if entry is None else {self.tokenizer.token_text(other): logprob for other, logprob in entry}
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(None if entry is None else dict(entry)[token_id])
+            columns["top_logprobs"].append(
+                None if entry is None else {self.tokenizer.token_text(rival): logprob for rival, logprob in entry}
             )
-            found["text_offset"].append(self._lengths.get(index, 0))
+            columns["text_offset"].append(self._lengths.get(index, 0))
             self._lengths[index] = self._lengths.get(index, 0) + len(text)
-        return found
+        return columns
 
 
 def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -348,7 +350,7 @@ class ChatShape(Shape):
         content = []
         for token_id, entry in zip(token_ids, entries, strict=True):
             known = entry or ()
-            top = [self._token(other, logprob) for other, logprob in known[: self._top]]
+            top = [self._token(rival, logprob) for rival, logprob in known[: self._top]]
             content.append(self._token(token_id, dict(known)[token_id]) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 

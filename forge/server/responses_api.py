@@ -87,7 +87,7 @@ def chat_request(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatReq
     try:
         return ChatRequest.model_validate(chat)
     except ValidationError as error:
-        raise validation_error([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
+        raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]) from None
 
 
 def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -149,11 +149,11 @@ def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
             kind = str(tool.get("type"))[:40]
             raise ApiError(f"tools: {kind} is not supported, only functions are", param="tools")
     fields = ("name", "description", "parameters", "strict")
-    found = [
+    functions = [
         {"type": "function", "function": {name: tool[name] for name in fields if name in tool}}
         for tool in body.tools or ()
     ]
-    return found or None
+    return functions or None
 
 
 def _tool_choice(body: ResponsesRequest) -> Any:

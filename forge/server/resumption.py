@@ -94,8 +94,8 @@ class StreamPosition:
 
     def new_chunks(self, part: Part, chunks: Iterable[Any]) -> list[Any]:
         """The chunks of a part, or none if the client has them."""
-        made = list(chunks)  # what makes them counts on
-        return made if self.is_new(part) else []
+        written = list(chunks)  # what makes them counts on
+        return written if self.is_new(part) else []
 
     def mark(self, events: bytes) -> bytes:
         """Events with an id, after the last of them."""

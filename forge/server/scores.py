@@ -102,7 +102,7 @@ def add_scores(app: FastAPI, service: Service) -> None:
                 shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
             else:
                 shown = vectors.tolist()
-            data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
+            data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(shown)]
             return _answer("embd", body, model, prompts, data=data)
 
         return await beside_the_loop(vectors.size, written)
@@ -142,25 +142,27 @@ def add_scores(app: FastAPI, service: Service) -> None:
                 {
                     "index": index,
                     "object": "score",
-                    "score": one.total,
-                    "tokens": [service.tokenizer.token_text(token_id) for token_id in one.token_ids],
-                    "token_logprobs": list(one.logprobs),
+                    "score": score.total,
+                    "tokens": [service.tokenizer.token_text(token_id) for token_id in score.token_ids],
+                    "token_logprobs": list(score.logprobs),
                 }
-                for index, one in enumerate(scores)
+                for index, score in enumerate(scores)
             ]
             return _answer("score", body, model, [*firsts, *seconds], data=data)
 
-        return await beside_the_loop(sum([len(one.token_ids) for one in scores]), written)
+        return await beside_the_loop(sum([len(score.token_ids) for score in scores]), written)
 
     @app.post("/classify")
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """How likely each of the labels is to follow each input; without labels, those of the model's own head."""
-        model, own = accept(body), service.ready.labels
-        if (body.labels is None) != bool(own):
-            which = f"this model has labels of its own: {', '.join(own)}" if own else "labels are missing"
+        model, head_labels = accept(body), service.ready.labels
+        if (body.labels is None) != bool(head_labels):
+            which = (
+                f"this model has labels of its own: {', '.join(head_labels)}" if head_labels else "labels are missing"
+            )
             raise ApiError(which, param="labels")
         prompts = await prompts_of(body.input, "input", bos=body.add_special_tokens, cut=cut_of(body))
-        names = body.labels or list(own)
+        names = body.labels or list(head_labels)
         encode = service.reader.encode
         labels = [await encode(label, "labels", bos=False) for label in body.labels or ()]
         if not all(labels):
@@ -169,18 +171,18 @@ def add_scores(app: FastAPI, service: Service) -> None:
             service.check_queue(len(prompts) * len(labels))  # each label is scored behind each prompt
 
         def work(answer: tasks.Answer) -> list[tasks.Classification]:
-            if own:
-                return tasks.classify_by_head(_ids(prompts), own, answer)
+            if head_labels:
+                return tasks.classify_by_head(_ids(prompts), head_labels, answer)
             return tasks.classify(_ids(prompts), labels, names, answer)
 
         data = [
             {
                 "index": index,
-                "label": one.label,
-                "probs": [one.probabilities[label] for label in names],
+                "label": answer.label,
+                "probs": [answer.probabilities[label] for label in names],
                 "num_classes": len(names),
             }
-            for index, one in enumerate(await _run(service, request, work, "labels"))
+            for index, answer in enumerate(await _run(service, request, work, "labels"))
         ]
         return _answer("classify", body, model, prompts, data=data)
 
@@ -199,7 +201,7 @@ def _ids(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
     """`text_1` and `text_2` as two lists of one length: a single text goes with every one of the other side."""
-    firsts, seconds = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
+    firsts, seconds = ([texts] if isinstance(texts, str) else texts for texts in (body.text_1, body.text_2))
     if len(firsts) == 1:
         firsts = firsts * len(seconds)
     if len(firsts) != len(seconds):

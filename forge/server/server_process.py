@@ -89,8 +89,8 @@ class ServerProcess:
         assert self._process.stderr is not None, "it is a pipe"
         for line in self._process.stderr:
             self._lines.append(line)
-            if found := _READY.search(line):
-                self.url = found[1]
+            if match := _READY.search(line):
+                self.url = match[1]
                 self._heard.set()
         self._heard.set()
 

@@ -95,6 +95,6 @@ class Settings:
             raise UsageError(f"--on-engine-death is exit or restart, and not {self.on_engine_death!r}")
 
 
-def _check(name: str, value: float, holds: bool, wanted: str) -> None:
+def _check(name: str, value: float, holds: bool, range_text: str) -> None:
     if not holds:
-        raise UsageError(f"--{name.replace('_', '-')} is {wanted}, and not {value:g}")
+        raise UsageError(f"--{name.replace('_', '-')} is {range_text}, and not {value:g}")

@@ -103,7 +103,7 @@ class BodyParser:
         try:
             return from_json(body, allow_inf_nan=False)
         except ValueError as error:
-            problem = next((words for said, words in _CLEARER.items() if said in str(error)), str(error))
+            problem = next((words for message, words in _CLEARER.items() if message in str(error)), str(error))
             raise HTTPException(400, f"the body is not JSON: {problem}") from None
 
 

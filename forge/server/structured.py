@@ -49,34 +49,34 @@ def _form(body: Sampling) -> tuple[str, dict[str, Any] | None]:
     """The parameter that says what an answer in text must be, and what it says."""
     response_format = body.response_format if isinstance(body, OpenAiRequest) else None
     forms = [
-        (name, given)
-        for name, given in (
+        (name, form)
+        for name, form in (
             ("response_format", _of_response_format(response_format)),
             ("structured_outputs", _of_structured_outputs(body.structured_outputs)),
             ("json_schema", None if body.json_schema is None else {"json": body.json_schema}),
             ("grammar", {"grammar": body.grammar} if body.grammar else None),
         )
-        if given is not None
+        if form is not None
     ]
     if len(forms) > 1:
         raise ApiError(f"give {forms[0][0]} or {forms[1][0]}, not both", param=forms[1][0])
     return forms[0] if forms else ("response_format", None)
 
 
-def _of_response_format(given: ResponseFormat | None) -> dict[str, Any] | None:
-    if given is None or given.type == "text":
+def _of_response_format(response_format: ResponseFormat | None) -> dict[str, Any] | None:
+    if response_format is None or response_format.type == "text":
         return None
-    schema = given.schema_ if given.json_schema is None else given.json_schema.schema_
-    if schema is None and given.type == "json_schema":
+    schema = response_format.schema_ if response_format.json_schema is None else response_format.json_schema.schema_
+    if schema is None and response_format.type == "json_schema":
         raise ApiError("response_format of type json_schema needs json_schema.schema", param="response_format")
     return {"json": {"type": "object"} if schema is None else schema}
 
 
-def _of_structured_outputs(given: StructuredOutputs | None) -> dict[str, Any] | None:
-    if given is None:
+def _of_structured_outputs(outputs: StructuredOutputs | None) -> dict[str, Any] | None:
+    if outputs is None:
         return None
-    form = {"json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar}
+    form = {"json": outputs.json_, "regex": outputs.regex, "choice": outputs.choice, "grammar": outputs.grammar}
     form = {name: value for name, value in form.items() if value is not None}
-    if given.json_object:
+    if outputs.json_object:
         form.setdefault("json", {"type": "object"})
     return form

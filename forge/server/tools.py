@@ -112,8 +112,8 @@ def shown_call(call: dict[str, Any]) -> dict[str, Any]:
     """A call of an earlier answer as templates take it: its arguments an object, if they are one."""
     function = dict(call["function"])
     if isinstance(function["arguments"], str):
-        found = _parsed(function["arguments"])
-        function["arguments"] = found if isinstance(found, dict) else function["arguments"]
+        arguments = _parsed(function["arguments"])
+        function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
     return {**call, "function": function}
 
 
@@ -156,9 +156,9 @@ class ToolCallSplitter:
             if self._state == "text":
                 content += self._text()
             elif self._state == "head":
-                more, found = self._head()
+                more, head_calls = self._head()
                 content += more
-                calls += found
+                calls += head_calls
             elif self._state == "arguments":
                 calls += self._arguments()
             else:

@@ -393,10 +393,10 @@ class Speculator:
 
     def _costs(self, sequence: Sequence) -> Costs:
         """What a draft token costs, by all of the sequence's proposers together."""
-        each = [source.meter.costs(self._batch) for source in self._sources_of(sequence)]
-        if len(each) == 1:
-            return each[0]
-        return Costs(sum(costs.token for costs in each), sum(costs.row for costs in each))
+        costs = [source.meter.costs(self._batch) for source in self._sources_of(sequence)]
+        if len(costs) == 1:
+            return costs[0]
+        return Costs(sum(cost.token for cost in costs), sum(cost.row for cost in costs))
 
 
 def _no_drafts(item: PlanItem) -> UndraftedReason:

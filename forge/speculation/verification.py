@@ -204,8 +204,8 @@ def _accept_or_resample(
     log_total = log_sum_exp(logits, float(logits[argmax]))
     left, taken = distribution(scores, params), None
     trials: list[tuple[float, float, float, float | None]] = []  # of each draft token: probability, p, q, draw
-    for run, token_id, given in drafts:
-        q = given or Distribution(np.array([token_id]), np.ones(1))
+    for run, token_id, proposed in drafts:
+        q = proposed or Distribution(np.array([token_id]), np.ones(1))
         p_token, q_token = left.probability(token_id), q.probability(token_id)
         draw = None if taken is not None else uniform(*name, Purpose.ACCEPT, run)
         trials.append((math.exp(float(logits[token_id]) - log_total), p_token, q_token, draw))

@@ -64,8 +64,8 @@ def check_cache(
         return Oracle(cache, blocks, cache.block_size, finds_all)
 
     for seed in range(lists):
-        found = shortest_failure(new, random_operations(seed, LENGTH))
-        assert found is None, f"seed {seed}, shortest failing sequence of operations:\n{found}"
+        failing = shortest_failure(new, random_operations(seed, LENGTH))
+        assert failing is None, f"seed {seed}, shortest failing sequence of operations:\n{failing}"
 
 
 class Performer(Protocol):
@@ -178,11 +178,11 @@ class Oracle:
 
     def tags_after(self, salt: str, tokens: list[int]) -> list[int]:
         path: str | int = salt
-        found = []
+        tags = []
         for token in tokens:
             path = tag = self.tags.setdefault((path, token), len(self.tags) + 1)
-            found.append(tag)
-        return found
+            tags.append(tag)
+        return tags
 
     def copy(self, copies: tuple[BlockCopy, ...]) -> None:
         for copy in copies:
@@ -207,9 +207,9 @@ class Oracle:
         whole |= {tuple(self.slots[block]) for block in self.cache.block_map().cached}
         starts = range(0, len(tags) - size + 1, size)
         missing = (start for start in starts if tuple(tags[start : start + size]) not in whole)
-        found = next(missing, size * (len(tags) // size))
-        common = (sum(ours == other for ours, other in zip(tags, theirs, strict=False)) for theirs in running)
-        return min(limit, max([found, *common]))
+        cached = next(missing, size * (len(tags) // size))
+        common = (sum(ours == tag for ours, tag in zip(tags, theirs, strict=False)) for theirs in running)
+        return min(limit, max([cached, *common]))
 
     def request(self, count: int, word: int) -> tuple[list[int], str, int]:
         """A prompt, its salt, and how much of it may be found."""
@@ -229,8 +229,8 @@ class Oracle:
                 # what a truncated sequence no longer has may still lie in its last block, and be found
                 assert not self.finds_all or expected <= hit.num_tokens <= limit, f"found {hit}, there is {expected}"
                 self.counts["prefix_queries"] += len(prompt)
-            found = self.cache.add(seq_id, prompt, salt, limit)
-            assert found == hit.num_tokens, f"lookup found {hit.num_tokens} cached tokens, and add {found}"
+            num_cached = self.cache.add(seq_id, prompt, salt, limit)
+            assert num_cached == hit.num_tokens, f"lookup found {hit.num_tokens} cached tokens, and add {num_cached}"
             table = self.cache.block_table(seq_id)
             assert table == hit.blocks, f"a new sequence has the blocks of its hit, {hit.blocks}, and this one {table}"
             cached = prompt[: hit.num_tokens]
@@ -341,8 +341,12 @@ def failure(new: Callable[[], Performer], operations: list[Operation]) -> tuple[
 
 def shortest_failure(new: Callable[[], Oracle], operations: list[Operation]) -> str | None:
     """None if all goes well; otherwise a failing list from which no one or two can be left out, and its error."""
-    found = shrunk(new, operations)
-    return None if found is None else "\n".join([f"{type(found[0]).__name__}: {found[0]}", *map(str, found[1])])
+    shortest = shrunk(new, operations)
+    return (
+        None
+        if shortest is None
+        else "\n".join([f"{type(shortest[0]).__name__}: {shortest[0]}", *map(str, shortest[1])])
+    )
 
 
 def shrunk(
@@ -352,20 +356,20 @@ def shrunk(
 
     most: how many shorter lists to try in all; None tries all that there are.
     """
-    found = failure(new, operations)
-    if found is None:
+    failing = failure(new, operations)
+    if failing is None:
         return None
     tries = count() if most is None else iter(range(most))
-    while found is not None:
-        (length, error), operations = found, operations[: found[0]]
+    while failing is not None:
+        (length, error), operations = failing, operations[: failing[0]]
         for dropped, _ in zip(_candidates(length), tries, strict=False):
             shorter = [operation for index, operation in enumerate(operations) if index not in dropped]
-            found = failure(new, shorter)
-            if found is not None:
+            failing = failure(new, shorter)
+            if failing is not None:
                 operations = shorter
                 break
         else:
-            found = None
+            failing = None
     return error, operations
 
 

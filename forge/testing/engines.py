@@ -27,5 +27,5 @@ def check_victim_policy(policy: VictimPolicy) -> None:
                 llm.engine.scheduler.check_invariants()
                 assert steps < _MOST_STEPS, f"{where} {_MOST_STEPS} steps were not enough: work goes round in circles"
             assert preempted, f"{where} no sequence was preempted, so the policy was never asked"
-            found = [output.outputs[0].token_ids for output in run.outputs]
-            assert found == expected, f"{where} a preemption changed what is said"
+            tokens = [output.outputs[0].token_ids for output in run.outputs]
+            assert tokens == expected, f"{where} a preemption changed what is said"

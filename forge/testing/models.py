@@ -37,23 +37,23 @@ def logits_are_a_float32_row_for_each_that_is_wanted(loaded: LoadedModel) -> Non
     model = loaded.model
     tokens = _random_tokens(model, 20)
     every = _alone(loaded, tokens)
-    for wanted in ([], [19], [0, 7, 19], list(range(20))):
-        batch = flat_batch([Part(tokens, 0, 20, [0, 1])], _BLOCK, logit_rows=wanted)
-        found = _forward(model, batch, _used_storage(loaded, 2))
-        assert found.dtype == np.float32, f"logits are not float32 but {found.dtype}"
-        shape = (len(wanted), model.vocab_size)
-        assert found.shape == shape, f"logits of {len(wanted)} rows have the shape {found.shape} and not {shape}"
-        _equal(found, every[wanted], "which other rows have logits too can be seen in a row's logits")
+    for rows in ([], [19], [0, 7, 19], list(range(20))):
+        batch = flat_batch([Part(tokens, 0, 20, [0, 1])], _BLOCK, logit_rows=rows)
+        logits = _forward(model, batch, _used_storage(loaded, 2))
+        assert logits.dtype == np.float32, f"logits are not float32 but {logits.dtype}"
+        shape = (len(rows), model.vocab_size)
+        assert logits.shape == shape, f"logits of {len(rows)} rows have the shape {logits.shape} and not {shape}"
+        _equal(logits, every[rows], "which other rows have logits too can be seen in a row's logits")
     assert np.isfinite(every).all(), f"of {every.size} logits {np.sum(~np.isfinite(every))} are not numbers"
 
 
 def the_same_input_gives_the_same_bits(loaded: LoadedModel) -> None:
     """Whenever it is computed, and the array is the caller's to keep."""
     model = loaded.model
-    ours, others = _random_tokens(model, 40), _random_tokens(model, 40, seed=1)
+    ours, different = _random_tokens(model, 40), _random_tokens(model, 40, seed=1)
     first = _alone(loaded, ours)
     kept = first.copy()
-    _alone(loaded, others)
+    _alone(loaded, different)
     _equal(first, kept, "a later forward writes into the logits of an earlier one: they are the caller's to keep")
     _equal(_alone(loaded, ours), kept, "the same forward again gives other logits")
 
@@ -62,8 +62,8 @@ def a_token_changes_nothing_before_it(loaded: LoadedModel) -> None:
     """Attention is causal."""
     model = loaded.model
     tokens = _random_tokens(model, 24)
-    other = [*tokens[:12], (tokens[12] + 1) % model.vocab_size, *tokens[13:]]
-    ours, theirs = _alone(loaded, tokens), _alone(loaded, other)
+    changed = [*tokens[:12], (tokens[12] + 1) % model.vocab_size, *tokens[13:]]
+    ours, theirs = _alone(loaded, tokens), _alone(loaded, changed)
     _equal(ours[:12], theirs[:12], "a token can be seen in the logits of rows before it: attention is not causal")
 
 
@@ -73,10 +73,10 @@ def rows_beside_it_cannot_be_seen(loaded: LoadedModel) -> None:
     for number in (2, 3, 5, 8, 17):
         sequences = [_random_tokens(model, _LENGTHS[index % len(_LENGTHS)], index) for index in range(number)]
         blocks = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(number)]
-        parts = [Part(tokens, 0, len(tokens), own) for tokens, own in zip(sequences, blocks, strict=True)]
-        found = _forward(model, flat_batch(parts, _BLOCK), _used_storage(loaded, 3 * number))
+        parts = [Part(tokens, 0, len(tokens), table) for tokens, table in zip(sequences, blocks, strict=True)]
+        logits = _forward(model, flat_batch(parts, _BLOCK), _used_storage(loaded, 3 * number))
         expected = np.concatenate([_alone(loaded, tokens) for tokens in sequences])
-        _equal(found, expected, f"beside the rows of {number - 1} other sequences a row has other logits than alone")
+        _equal(logits, expected, f"beside the rows of {number - 1} other sequences a row has other logits than alone")
 
 
 def how_a_prompt_is_cut_cannot_be_seen(loaded: LoadedModel) -> None:
@@ -88,8 +88,8 @@ def how_a_prompt_is_cut_cannot_be_seen(loaded: LoadedModel) -> None:
         storage = _used_storage(loaded, 3)
         for start in range(0, len(tokens), size):
             end = min(start + size, len(tokens))
-            found = _forward(model, flat_batch([Part(tokens, start, end, [0, 1, 2])], _BLOCK), storage)
-            _equal(found, expected[start:end], f"in chunks of {size} a token has other logits than in one prefill")
+            logits = _forward(model, flat_batch([Part(tokens, start, end, [0, 1, 2])], _BLOCK), storage)
+            _equal(logits, expected[start:end], f"in chunks of {size} a token has other logits than in one prefill")
 
 
 def where_keys_and_values_lie_cannot_be_seen(loaded: LoadedModel) -> None:
@@ -102,9 +102,9 @@ def where_keys_and_values_lie_cannot_be_seen(loaded: LoadedModel) -> None:
         blocks = np.random.default_rng(block_size).permutation(2 * number)[:number].tolist()
         storage = _used_storage(loaded, 2 * number, block_size)
         for start, end in ((0, 40), (40, 46), (46, 47)):
-            found = _forward(model, flat_batch([Part(tokens, start, end, blocks)], block_size), storage)
-            what = f"with blocks of {block_size} in any order, which others have used, a token has other logits"
-            _equal(found, expected[start:end], what)
+            logits = _forward(model, flat_batch([Part(tokens, start, end, blocks)], block_size), storage)
+            violated = f"with blocks of {block_size} in any order, which others have used, a token has other logits"
+            _equal(logits, expected[start:end], violated)
 
 
 def computing_again_changes_nothing(loaded: LoadedModel) -> None:
@@ -114,8 +114,8 @@ def computing_again_changes_nothing(loaded: LoadedModel) -> None:
     storage = _used_storage(loaded, 3)
     expected = _alone(loaded, tokens)
     for length in (40, 17, 33, 40):
-        found = _forward(model, flat_batch([Part(tokens, 0, length, [0, 1, 2])], _BLOCK), storage)
-        _equal(found, expected[:length], "computed again over its own keys and values, a token has other logits")
+        logits = _forward(model, flat_batch([Part(tokens, 0, length, [0, 1, 2])], _BLOCK), storage)
+        _equal(logits, expected[:length], "computed again over its own keys and values, a token has other logits")
 
 
 def a_row_without_a_slot_writes_nothing(loaded: LoadedModel) -> None:
@@ -129,8 +129,8 @@ def a_row_without_a_slot_writes_nothing(loaded: LoadedModel) -> None:
     batch.slot_mapping[:] = -1
     model.forward(batch, storage)
     after = [array for layer in range(model.num_layers) for array in storage.gather(layer, [0, 1], 2 * _BLOCK)]
-    for one, other in zip(before, after, strict=True):
-        _equal(one, other, "a row whose slot is -1 wrote into the storage")
+    for left, right in zip(before, after, strict=True):
+        _equal(left, right, "a row whose slot is -1 wrote into the storage")
 
 
 def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
@@ -143,9 +143,9 @@ def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
         block_size = int(rng.choice([1, 3, 8, 64]))
         storage = _used_storage(loaded, sum(-(-len(tokens) // block_size) for tokens in sequences), block_size)
         for batch in random_batches(sequences, block_size, rng):
-            found = _forward(model, flat_batch([part for _, part in batch], block_size), storage)
-            wanted = np.concatenate([expected[index][part.start : part.end] for index, part in batch])
-            _equal(found, wanted, f"in random chunks and batches (seed {seed}) a token has other logits than alone")
+            logits = _forward(model, flat_batch([part for _, part in batch], block_size), storage)
+            alone = np.concatenate([expected[index][part.start : part.end] for index, part in batch])
+            _equal(logits, alone, f"in random chunks and batches (seed {seed}) a token has other logits than alone")
 
 
 def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
@@ -155,17 +155,17 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
     prompts.append(prompts[1][:32] + prompts[2])  # begins as another does
     alone = LLM(loaded, kv="off", max_num_seqs=1, max_model_len=96, prefill_only=False)
     runs = [_run(alone, [prompt]) for prompt in prompts]
-    tokens = [run.said[0] for run in runs]
-    for prompt, said, run in zip(prompts, tokens, runs, strict=True):
-        whole = alone.logits([*prompt, *said])[len(prompt) - 1 : len(prompt) - 1 + len(said)]
+    tokens = [run.outputs[0] for run in runs]
+    for prompt, output, run in zip(prompts, tokens, runs, strict=True):
+        whole = alone.logits([*prompt, *output])[len(prompt) - 1 : len(prompt) - 1 + len(output)]
         _equal(run.logits, whole, "through the engine a token has other logits than from one forward over all tokens")
     guesses = ReplayProposer(
-        [[*prompt, *said] for prompt, said in zip(prompts, tokens, strict=True)], loaded.model.vocab_size, 0.7
+        [[*prompt, *output] for prompt, output in zip(prompts, tokens, strict=True)], loaded.model.vocab_size, 0.7
     )
-    for what, options in _engines(guesses):
+    for where, options in _engines(guesses):
         run = _run(LLM(loaded, max_model_len=96, prefill_only=False, **options), prompts)
-        assert run.said == tokens, f"{what} the model says something else: {_first_difference(run.said, tokens)}"
-        _equal(run.logits, runs[0].logits, f"{what} the tokens are the same and the logits are not")
+        assert run.outputs == tokens, f"{where} the model says something else: {_first_difference(run.outputs, tokens)}"
+        _equal(run.logits, runs[0].logits, f"{where} the tokens are the same and the logits are not")
         few = options.get("num_blocks")
         assert few is None or run.preempted, f"no sequence was preempted: {few} blocks are not too few"
 
@@ -200,7 +200,7 @@ MODEL_CHECKS: tuple[Callable[[LoadedModel], None], ...] = (
 
 
 class _Ran(NamedTuple):
-    said: list[list[int]]
+    outputs: list[list[int]]
     """After each prompt."""
     logits: np.ndarray
     """Of each token of the first: float32 `[tokens, vocab]`."""
@@ -240,17 +240,17 @@ def _used_storage(loaded: LoadedModel, num_blocks: int, block_size: int = _BLOCK
     return storage
 
 
-def _equal(found: np.ndarray, expected: np.ndarray, violated: str) -> None:
+def _equal(logits: np.ndarray, expected: np.ndarray, violated: str) -> None:
     """Equal bits, or an AssertionError that says by how much they differ and where."""
-    if found.shape == expected.shape and np.array_equal(found, expected):
+    if logits.shape == expected.shape and np.array_equal(logits, expected):
         return
-    assert found.shape == expected.shape, f"{violated} (shapes {found.shape} and {expected.shape})"
-    rows = np.flatnonzero((found != expected).reshape(len(found), -1).any(axis=1))
-    most = np.abs(found.astype(np.float64) - expected).max()
-    where = f"{len(rows)} of {len(found)} rows differ, the first is row {rows[0]}"
+    assert logits.shape == expected.shape, f"{violated} (shapes {logits.shape} and {expected.shape})"
+    rows = np.flatnonzero((logits != expected).reshape(len(logits), -1).any(axis=1))
+    most = np.abs(logits.astype(np.float64) - expected).max()
+    where = f"{len(rows)} of {len(logits)} rows differ, the first is row {rows[0]}"
     raise AssertionError(f"{violated}: {where}, by up to {most:.3g}")
 
 
-def _first_difference(said: list[list[int]], expected: list[list[int]]) -> str:
-    request = next(index for index, (ours, theirs) in enumerate(zip(said, expected, strict=True)) if ours != theirs)
-    return f"request {request} says {said[request]} and not {expected[request]}"
+def _first_difference(outputs: list[list[int]], expected: list[list[int]]) -> str:
+    request = next(index for index, (ours, theirs) in enumerate(zip(outputs, expected, strict=True)) if ours != theirs)
+    return f"request {request} says {outputs[request]} and not {expected[request]}"

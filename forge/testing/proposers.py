@@ -37,12 +37,14 @@ def _request(text: Sequence[int], k: int, seq_id: int) -> ProposalRequest:
 
 def _check_answer(proposer: Proposer, text: list[int], k: int, seq_id: int) -> None:
     before = list(text)
-    found = proposer.propose([_request(text, k, seq_id)])
-    assert len(found) == 1 and isinstance(found[0], Proposal), f"one request, and the answer is {found}"
-    (proposal,) = found
+    proposals = proposer.propose([_request(text, k, seq_id)])
+    assert len(proposals) == 1 and isinstance(proposals[0], Proposal), f"one request, and the answer is {proposals}"
+    (proposal,) = proposals
     assert text == before, "it changed the tokens of the request, which are the caller's own"
     assert len(proposal) <= k, f"asked for {k} tokens at most, it proposed {len(proposal)}: {proposal.token_ids}"
-    assert all(isinstance(one, Integral) for one in proposal.token_ids), f"not token ids: {proposal.token_ids}"
+    assert all(isinstance(token_id, Integral) for token_id in proposal.token_ids), (
+        f"not token ids: {proposal.token_ids}"
+    )
     for token_id, distribution in zip(proposal.token_ids, proposal.distributions or (), strict=False):
         odds = distribution.probability(token_id)
         assert odds > 0, f"it proposed token {token_id} and says that it could not have been drawn"
@@ -58,17 +60,17 @@ def _check_alone(
 ) -> None:
     """Beside others, from a new one, after forgetting, and for an id that had another text before: the same guess."""
     (expected,) = new_proposer().propose([_request(text, 4, number)])
-    beside = proposer.propose([_request(other, 4, seq_id) for seq_id, other in enumerate(texts)])
+    beside = proposer.propose([_request(text, 4, seq_id) for seq_id, text in enumerate(texts)])
     assert len(beside) == len(texts), f"{len(texts)} requests, and {len(beside)} proposals"
-    what = f"after a text of {len(text)} tokens it guesses {expected.token_ids} when new and asked for it alone"
-    assert beside[number].token_ids == expected.token_ids, f"{what}, beside others {beside[number].token_ids}"
+    subject = f"after a text of {len(text)} tokens it guesses {expected.token_ids} when new and asked for it alone"
+    assert beside[number].token_ids == expected.token_ids, f"{subject}, beside others {beside[number].token_ids}"
     for seq_id in (number, number + 1) if reuses_ids else (number,):
         (again,) = proposer.propose([_request(text, 4, seq_id)])
-        assert again.token_ids == expected.token_ids, f"{what}, for an id of another text {again.token_ids}"
+        assert again.token_ids == expected.token_ids, f"{subject}, for an id of another text {again.token_ids}"
     proposer.forget(number)
     proposer.forget(number)
     (again,) = proposer.propose([_request(text, 4, number)])
-    assert again.token_ids == expected.token_ids, f"{what}, after forgetting it {again.token_ids}"
+    assert again.token_ids == expected.token_ids, f"{subject}, after forgetting it {again.token_ids}"
 
 
 def _check_text(new_proposer: Callable[[], Proposer]) -> None:
@@ -76,6 +78,6 @@ def _check_text(new_proposer: Callable[[], Proposer]) -> None:
     prompts = ["Once upon a time", "ab ab ab ab", "a"]
     plain = LLM("hash", kv="paged").generate(prompts, params)
     guessed = LLM("hash", kv="paged", speculate=new_proposer(), speculate_fixed=True).generate(prompts, params)
-    for one, other in zip(plain, guessed, strict=True):
-        ours, theirs = one.outputs[0].token_ids, other.outputs[0].token_ids
-        assert ours == theirs, f"after {one.prompt!r} the text with its guesses is another: {theirs} and not {ours}"
+    for output, guessed_output in zip(plain, guessed, strict=True):
+        ours, theirs = output.outputs[0].token_ids, guessed_output.outputs[0].token_ids
+        assert ours == theirs, f"after {output.prompt!r} the text with its guesses is another: {theirs} and not {ours}"

@@ -91,11 +91,11 @@ def _literal(allowed: tuple[Any, ...]) -> Codec:
 
 def _tuple(members: tuple[Any, ...]) -> Codec:
     if members[-1] is Ellipsis:
-        each = codec_of(members[0])
+        member = codec_of(members[0])
         return Codec(
-            lambda value: [each.encode(item) for item in value],
+            lambda value: [member.encode(item) for item in value],
             lambda value, where: tuple(
-                each.decode(item, f"{where}[{index}]") for index, item in enumerate(_require(value, list, where))
+                member.decode(item, f"{where}[{index}]") for index, item in enumerate(_require(value, list, where))
             ),
         )
     codecs = [codec_of(member) for member in members]

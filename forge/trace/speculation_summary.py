@@ -49,13 +49,13 @@ class DraftTotals:
         return self.accepted / self.proposed if self.proposed else 0.0
 
 
-def add_cycles(found: dict[str, DraftTotals], cycles: Iterable[tuple[str, int, int, bool]]) -> None:
+def add_cycles(totals: dict[str, DraftTotals], cycles: Iterable[tuple[str, int, int, bool]]) -> None:
     """Count the cycles of one sequence in one step, one per proposer: its name, how many tokens it proposed, how many
     of them were accepted, and whether it won."""
     proposed = [cycle for cycle in cycles if cycle[1]]
     for cycle in proposed:
         rivals = [rival[2] for rival in proposed if rival is not cycle]
-        found.setdefault(cycle[0], DraftTotals(cycle[0])).add(*cycle[1:], max(rivals, default=0))
+        totals.setdefault(cycle[0], DraftTotals(cycle[0])).add(*cycle[1:], max(rivals, default=0))
 
 
 def draft_totals(steps: Iterable[Sequence[SpecCycle]]) -> tuple[DraftTotals, ...]:

@@ -199,7 +199,7 @@ class _OpenWait:
     since: float
     before: dict[type, tuple[int, int]]
     """By kind of reason: the steps and changes of the tally that are not this wait's."""
-    own: dict[type, tuple[WaitRecord, int, int]] = field(default_factory=dict)
+    by_kind: dict[type, tuple[WaitRecord, int, int]] = field(default_factory=dict)
     """By kind: the sequence's own reason, in how many steps it had one, and the last of them."""
 
 
@@ -516,8 +516,8 @@ class Timeline:
             changed = tally.add(front, record.step)
         for named in waits:
             wait, kind = self._waiting[named.seq_id], type(named.reason)
-            _, num_steps, _ = wait.own.get(kind, (named, 0, 0))
-            wait.own[kind] = named, num_steps + 1, record.step
+            _, num_steps, _ = wait.by_kind.get(kind, (named, 0, 0))
+            wait.by_kind[kind] = named, num_steps + 1, record.step
             if front is not None:
                 steps, changes = wait.before.get(type(front.reason), (0, 0))
                 wait.before[type(front.reason)] = steps + 1, changes + changed
@@ -533,8 +533,8 @@ class Timeline:
     def _causes(self, wait: _OpenWait) -> tuple[Cause, ...]:
         """The reasons of the queue's front that are this wait's, and the sequence's own, in the order of their last
         steps."""
-        causes = [(step, 1, Cause(named.reason, named.seq_id, steps)) for named, steps, step in wait.own.values()]
-        fronts = {named.seq_id for named, _, _ in wait.own.values()}
+        causes = [(step, 1, Cause(named.reason, named.seq_id, steps)) for named, steps, step in wait.by_kind.values()]
+        fronts = {named.seq_id for named, _, _ in wait.by_kind.values()}
         for kind, tally in self._tallies.items():
             steps, changes = wait.before.get(kind, (0, 0))
             if tally.steps > steps:

@@ -69,9 +69,9 @@ class JudgeRun:
 
 def latency_ms(latencies: Sequence[float], share: float) -> float:
     """A percentile of at least one latency."""
-    found = percentile(latencies, share)
-    assert found is not None
-    return found
+    latency = percentile(latencies, share)
+    assert latency is not None
+    return latency
 
 
 def judge_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
@@ -131,7 +131,7 @@ class _Callers:
                 self._collect(record.finished)
                 steps += 1
                 computed += record.tokens_computed
-                deferred += sum(isinstance(one.reason, Deferred) for one in record.waiting)
+                deferred += sum(isinstance(wait.reason, Deferred) for wait in record.waiting)
                 most |= Counter(
                     blocks=record.cache.used_blocks,
                     entries=record.block_table_entries,
@@ -171,8 +171,8 @@ class _Callers:
 
     def _collect(self, finished: Sequence[FinishRecord]) -> None:
         now = time.perf_counter()
-        for one in finished:
-            request_id, number, asked = self._asked.pop(one.seq_id)
+        for finish in finished:
+            request_id, number, asked = self._asked.pop(finish.seq_id)
             output = self._engine.output(request_id)
             self._engine.forget(request_id)
             self._latencies[number] = (now - asked) * 1e3

@@ -75,14 +75,14 @@ class Range:
         """`16`, or `16:256`. Raises `UsageError`, naming the option."""
         low, colon, high = text.partition(":")
         try:
-            found = cls(int(low), int(high if colon else low))
+            parsed = cls(int(low), int(high if colon else low))
         except ValueError:
             raise UsageError(
                 f"{option} is a number of tokens or two of them, such as 16:256, and not {text!r}"
             ) from None
-        if not 1 <= found.low <= found.high:
+        if not 1 <= parsed.low <= parsed.high:
             raise UsageError(f"{option} {text}: a range goes from at least 1 upwards")
-        return found
+        return parsed
 
     def draw(self, rng: random.Random) -> int:
         return rng.randint(self.low, self.high)
@@ -120,11 +120,11 @@ class Arrival:
             return [0.0] * number
         if self.kind == "every":
             return [index * self.rate for index in range(number)]
-        now, found = 0.0, []
+        now, times = 0.0, []
         for _ in range(number):
             now += rng.expovariate(self.rate)
-            found.append(now)
-        return found
+            times.append(now)
+        return times
 
 
 def make_workload(

@@ -52,9 +52,9 @@ class Measured:
 
 def measure(llm: LLM, workload: Workload, how: How, batch: int, turns: int = 1) -> Measured:
     """Run a workload `turns` times, each on a fresh engine with an empty cache (`sequential`: one for each request)."""
-    found = sorted((_turn(llm, workload, how, batch) for _ in range(turns)), key=lambda one: one.seconds)
-    middle = found[(len(found) - 1) // 2]
-    return replace(middle, all_seconds=tuple(one.seconds for one in found))
+    rounds = sorted((_turn(llm, workload, how, batch) for _ in range(turns)), key=lambda measured: measured.seconds)
+    middle = rounds[(len(rounds) - 1) // 2]
+    return replace(middle, all_seconds=tuple(measured.seconds for measured in rounds))
 
 
 def measure_all(
@@ -62,39 +62,41 @@ def measure_all(
     workload: Workload,
     ways: Sequence[tuple[How, int]],
     turns: int = 1,
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], None] = lambda message: None,
 ) -> tuple[Measured, ...]:
     """Every way in turn, after a turn that is not timed."""
     on_progress("warming up")
     _turn(llm, Workload(workload.requests[:2]), "continuous", 2)
-    found = []
+    measured = []
     for how, batch in ways:
         on_progress(f"{how}, {batch} at once")
-        found.append(measure(llm, workload, how, batch, turns))
-    return tuple(found)
+        measured.append(measure(llm, workload, how, batch, turns))
+    return tuple(measured)
 
 
 def identical(measured: Sequence[Measured], requests: int | None = None) -> bool:
     """Whether all ways gave the same tokens to every request, or to the first `requests` of each."""
-    return len({one.tokens[:requests] for one in measured}) <= 1
+    return len({way.tokens[:requests] for way in measured}) <= 1
 
 
-def requests_in_common(one: Workload, other: Workload) -> int:
+def requests_in_common(workload: Workload, rival: Workload) -> int:
     """How many requests, counted from the first, ask for the same tokens after the same prompt in both workloads."""
-    pairs = zip(one.requests, other.requests, strict=False)
+    pairs = zip(workload.requests, rival.requests, strict=False)
     same = (
         left.prompt_token_ids == right.prompt_token_ids and left.max_tokens == right.max_tokens for left, right in pairs
     )
     return sum(takewhile(bool, same))
 
 
-def speed_up(one: Measured, of: Measured) -> float:
+def speed_up(way: Measured, of: Measured) -> float:
     """How many times the tokens per second of another."""
-    return one.tokens_per_second / of.tokens_per_second
+    return way.tokens_per_second / of.tokens_per_second
 
 
 def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
-    parts = [replace(workload, requests=(one,)) for one in workload.requests] if how == "sequential" else [workload]
+    parts = (
+        [replace(workload, requests=(request,)) for request in workload.requests] if how == "sequential" else [workload]
+    )
     steps: list[StepRecord] = []
     tokens: list[tuple[int, ...]] = []
     requests: list[RequestTimeline] = []
@@ -105,9 +107,9 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
             engine.speculation = llm.new_speculation()
         run = WorkloadRun(engine, part, together=batch if how == "static" else None)
         at_once = not any(request.arrival for request in part.requests)
-        own = [_arrived_at(began, step) if at_once else step for step in run]
-        steps += own
-        requests += timeline_of(own).requests()
+        part_steps = [_arrived_at(began, step) if at_once else step for step in run]
+        steps += part_steps
+        requests += timeline_of(part_steps).requests()
         tokens += [output.outputs[0].token_ids for output in run.outputs]
     seconds = time.perf_counter() - began
     totals = totals_of(steps, requests)
@@ -119,4 +121,8 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
 
 def _arrived_at(began: float, step: StepRecord) -> StepRecord:
     """The step as if its requests had come when the run began: one kept from the engine waits all the same."""
-    return replace(step, arrived=tuple(replace(one, arrived=began) for one in step.arrived)) if step.arrived else step
+    return (
+        replace(step, arrived=tuple(replace(arrival, arrived=began) for arrival in step.arrived))
+        if step.arrived
+        else step
+    )

@@ -183,7 +183,7 @@ def new_model(agreement: float = 1.0, runs_ahead: bool = False) -> HashModel:
     kind = LateEmbeddingModel if runs_ahead else EmbeddingModel
     said = range(1, len(PIECES))
     return kind(
-        len(PIECES), said=said, eos_token_id=0, eos_probability=1 / 16, agreement=agreement, runs_ahead=runs_ahead
+        len(PIECES), emitted=said, eos_token_id=0, eos_probability=1 / 16, agreement=agreement, runs_ahead=runs_ahead
     )
 
 

@@ -202,7 +202,7 @@ def test_tokens_of_which_more_is_asked_are_waited_for(params):
 def test_a_model_that_runs_ahead_with_logits_on_the_host_plans_only_greedy_steps_ahead():
     for params, ahead in ((ON, True), (DRAWN[0], False)):
         engine = engine_of()
-        engine.model = HashModel(5, said=range(1, 5), eos_token_id=0, runs_ahead=True)
+        engine.model = HashModel(5, emitted=range(1, 5), eos_token_id=0, runs_ahead=True)
         start(engine, params)
         assert any(record.planned_ahead for record in run_all(engine)) == ahead
 

@@ -158,7 +158,7 @@ def test_a_draft_agrees_as_often_as_it_should():
 
 
 def test_a_small_vocabulary_is_enough():
-    logits = logits_of_many(vocab_size=5, said=range(1, 5), eos_token_id=0)
+    logits = logits_of_many(vocab_size=5, emitted=range(1, 5), eos_token_id=0)
 
     assert logits.shape == (20_000, 5)
     assert set(logits.argmax(axis=1).tolist()) == set(range(5))
