@@ -12,8 +12,8 @@ from forge.engine_args import EngineArgs
 
 @command
 def tour(
-    prompt: Annotated[str, typer.Argument(help="What the request says.")] = "Once upon a time",
-    max_tokens: Annotated[int, typer.Argument(help="Tokens to generate.", min=1)] = 8,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the request says.")] = "Once upon a time",
+    max_tokens: Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Tokens to generate.", min=1)] = 8,
     *,
     engine: Annotated[EngineArgs, Takes("model")],
     output: Annotated[OutputArgs, Takes("svg json")],

@@ -9,9 +9,13 @@ reason. A wait notes the tally when it begins, and advances its note in steps in
 own; the difference at the end is what it waited for behind others.
 """
 
+import signal
+import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Literal
 
 from forge.reasons import AGING_TOKENS, Deferred, FinishReason, WaitReason
@@ -266,19 +270,22 @@ class Timeline:
     def read(self) -> None:
         """Read the journal to its end.
 
-        After an exception in between (Ctrl-C) the next call goes on: an arrival or an end is taken in again, which
-        changes nothing; of a step, times and counts may be missing.
+        Ctrl-C takes effect at the end. After another exception in between the next call goes on: an arrival or an end
+        is taken in again, which changes nothing; of a step, times and counts may be missing.
         """
-        while self.journal:
-            entry = self.journal[0]
-            if isinstance(entry, StepRecord):
-                self.add(self.journal.popleft())  # type: ignore[arg-type]
-                continue
-            if isinstance(entry, ArriveRecord):
-                self.arrive(entry)
-            else:
-                self.end(entry.seq_id, entry.reason)
-            self.journal.popleft()
+        if not self.journal:
+            return
+        with _late_interrupt():
+            while self.journal:
+                entry = self.journal[0]
+                if isinstance(entry, StepRecord):
+                    self.add(self.journal.popleft())  # type: ignore[arg-type]
+                    continue
+                if isinstance(entry, ArriveRecord):
+                    self.arrive(entry)
+                else:
+                    self.end(entry.seq_id, entry.reason)
+                self.journal.popleft()
 
     def arrive(self, request: ArriveRecord) -> None:
         """Take in a request as soon as it is queued. The next step's record names it again, which changes nothing, even
@@ -542,6 +549,23 @@ class Timeline:
                 cause = Cause(front.reason, front.seq_id, tally.steps - steps, tally.changes - changes > 1)
                 causes.append((tally.last_step, 0, cause))
         return tuple([cause for _, _, cause in sorted(causes, key=lambda entry: entry[:2])])
+
+
+@contextmanager
+def _late_interrupt() -> Iterator[None]:
+    """Have SIGINT handled at the end of the block. It comes to the main thread only."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: signals.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if signals:
+            handler(*signals[0])
 
 
 def timeline_of(steps: Iterable[StepRecord], ends: Iterable[EndRecord] = ()) -> Timeline:

@@ -34,7 +34,7 @@ SIDES = {"compare": ("--kv", "off", "vs", "on")}
 def test_every_command_has_the_parser():
     assert {"generate", "compare", "naive", "bench cpu", "models inspect", "trace export"} <= COMMANDS.keys()
     assert [name for name, command in COMMANDS.items() if not isinstance(command, Command)] == []
-    assert {"generate", "compare", "naive", "score", "logprobs", "speculation", "glossary"} <= OF_A_TEXT.keys()
+    assert {"generate", "compare", "naive", "score", "logprobs", "speculation", "glossary", "tour"} <= OF_A_TEXT.keys()
 
 
 @pytest.mark.parametrize(("name", "arguments"), OF_A_TEXT.items(), ids=OF_A_TEXT)

@@ -30,8 +30,8 @@ REQUESTS = {
 }
 STEPS_BEFORE = {"admits all that fit": 0, "only decodes": 1, "ends one": 2, "admits the one that waited": 3}
 
-STRIDE = {"off": 11, "basic": 3, "paged": 7, "prefix": 7}
-"""Every so many lines are tried: the seeds of the last test try others."""
+Place = tuple[str, int]
+"""A file and a line of it."""
 
 
 def interrupted_at(line: int, call: Callable[[], object]) -> bool:
@@ -62,13 +62,18 @@ def interrupted_at(line: int, call: Callable[[], object]) -> bool:
 
 def lines_of(call: Callable[[], object]) -> int:
     """How many lines there are to be interrupted at."""
-    count = 0
+    return len(places_of(call))
+
+
+def places_of(call: Callable[[], object]) -> list[Place]:
+    """The lines that `call` executes, in order."""
+    places: list[Place] = []
 
     def trace(frame, event, argument):
-        nonlocal count
         if not frame.f_code.co_filename.startswith(PACKAGES):
             return None
-        count += event == "line"
+        if event == "line":
+            places.append((frame.f_code.co_filename, frame.f_lineno))
         return trace
 
     before = sys.gettrace()
@@ -77,7 +82,7 @@ def lines_of(call: Callable[[], object]) -> int:
         call()
     finally:
         sys.settrace(before)
-    return count
+    return places
 
 
 def busy_engine(kv: str, steps: int, max_num_seqs: int = 3) -> tuple[Engine, Run]:
@@ -88,6 +93,19 @@ def busy_engine(kv: str, steps: int, max_num_seqs: int = 3) -> tuple[Engine, Run
     for _ in range(steps):
         engine.step()
     return engine, run
+
+
+def lines_to_try(kv: str, steps: int, last: bool) -> list[int]:
+    """Where to interrupt a step so that all steps of `STEPS_BEFORE` together have every line of the source interrupted
+    once, where it is executed first or last in a step."""
+    places = {case: places_of(busy_engine(kv, case)[0].step) for case in STEPS_BEFORE.values()}
+    lines = {case: {place: line for line, place in enumerate(places[case])} for case in places}
+    chosen = []
+    for place, last_line in lines[steps].items():
+        cases = [case for case in lines if place in lines[case]]
+        if cases[place[1] % len(cases)] == steps:
+            chosen.append(last_line if last else places[steps].index(place))
+    return chosen
 
 
 def results(run: Run) -> list:
@@ -119,8 +137,7 @@ def is_beginning(shorter: tuple, whole: tuple) -> bool:
 def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps):
     expected = uninterrupted(kv)
     after = complete(new_engine(muddled, kv=kv), "again", max_tokens=5, ignore_eos=True)
-    lines = lines_of(busy_engine(kv, steps)[0].step)
-    for line in range(0, lines, STRIDE[kv]):
+    for line in lines_to_try(kv, steps, last=False):
         engine, run = busy_engine(kv, steps)
         assert interrupted_at(line, engine.step), f"line {line}"
 
@@ -138,8 +155,7 @@ def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps)
 @pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
 def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, steps):
     expected = uninterrupted(kv)
-    lines = lines_of(busy_engine(kv, steps)[0].step)
-    for line in range(1, lines, STRIDE[kv]):
+    for line in lines_to_try(kv, steps, last=True):
         engine, run = busy_engine(kv, steps)
         assert interrupted_at(line, engine.step)
 

@@ -1,5 +1,6 @@
 """What happened to each sequence, from records: the engine's own figures, and the reason of every wait."""
 
+import signal
 import sys
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 
 from forge.engine.sampling_params import SamplingParams
 from forge.reasons import Deferred, MaxNumSeqs, NoBlocks
+from forge.trace import timeline as timeline_module
 from forge.trace.records import (
     AdmitRecord,
     ArriveRecord,
@@ -330,3 +332,46 @@ def test_the_queue_is_shown_in_the_order_of_the_scheduler():
         for seq_id, length in enumerate((90, 20, 3, 6)):
             engine.add_request(str(seq_id), [97], SamplingParams(length))
         assert engine.timeline.queue(order) == tuple(one.seq_id for one in engine.scheduler.waiting) == expected
+
+
+def test_ctrl_c_at_any_line_while_the_journal_is_read_loses_nothing():
+    entries = [
+        arrival(0, name="r0"),
+        step(1, running=(0,), arrived=(0,)),
+        step(2, running=(0, 1), arrived=(1,), finished=(0,)),
+        FinishRecord(1, "abort"),
+    ]
+
+    def read(line: int) -> tuple[tuple, bool]:
+        """What a timeline holds that is interrupted before this line, and whether there is such a line."""
+        timeline, left = Timeline(), line
+        timeline.journal.extend(entries)
+
+        def trace(frame, event, argument):
+            nonlocal left
+            if frame.f_code.co_filename != timeline_module.__file__:
+                return None
+            left -= event == "line"
+            if left < 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            timeline.read()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return timeline.requests(), left < 0
+
+    expected, was_interrupted = read(sys.maxsize)
+    assert not was_interrupted and [request.tokens_computed for request in expected] == [2, 1]
+    line = 0
+    while was_interrupted or not line:
+        found, was_interrupted = read(line)
+        assert found == expected, f"line {line}"
+        line += 1
+    assert line > 100 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
