@@ -12,11 +12,11 @@ from forge.exercises.cost import Measured
 def compare_costs(entry: Entry, path: Path) -> list[Measured] | None:
     """The benchmark, in a process of its own; None if the reader's code did not end it."""
     ended = session.in_child("cost", entry, path)
-    if ended.found is None:
+    if ended.result is None:
         return None
     return [
-        Measured(str(one["size"]), tuple(map(float, one["yours"])), tuple(map(float, one["own"])))
-        for one in ended.found["costs"]
+        Measured(str(cost["size"]), tuple(map(float, cost["yours"])), tuple(map(float, cost["reference"])))
+        for cost in ended.result["costs"]
     ]
 
 

@@ -52,10 +52,12 @@ class AttentionTrial(Trial):
 
     def head(self, rule: str, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
         del self.calls[self.setup :]
-        shown = (f"random({one.shape})" if one.size > 8 else f"np.array({one.tolist()})" for one in (q, keys, values))
-        found = self.call(f"piece.attend({', '.join(shown)})", self.piece.attend, q, keys, values)
+        shown = (
+            f"random({array.shape})" if array.size > 8 else f"np.array({array.tolist()})" for array in (q, keys, values)
+        )
+        output = self.call(f"piece.attend({', '.join(shown)})", self.piece.attend, q, keys, values)
         expected = _attend(q[None], keys[:, None], values[:, None])[0]
-        self._same(rule, found, expected)
+        self._same(rule, output, expected)
 
     def rows(self, rule: str, heads: int, kv_heads: int, positions: list[int], further: int = 2) -> None:
         """further: how many positions have keys behind the last row's own."""
@@ -66,9 +68,9 @@ class AttentionTrial(Trial):
             self.arrays(n, kv_heads, dim),
             self.arrays(n, kv_heads, dim),
         )
-        shapes = ", ".join(f"random({one.shape})" for one in (q, keys, values))
+        shapes = ", ".join(f"random({array.shape})" for array in (q, keys, values))
         line = f"piece.attention({shapes}, np.array({positions}))"
-        found = self.call(line, self.piece.attention, q, keys, values, np.array(positions))
+        output = self.call(line, self.piece.attention, q, keys, values, np.array(positions))
         expected = _all_rows(q, keys, values, [position + 1 for position in positions])
         seen_instead = {
             "all positions": ("future", [n] * len(positions)),
@@ -76,21 +78,23 @@ class AttentionTrial(Trial):
             "one position too few": ("itself", [max(1, position) for position in positions]),
             "as many positions as its place in the chunk says": ("chunk", [row + 1 for row in range(len(positions))]),
         }
-        for what, (mistake, seen) in seen_instead.items():
+        for visible, (mistake, seen) in seen_instead.items():
             if max(seen) > n:
                 continue
-            other = _all_rows(q, keys, values, seen)
-            is_other = np.shape(found) == q.shape and np.allclose(found, other, atol=1e-4)
-            self.require(np.allclose(other, expected, atol=1e-4) or not is_other, mistake, f"each row sees {what}")
-        self._same(rule, found, expected)
+            mistaken = _all_rows(q, keys, values, seen)
+            is_mistaken = np.shape(output) == q.shape and np.allclose(output, mistaken, atol=1e-4)
+            self.require(
+                np.allclose(mistaken, expected, atol=1e-4) or not is_mistaken, mistake, f"each row sees {visible}"
+            )
+        self._same(rule, output, expected)
 
-    def _same(self, rule: str, found: Any, expected: np.ndarray) -> None:
-        shape = getattr(found, "shape", None)
+    def _same(self, rule: str, output: Any, expected: np.ndarray) -> None:
+        shape = getattr(output, "shape", None)
         self.require(shape == expected.shape, "shape", f"its shape is {shape}, and should be {expected.shape}")
-        self.require(found.dtype == np.float32, "dtype", f"its dtype is {found.dtype}")
-        self.require(np.isfinite(found).all(), "overflow", "it holds NaN or infinity")
-        close = np.allclose(found, expected, rtol=1e-3, atol=1e-4)
-        most = float(np.abs(np.asarray(found, np.float64) - expected).max())
+        self.require(output.dtype == np.float32, "dtype", f"its dtype is {output.dtype}")
+        self.require(np.isfinite(output).all(), "overflow", "it holds NaN or infinity")
+        close = np.allclose(output, expected, rtol=1e-3, atol=1e-4)
+        most = float(np.abs(np.asarray(output, np.float64) - expected).max())
         self.require(close, rule, f"it differs from the reference by up to {most:.3g}")
 
 
@@ -101,10 +105,10 @@ def _all_rows(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: list[in
 
 def _check_attend(piece: ModuleType) -> None:
     trial = AttentionTrial(piece)
-    one, two = np.array([1.0, 0.0], np.float32), np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
-    ones = np.ones((2, 2), np.float32)
-    trial.head("head", one, two[:1], two[1:])
-    trial.head("weights", one, two, ones)
+    query, two = np.array([1.0, 0.0], np.float32), np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    same_values = np.ones((2, 2), np.float32)
+    trial.head("head", query, two[:1], two[1:])
+    trial.head("weights", query, two, same_values)
     trial.head("scaled", trial.arrays(16), trial.arrays(5, 16), trial.arrays(5, 16))
     trial.head("scaled", trial.arrays(3), trial.arrays(16, 3), trial.arrays(16, 3))
     for number, large in ((5, 100), (2, 1000), (9, -300)):
@@ -134,8 +138,8 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
             rows = slice(batch.cu_seqlens[sequence], batch.cu_seqlens[sequence + 1])
             keys, values = storage.gather(layer, batch.block_tables[sequence], int(batch.context_lens[sequence]))
             heads = q[rows].reshape(rows.stop - rows.start, -1, storage.layout.head_dim)
-            found = np.asarray(piece.attention(heads, keys, values, batch.positions[rows]))
-            out[rows] = found.reshape(rows.stop - rows.start, -1)
+            output = np.asarray(piece.attention(heads, keys, values, batch.positions[rows]))
+            out[rows] = output.reshape(rows.stop - rows.start, -1)
         return out
 
     with patch.object(ReferenceOperations, "attention", attention):
@@ -175,6 +179,6 @@ EXERCISE = Exercise(
     "prefill of 512 rows read for each row?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     params=({"max_tokens": 24, "ignore_eos": True},),
 )

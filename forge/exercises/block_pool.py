@@ -118,8 +118,10 @@ class PoolTrial(Trial):
         except OutOfBlocks as error:
             self.require(number > len(free), "enough", f"{len(free)} blocks were free, and {number} were asked for")
             self.require(self.pool.free == free, "all-or-nothing", f"it raised, and {self._difference(free)}")
-            found, wanted = (error.needed, error.free), (number, len(free))
-            self.require(found == wanted, "all-or-nothing", f"it raised OutOfBlocks{found}, not OutOfBlocks{wanted}")
+            shortage, expected = (error.needed, error.free), (number, len(free))
+            self.require(
+                shortage == expected, "all-or-nothing", f"it raised OutOfBlocks{shortage}, not OutOfBlocks{expected}"
+            )
             return
         self.require(number <= len(free), "all-or-nothing", f"{len(free)} blocks were free, and it returned {blocks!r}")
         self.require(
@@ -127,10 +129,10 @@ class PoolTrial(Trial):
             "allocated",
             f"it returned {blocks!r}; free were {free}",
         )
-        said = f"it returned {blocks!r}; free were {free}, and are {self.pool.free}"
+        finding = f"it returned {blocks!r}; free were {free}, and are {self.pool.free}"
         for block in blocks:
             self.require(block not in self.pool.free, "allocated", f"block {block} is still on the free list")
-        self.require(self.pool.free == free[: len(free) - number], "stack", said)
+        self.require(self.pool.free == free[: len(free) - number], "stack", finding)
         for block in blocks:
             count = self.pool.reference_counts[block]
             self.require(count == 1, "first-reference", f"block {block} has {count}")
@@ -146,8 +148,8 @@ class PoolTrial(Trial):
         if len(self.tables) < 4:
             table = self.tables[which % len(self.tables)]
             for block in table:
-                found = self.call(f"pool.incref({block})", self.pool.incref, block)
-                self.require(found is None, "result", f"it returned {found!r}")
+                returned = self.call(f"pool.incref({block})", self.pool.incref, block)
+                self.require(returned is None, "result", f"it returned {returned!r}")
             self.tables.append(table)
 
     def _release(self, which: int, count: int, word: int) -> None:
@@ -156,13 +158,13 @@ class PoolTrial(Trial):
         while table := self.tables[place]:
             *rest, block = table
             free = list(self.pool.free)
-            is_last = sum(block in other for other in self.tables) == 1
-            found = self.call(f"pool.decref({block})", self.pool.decref, block)
+            is_last = sum(block in table for table in self.tables) == 1
+            returned = self.call(f"pool.decref({block})", self.pool.decref, block)
             self.tables[place] = tuple(rest)
-            self.require(found is None, "result", f"it returned {found!r}")
+            self.require(returned is None, "result", f"it returned {returned!r}")
             if is_last and self.pool.free.count(block) == 1:
-                said = f"block {block} became free; the free list was {free}, and is {self.pool.free}"
-                self.require(self.pool.free == [*free, block], "stack", said)
+                finding = f"block {block} became free; the free list was {free}, and is {self.pool.free}"
+                self.require(self.pool.free == [*free, block], "stack", finding)
             if rest:
                 self._check_state()
         del self.tables[place]
@@ -187,8 +189,8 @@ class PoolTrial(Trial):
     def _recount(self, which: int, count: int, word: int) -> None:
         if word % 2 and self.tables:  # an exception lost a table
             self.tables.pop(which % len(self.tables))
-        found = self.call(f"pool.recount(iter({self.tables}))", self.pool.recount, iter(list(self.tables)))
-        self.require(found is None, "result", f"it returned {found!r}")
+        returned = self.call(f"pool.recount(iter({self.tables}))", self.pool.recount, iter(list(self.tables)))
+        self.require(returned is None, "result", f"it returned {returned!r}")
 
     def _check_state(self, rule: str | None = None) -> None:
         pool = self.pool
@@ -320,7 +322,7 @@ EXERCISE = Exercise(
     "was freed a moment ago?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS | {"drive": _drive},
+    reference=_OPTIONS | {"drive": _drive},
     prompts=("Once upon a time", "The fox and the lantern", "An owl"),
     params=({"max_tokens": 40, "ignore_eos": True, "n": 2, "temperature": 0.8, "seed": 1},),
     view="blocks",

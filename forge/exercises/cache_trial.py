@@ -61,17 +61,17 @@ class CacheTrial(Trial):
 
     def named(self, error: BaseException, line: str | None = None) -> Mistake:
         """The mistake, under the rule of the exercise that the words belong to."""
-        said = str(error)
-        rule = next((rule for pattern, rule in self.words if re.search(pattern, said)), "conforms")
-        if said == "blocks_needed was wrong":
+        message = str(error)
+        rule = next((rule for pattern, rule in self.words if re.search(pattern, message)), "conforms")
+        if message == "blocks_needed was wrong":
             taken = self.available - self.cache.num_available
-            said = f"before the last call {self.needed}; it took {taken} of {self.available} available blocks"
-        return self.broken(rule, said, line)
+            message = f"before the last call {self.needed}; it took {taken} of {self.available} available blocks"
+        return self.broken(rule, message, line)
 
-    def broken(self, rule: str, found: str, line: str | None = None) -> Mistake:
+    def broken(self, rule: str, finding: str, line: str | None = None) -> Mistake:
         if self.state is not None:
             self.before = partial(drawing, self.state)
-        return super().broken(rule, found, line)
+        return super().broken(rule, finding, line)
 
     def record(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """A call of the reader's code, from outside of it."""
@@ -80,7 +80,7 @@ class CacheTrial(Trial):
         copies = [copied(argument) for argument in arguments]
         try:
             with time_limit():
-                found = function(*arguments)
+                returned = function(*arguments)
         except OutOfBlocks as error:
             self.calls[-1] += f"  # OutOfBlocks(needed={error.needed}, free={error.free})"
             raise
@@ -91,11 +91,11 @@ class CacheTrial(Trial):
         self.require(all(map(same, arguments, copies)), "untouched", f"{copies} have become {list(arguments)}")
         if name == "remove" and arguments[0] in self.cache:
             raise self.broken("removed", f"the cache still has sequence {arguments[0]}")
-        if found not in (None, ()):
-            self.calls[-1] += f"  # {found!r}"
+        if returned not in (None, ()):
+            self.calls[-1] += f"  # {returned!r}"
         if name == "blocks_needed":
             self.needed = self.calls.pop()  # the oracle asks before each reserve
-        return found
+        return returned
 
 
 def _literal(value: Any) -> str:

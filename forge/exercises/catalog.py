@@ -59,10 +59,10 @@ def available() -> tuple[Entry, ...]:
     return tuple(entry for entry in ENTRIES if entry.template.is_file())
 
 
-def find_entry(wanted: str) -> Entry:
+def find_entry(name: str) -> Entry:
     """The exercise of this number or name. Raises `UsageError` if there is none."""
     for entry in available():
-        if wanted.replace("-", "_") in (str(entry.number), f"{entry.number:02}", entry.name):
+        if name.replace("-", "_") in (str(entry.number), f"{entry.number:02}", entry.name):
             return entry
     numbers = ", ".join(str(entry.number) for entry in available())
-    raise UsageError(f"there is no exercise {wanted}; there are {numbers}")
+    raise UsageError(f"there is no exercise {name}; there are {numbers}")

@@ -95,7 +95,7 @@ def _failed(entry: Entry, exercise: Exercise, mistake: Mistake, states: dict[str
         False,
         mistake.rule,
         rule.sentence,
-        mistake.found,
+        mistake.finding,
         mistake.calls,
         mistake.before,
         mistake.after,
@@ -111,8 +111,8 @@ def main(args: Sequence[str]) -> None:
     with open(traces, "w", encoding="utf-8") as trace:
         status = 0
         try:
-            found = _performed(task, entry, file, options, lambda: limit_process(trace))
-            Path(written).write_text(json.dumps(found), encoding="utf-8")
+            result = _performed(task, entry, file, options, lambda: limit_process(trace))
+            Path(written).write_text(json.dumps(result), encoding="utf-8")
         except BaseException:
             traceback.print_exc()
             status = 1

@@ -37,10 +37,10 @@ class Comparison:
 
     exercise: Exercise
     yours: Ran
-    own: Ran
+    reference: Ran
     calls: Mapping[str, int]
     """How often the run called each of the reader's functions."""
 
     @property
     def identical(self) -> bool:
-        return self.yours.token_ids == self.own.token_ids
+        return self.yours.token_ids == self.reference.token_ids

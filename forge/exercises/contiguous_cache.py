@@ -114,37 +114,37 @@ class ContiguousTrial(CacheTrial):
         taken = {run.blocks.start for run in self.cache._runs()}  # type: ignore[attr-defined]
         per_run = self.cache.blocks_per_run  # type: ignore[attr-defined]
         try:
-            found = super().record(name, function, *arguments)
+            returned = super().record(name, function, *arguments)
         except OutOfBlocks as error:
             shortage = error.needed, error.free
             if name == "add":
                 self.require(runs == _RUNS, "full", f"{runs} of {_RUNS} runs were taken; it raised")
                 self.require(shortage == (per_run, 0), "shortage", f"needed and free are {shortage}")
             elif name == "reserve":
-                wanted = reserved + more[0]
-                self.require(wanted > _LENGTH, "limit", f"{wanted} of {_LENGTH} slots were wanted, and it raised")
+                length = reserved + more[0]
+                self.require(length > _LENGTH, "limit", f"{length} of {_LENGTH} slots were wanted, and it raised")
                 self.require(shortage == (1, 0), "shortage", f"needed and free are {shortage}")
             raise
         if name == "add":
             self.require(runs < _RUNS, "full", f"all {_RUNS} runs were taken; nothing was raised")
-            self.require(found == 0, "result", f"nothing is cached, and add returned {found!r}")
+            self.require(returned == 0, "result", f"nothing is cached, and add returned {returned!r}")
             run = self.cache.runs[seq_id].blocks  # type: ignore[attr-defined]
-            said = f"the run of sequence {seq_id} is {run}, and a run has {per_run} blocks"
+            finding = f"the run of sequence {seq_id} is {run}, and a run has {per_run} blocks"
             fits = len(run) == per_run and run[0] % per_run == 0 and 0 <= run[0] <= run[-1] < _RUNS * per_run
-            self.require(fits and isinstance(run, range), "run", said)
+            self.require(fits and isinstance(run, range), "run", finding)
             lowest = next(start for start in range(0, _RUNS * per_run, per_run) if start not in taken)
-            self.require(run[0] == lowest or run[0] in taken, "lowest", f"{said}; block {lowest} begins a free one")
+            self.require(run[0] == lowest or run[0] in taken, "lowest", f"{finding}; block {lowest} begins a free one")
         elif name == "reserve":
-            wanted = reserved + more[0]
-            said = f"{wanted} slots were reserved of {_LENGTH}, and nothing was raised"
-            self.require(wanted <= _LENGTH, "all-or-nothing", said)
-            self.require(found == (), "result", f"there is nothing to copy, and reserve returned {found!r}")
+            length = reserved + more[0]
+            finding = f"{length} slots were reserved of {_LENGTH}, and nothing was raised"
+            self.require(length <= _LENGTH, "all-or-nothing", finding)
+            self.require(returned == (), "result", f"there is nothing to copy, and reserve returned {returned!r}")
         elif name == "truncate":
             left, expected = self.cache.reserved_length(seq_id), min(reserved, more[0])
             self.require(left == expected, "truncate", f"of {reserved} slots {left} are left, and not {expected}")
         if name in ("commit", "truncate", "remove"):
-            self.require(found is None, "result", f"{name} returned {found!r}")
-        return found
+            self.require(returned is None, "result", f"{name} returned {returned!r}")
+        return returned
 
 
 def _small(piece: ModuleType) -> BasicKvCache:
@@ -244,7 +244,7 @@ EXERCISE = Exercise(
     next_question="Ten requests of 30 tokens run, with runs of 4,096 slots. How much of the memory holds something?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     prompts=(3 * _STORY + "The hen",),
     params=({"max_tokens": 64, "ignore_eos": True},),
     view="blocks",

@@ -20,29 +20,29 @@ class Measured:
 
     size: str
     yours: tuple[float, ...]
-    own: tuple[float, ...]
+    reference: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
         """How many times as long the reader's takes, by the medians."""
-        return median(self.yours) / median(self.own)
+        return median(self.yours) / median(self.reference)
 
     @property
     def is_noise(self) -> bool:
         """Whether the middle halves of the two sides' rounds overlap: then the medians say nothing."""
-        yours, own = sorted(self.yours), sorted(self.own)
+        yours, reference = sorted(self.yours), sorted(self.reference)
         quarter = len(yours) // 4
-        return yours[quarter] <= own[-1 - quarter] and own[quarter] <= yours[-1 - quarter]
+        return yours[quarter] <= reference[-1 - quarter] and reference[quarter] <= yours[-1 - quarter]
 
 
 def measure(entry: Entry, path: Path) -> list[Measured]:
     """All sizes of an exercise's benchmark."""
     measured = []
     for cost in entry.exercise().costs(load(path)):
-        sides = [(work, _repeats(work)) for work in (cost.yours, cost.own)]
+        sides = [(work, _repeats(work)) for work in (cost.yours, cost.reference)]
         rounds = [[_timed(*side) for side in sides] for _ in range(_ROUNDS)]
-        yours, own = zip(*rounds, strict=True)
-        measured.append(Measured(cost.size, yours, own))
+        yours, reference = zip(*rounds, strict=True)
+        measured.append(Measured(cost.size, yours, reference))
     return measured
 
 

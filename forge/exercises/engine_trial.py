@@ -23,7 +23,7 @@ class EngineTrial(Trial):
     def draw(self) -> str:
         scheduler = self.llm.engine.scheduler
         running = " ".join(str(seq_id) for seq_id in scheduler.running) or "none"
-        waiting = " ".join(str(one.seq_id) for one in scheduler.queue) or "none"
+        waiting = " ".join(str(sequence.seq_id) for sequence in scheduler.queue) or "none"
         return f"running {running}   waiting {waiting}   free blocks {self.llm.engine.cache.num_available}"
 
     def run(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
@@ -49,9 +49,9 @@ class EngineTrial(Trial):
         raise self.broken("ends", f"after {_MOST_STEPS} steps requests still run")
 
     def compare(self, prompts: list[list[int]]) -> None:
-        found = self.limited(prompts)
+        samples = self.limited(prompts)
         expected = _alone(tuple(map(tuple, prompts)), self.n)
-        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for number, (ours, theirs) in enumerate(zip(samples, expected, strict=True)):
             self.require(ours == theirs, "same-tokens", f"sample {number} says {ours[:8]}…, and alone {theirs[:8]}…")
 
     def limited(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:

@@ -81,7 +81,7 @@ class Cost:
 
     size: str
     yours: Callable[[], object]
-    own: Callable[[], object]
+    reference: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Exercise:
     """The options of an `LLM` that runs on the reader's part, for as long as the context lasts. With `drive`, a
     function of that `LLM`, the prompts and the `SamplingParams` that returns outputs and steps, if options are not
     enough."""
-    own: Mapping[str, Any] = field(default_factory=dict)
+    reference: Mapping[str, Any] = field(default_factory=dict)
     """The options of the same `LLM` on the engine's own part."""
     prompts: Sequence[str] = ("Once upon a time",)
     params: Sequence[Mapping[str, Any]] = ({"max_tokens": 48, "ignore_eos": True},)
@@ -126,14 +126,14 @@ class Mistake(Exception):
     def __init__(
         self,
         rule: str,
-        found: str,
+        finding: str,
         calls: Sequence[str] = (),
         before: str = "",
         after: str = "",
         line: str | None = None,
     ):
-        super().__init__(f"{rule}: {found}")
-        self.rule, self.found, self.calls = rule, found, tuple(calls)
+        super().__init__(f"{rule}: {finding}")
+        self.rule, self.finding, self.calls = rule, finding, tuple(calls)
         self.before, self.after, self.line = before, after, line
 
 
@@ -189,15 +189,15 @@ class Trial:
             return self.broken("exits", f"it called exit({error.code!r})", where)
         if isinstance(error, MemoryError):
             return self.broken("memory", "no memory was left", where)
-        said = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
-        return self.broken("raises", said, where)
+        message = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+        return self.broken("raises", message, where)
 
-    def broken(self, rule: str, found: str, line: str | None = None) -> Mistake:
-        return Mistake(rule, found, self.calls, self.before(), self._drawn(), line)
+    def broken(self, rule: str, finding: str, line: str | None = None) -> Mistake:
+        return Mistake(rule, finding, self.calls, self.before(), self._drawn(), line)
 
-    def require(self, holds: object, rule: str, found: str) -> None:
+    def require(self, holds: object, rule: str, finding: str) -> None:
         if not holds:
-            raise self.broken(rule, found)
+            raise self.broken(rule, finding)
 
     def require_growth(
         self, line: str, work: Callable[[int], Callable[[], object]], small: int, large: int, most: float
@@ -214,10 +214,10 @@ class Trial:
             factor = min(factor, seconds[1] / seconds[0])
             if factor <= most:
                 break
-        said = (
+        finding = (
             f"{large // small} times the size takes {factor:.0f} times as long, and {most:g} times are more than enough"
         )
-        self.require(factor <= most, "slow", said)
+        self.require(factor <= most, "slow", finding)
         self.calls.pop()
 
     def _fastest(self, prepared: Callable[[], object], size: int) -> float:
@@ -266,7 +266,7 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     if _is_frozen(value):
-        held = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
+        held = {member.name: getattr(value, member.name) for member in fields(value) if member.init}
         if any(isinstance(item, np.ndarray | list) for item in held.values()):
             return replace(value, **{name: copied(item) for name, item in held.items()})
     return value
@@ -289,7 +289,9 @@ def same(value: Any, copy: Any) -> bool:
     if isinstance(value, dict):
         return value.keys() == copy.keys() and all(same(value[key], copy[key]) for key in value)
     if _is_frozen(value):
-        return all(same(getattr(value, one.name), getattr(copy, one.name)) for one in fields(value) if one.init)
+        return all(
+            same(getattr(value, member.name), getattr(copy, member.name)) for member in fields(value) if member.init
+        )
     return bool(value == copy)
 
 
@@ -303,8 +305,8 @@ def search(new: Callable[[], Any], weighted: Mapping[str, int], lists: int = 60)
                 continue
             if isinstance(failed[1], Mistake) and failed[1].rule == "endless":
                 raise failed[1]  # each list that is tried would take seconds
-            found = shrunk(new, operations, _TRIES)
-            raise failed[1] if found is None else _with_small_numbers(new, *found)
+            shortest = shrunk(new, operations, _TRIES)
+            raise failed[1] if shortest is None else _with_small_numbers(new, *shortest)
 
 
 def _with_small_numbers(new: Callable[[], Any], error: Exception, operations: list[Operation]) -> Exception:
@@ -312,9 +314,9 @@ def _with_small_numbers(new: Callable[[], Any], error: Exception, operations: li
     for index, (kind, which, count, word) in enumerate(operations):
         for smaller in range(count):
             changed = [*operations[:index], (kind, which, smaller, word), *operations[index + 1 :]]
-            found = failure(new, changed)
-            if found is not None and found[0] == len(operations):
-                error, operations = found[1], changed
+            failed = failure(new, changed)
+            if failed is not None and failed[0] == len(operations):
+                error, operations = failed[1], changed
                 break
     return error
 

@@ -108,43 +108,45 @@ class MaskTrial(Trial):
         self.require(state is not None, "result", "it returned None")
         for part in pieces:
             text += part
-            found = self.call(f"state = piece.advance(state, {part!r})", self.piece.advance, state, part)
+            advanced = self.call(f"state = piece.advance(state, {part!r})", self.piece.advance, state, part)
             again = self.piece.advance(state, part)
-            self.require((found is None) == (again is None), "again", f"it returned {found!r}, and then {again!r}")
+            self.require(
+                (advanced is None) == (again is None), "again", f"it returned {advanced!r}, and then {again!r}"
+            )
             was_complete = complete(text[: len(text) - len(part)])
             rule = "nothing-follows" if was_complete else "refused" if len(pieces) == 1 else "split"
-            said = f"after {text!r} it returned {found!r}"
+            finding = f"after {text!r} it returned {advanced!r}"
             if viable(text):
-                self.require(found is not None, "possible" if len(pieces) == 1 else "split", said)
+                self.require(advanced is not None, "possible" if len(pieces) == 1 else "split", finding)
             else:
-                self.require(found is None, rule, said)
+                self.require(advanced is None, rule, finding)
                 return None
-            state = found
+            state = advanced
         return state
 
     def text(self, pieces: Sequence[bytes]) -> None:
         state, text = self.state(pieces), b"".join(pieces)
         if state is not None:
-            found = self.call("piece.is_complete(state)", self.piece.is_complete, state)
-            self.require(found in (True, False), "result", f"it returned {found!r}")
-            self.require(found == complete(text), "complete", f"after {text!r} it returned {found!r}")
+            returned = self.call("piece.is_complete(state)", self.piece.is_complete, state)
+            self.require(returned in (True, False), "result", f"it returned {returned!r}")
+            self.require(returned == complete(text), "complete", f"after {text!r} it returned {returned!r}")
 
     def mask(self, text: bytes, vocabulary: Sequence[bytes] = _VOCABULARY, eos: int = _EOS) -> None:
         state = self.state([text])
         tokens = list(vocabulary)
-        found = self.call(f"piece.mask(state, {tokens}, {eos})", self.piece.mask, state, tokens, eos)
-        is_list = isinstance(found, list | tuple | np.ndarray) and len(found) == len(tokens)
-        self.require(is_list and all(one in (True, False) for one in found), "result", f"it returned {found!r}")
-        for token_id, (token, allowed) in enumerate(zip(tokens, found, strict=True)):
+        mask = self.call(f"piece.mask(state, {tokens}, {eos})", self.piece.mask, state, tokens, eos)
+        is_list = isinstance(mask, list | tuple | np.ndarray) and len(mask) == len(tokens)
+        self.require(is_list and all(allowed in (True, False) for allowed in mask), "result", f"it returned {mask!r}")
+        for token_id, (token, allowed) in enumerate(zip(tokens, mask, strict=True)):
             if token_id == eos:
-                said = f"after {text!r} the mask says {allowed} of the end"
-                self.require(allowed == complete(text), "eos", said)
+                finding = f"after {text!r} the mask says {allowed} of the end"
+                self.require(allowed == complete(text), "eos", finding)
             else:
                 expected = token != b"" and viable(text + token)
-                said = f"after {text!r} the mask says {allowed} of token {token_id}, {token!r}"
-                self.require(allowed == expected, "tokens" if token else "empty", said)
+                finding = f"after {text!r} the mask says {allowed} of token {token_id}, {token!r}"
+                self.require(allowed == expected, "tokens" if token else "empty", finding)
         again = self.call("piece.mask(state, …)", self.piece.mask, state, tokens, eos)
-        self.require(list(again) == list(found), "again", "the same call has another mask")
+        self.require(list(again) == list(mask), "again", "the same call has another mask")
 
 
 def _check_advance(piece: ModuleType) -> None:
@@ -224,7 +226,9 @@ class _ReadersGrammar:
         self.piece, self.eos_token_ids = piece, llm.tokenizer.eos_token_ids
         tokenizer, size = llm.tokenizer, llm.model.vocab_size
         known = range(min(size, tokenizer.vocab_size))
-        self.vocabulary = [b"" if tokenizer.is_hidden(one) else tokenizer.token_bytes(one) for one in known]
+        self.vocabulary = [
+            b"" if tokenizer.is_hidden(token_id) else tokenizer.token_bytes(token_id) for token_id in known
+        ]
         self.vocabulary += [b""] * (size - len(self.vocabulary))
 
     def new_matcher(self) -> "_ReadersMatcher":
@@ -274,13 +278,13 @@ def _costs(piece: ModuleType) -> list[Cost]:
     from forge.grammar.compiler import GrammarCompiler
 
     llm = LLM("tales", kv="paged")
-    own = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(StructuredOutput(grammar=GRAMMAR))
+    compiled = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(StructuredOutput(grammar=GRAMMAR))
     readers = _ReadersGrammar(piece, llm)
     costs = []
     for length in (1, 5, 17):
         output = llm.tokenizer.encode("[" * length)
         yours = partial(_fresh_mask, readers, output)
-        costs.append(Cost(f"mask after {length} brackets", yours, partial(_fresh_mask, own, output)))
+        costs.append(Cost(f"mask after {length} brackets", yours, partial(_fresh_mask, compiled, output)))
     return costs
 
 
@@ -313,7 +317,7 @@ EXERCISE = Exercise(
     "that one refused byte rules out thousands of them?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     prompts=("The numbers of the house are", "The list:"),
     params=({"max_tokens": 24, "temperature": 0.9, "seed": 5, "structured": _FORM},),
 )

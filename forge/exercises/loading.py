@@ -36,7 +36,9 @@ def unwritten(path: str | Path, functions: Sequence[str]) -> tuple[str, ...]:
 
 def _is_stub(body: list[ast.stmt]) -> bool:
     *_, last = body
-    if not isinstance(last, ast.Raise) or not all(isinstance(one, ast.Expr | ast.Pass) for one in body[:-1]):
+    if not isinstance(last, ast.Raise) or not all(
+        isinstance(statement, ast.Expr | ast.Pass) for statement in body[:-1]
+    ):
         return False
     raised = last.exc.func if isinstance(last.exc, ast.Call) else last.exc
     return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"

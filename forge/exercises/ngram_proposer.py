@@ -118,29 +118,31 @@ class ProposerTrial(Trial):
         shown = ", ".join(
             f"Request({first + n}, {text}, {max_tokens}, SamplingParams(), 0, 0)" for n, text in enumerate(texts)
         )
-        found = self.call(f"proposer.propose([{shown}])", self.proposer.propose, asked)
-        is_list = isinstance(found, list | tuple) and all(isinstance(one, Proposal) for one in found)
-        self.require(is_list and len(found) == len(texts), "one-each", f"{_plural(len(texts))}; it returned {found!r}")
-        return [self._checked(proposal.token_ids, max_tokens) for proposal in found]
+        proposals = self.call(f"proposer.propose([{shown}])", self.proposer.propose, asked)
+        is_list = isinstance(proposals, list | tuple) and all(isinstance(proposal, Proposal) for proposal in proposals)
+        self.require(
+            is_list and len(proposals) == len(texts), "one-each", f"{_plural(len(texts))}; it returned {proposals!r}"
+        )
+        return [self._checked(proposal.token_ids, max_tokens) for proposal in proposals]
 
     def _checked(self, token_ids: Any, max_tokens: int) -> tuple[int, ...]:
         is_ids = isinstance(token_ids, tuple | list | np.ndarray) and all(
-            isinstance(one, Integral) for one in token_ids
+            isinstance(token_id, Integral) for token_id in token_ids
         )
         self.require(is_ids, "result", f"the token ids are {token_ids!r}")
-        said = f"asked for {max_tokens} at most, it proposed {tuple(token_ids)}"
-        self.require(len(token_ids) <= max_tokens, "at-most", said)
+        finding = f"asked for {max_tokens} at most, it proposed {tuple(token_ids)}"
+        self.require(len(token_ids) <= max_tokens, "at-most", finding)
         return tuple(map(int, token_ids))
 
     def known(self, rule: str, text: list[int], max_tokens: int, seq_id: int | None = None) -> None:
         """Where the answer is known: its first tokens must be those of forge's own lookup."""
-        (found,) = self.propose([text], max_tokens, seq_id)
-        self._compare(rule, text, max_tokens, found)
+        (proposed,) = self.propose([text], max_tokens, seq_id)
+        self._compare(rule, text, max_tokens, proposed)
 
     def looked_up(self, rule: str, text: list[int], max_tokens: int) -> None:
         del self.calls[self.setup :]
-        found = self.call(f"proposer.lookup({text}, {max_tokens})", self.proposer.lookup, list(text), max_tokens)
-        self._compare(rule, text, max_tokens, self._checked(found, max_tokens))
+        proposed = self.call(f"proposer.lookup({text}, {max_tokens})", self.proposer.lookup, list(text), max_tokens)
+        self._compare(rule, text, max_tokens, self._checked(proposed, max_tokens))
 
     def _compare(self, rule: str, text: list[int], max_tokens: int, ours: tuple[int, ...]) -> None:
         (expected,) = self.reference.propose([_request(text, max_tokens, 1)])
@@ -157,9 +159,9 @@ class ProposerTrial(Trial):
         """Each text together with the others, and then alone."""
         together = self.propose(texts, _K)
         for text, beside in zip(texts, together, strict=True):
-            (found,) = self.propose([text], _K)
-            said = f"after {text} it proposes {found}, and beside other requests {beside}"
-            self.require(found == beside, "own-text", said)
+            (proposed,) = self.propose([text], _K)
+            finding = f"after {text} it proposes {proposed}, and beside other requests {beside}"
+            self.require(proposed == beside, "own-text", finding)
 
 
 def _plural(number: int) -> str:
@@ -212,9 +214,9 @@ def _check_proposer(piece: ModuleType) -> None:
     check_proposer(piece.MyProposer, [[1, 2, 3, 9, 1, 2], [1, 2, 1, 2]], reuses_ids=False)
     text = list(HELD_OUT.read_bytes())[:6000]
     ours, theirs = _accepted(piece.MyProposer(), text), _accepted(NgramProposer(2, 4), text)
-    said = f"of a text of {len(text)} bytes it got {ours} draft tokens accepted, and forge's own {theirs}"
+    finding = f"of a text of {len(text)} bytes it got {ours} draft tokens accepted, and forge's own {theirs}"
     trial.calls.clear()
-    trial.require(2 * ours >= theirs, "accepted", said)
+    trial.require(2 * ours >= theirs, "accepted", finding)
 
 
 def _accepted(proposer: Proposer, text: list[int]) -> int:
@@ -241,8 +243,8 @@ class PlainIds(Proposer):
         self._proposer, self.name = proposer, proposer.name
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        found = self._proposer.propose(requests)
-        return [Proposal(tuple(map(int, proposal.token_ids))) for proposal in found]
+        proposals = self._proposer.propose(requests)
+        return [Proposal(tuple(map(int, proposal.token_ids))) for proposal in proposals]
 
     def forget(self, seq_id: int) -> None:
         self._proposer.forget(seq_id)
@@ -252,10 +254,10 @@ def _costs(piece: ModuleType) -> list[Cost]:
     costs = []
     for length in (64, 512, 4096):
         text = np.random.default_rng(0).integers(0, 3 * length, length).tolist()
-        yours, own = piece.MyProposer(), NgramProposer(2, 4)
+        yours, reference = piece.MyProposer(), NgramProposer(2, 4)
         requests = [_request(text, _K)]
         costs.append(
-            Cost(f"a text of {length:,} tokens", partial(yours.propose, requests), partial(own.propose, requests))
+            Cost(f"a text of {length:,} tokens", partial(yours.propose, requests), partial(reference.propose, requests))
         )
     return costs
 
@@ -286,7 +288,7 @@ EXERCISE = Exercise(
     "token would you stop asking, and when would you ask again?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     prompts=(" ".join([_STORY, _STORY, _STORY[:60]]),),
     params=({"max_tokens": 96, "ignore_eos": True},),
     view="speculation",

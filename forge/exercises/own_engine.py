@@ -60,16 +60,16 @@ def with_defaults(entries: Sequence[Entry], arguments: Sequence[str]) -> list[st
     """The command's arguments, with options that bring in as many of the parts as can be: those not given."""
     names = {entry.name for entry in entries}
     command, *rest = arguments
-    given = {argument.partition("=")[0] for argument in rest}
+    options = {argument.partition("=")[0] for argument in rest}
     kinds = {"prefix_index": "prefix", "paged_cache": "paged", "block_pool": "paged", "contiguous_cache": "basic"}
     kind = next((kind for name, kind in kinds.items() if name in names), "paged")
     added = ["--kv", kind]
     if "ngram_proposer" in names or "verification" in names:
         added += ["--speculate", "ngram" if "ngram_proposer" in names else "draft"]
-    if "attention" in names and "--model" not in given and "-m" not in given:
+    if "attention" in names and "--model" not in options and "-m" not in options:
         added += ["--device", "reference"]
     pairs = zip(added[::2], added[1::2], strict=True)
-    return [command, *rest, *(word for pair in pairs if pair[0] not in given for word in pair)]
+    return [command, *rest, *(word for pair in pairs if pair[0] not in options for word in pair)]
 
 
 def title(entries: Sequence[Entry]) -> str:
@@ -105,27 +105,27 @@ def _caches(parts: dict[str, ModuleType]) -> Callable[[str | CacheFactory, Cache
     """`create_kv_cache` with the reader's caches in the place of the engine's own."""
 
     def create(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache, int]:
-        own, num_blocks = create_kv_cache(mode, size)
-        cache = _cache(own, size)
+        forge_cache, num_blocks = create_kv_cache(mode, size)
+        cache = _cache(forge_cache, size)
         if "verification" in parts:
             verification.roll_back_with(parts["verification"], cache)
         return cache, num_blocks
 
-    def _cache(own: Any, size: CacheSize) -> KvCache:
-        blocks = own.stats().num_blocks or DEFAULT_NUM_BLOCKS
-        if own.kind == "basic" and "contiguous_cache" in parts:
+    def _cache(forge_cache: Any, size: CacheSize) -> KvCache:
+        blocks = forge_cache.stats().num_blocks or DEFAULT_NUM_BLOCKS
+        if forge_cache.kind == "basic" and "contiguous_cache" in parts:
             runs = blocks // blocks_for(size.max_model_len, size.block_size)
             return parts["contiguous_cache"].MyContiguousCache(runs, size.max_model_len, size.block_size)
-        if own.kind == "prefix" and "prefix_index" in parts:
+        if forge_cache.kind == "prefix" and "prefix_index" in parts:
             cache = parts["prefix_index"].MyPrefixCache(blocks, size.block_size)
             cache.index = parts["prefix_index"].MyPrefixIndex()
             return cache
-        if own.kind == "paged":
+        if forge_cache.kind == "paged":
             if "paged_cache" in parts:
-                own = parts["paged_cache"].MyPagedCache(blocks, size.block_size)
+                forge_cache = parts["paged_cache"].MyPagedCache(blocks, size.block_size)
             if "block_pool" in parts:
-                own.pool = parts["block_pool"].MyBlockPool(blocks)
-        return own
+                forge_cache.pool = parts["block_pool"].MyBlockPool(blocks)
+        return forge_cache
 
     return create
 
@@ -185,9 +185,9 @@ def print_beside_own(ran: Ran) -> bool:
     requests = [request for request in ran.requests[-_MOST_COMPARED:] if request[1].structured is None]
     if not requests:
         return True
-    own = LLM.from_engine_args(ran.args)
-    own.generate("warm up", SamplingParams(max_tokens=2))
-    engine, seconds, num_tokens, num_different = own.engine, 0.0, 0, 0
+    llm = LLM.from_engine_args(ran.args)
+    llm.generate("warm up", SamplingParams(max_tokens=2))
+    engine, seconds, num_tokens, num_different = llm.engine, 0.0, 0, 0
     for number, (prompt, params, _) in enumerate(requests):
         engine.add_request(f"own-{number}", list(prompt), params)
     while engine.has_unfinished():
@@ -230,16 +230,16 @@ def _serve(folder: Path) -> Callable[..., int]:
     """`serving.serve` for an engine of the reader's, which runs in another process."""
     from forge.server import serving
 
-    own = serving.serve
+    serve_forge = serving.serve
 
-    def serve(model: str, options: dict[str, Any], *others: Any, **named: Any) -> int:
+    def serve(model: str, options: dict[str, Any], *arguments: Any, **named: Any) -> int:
         args = EngineArgs(model, **options)
         with assembled(folder), observed() as runs:
             LLM.from_engine_args(args).generate("Once upon a time", _PROBE)
         print_beside_own(runs[-1])
         kind = Assembling(args.cache)
         kind.folder = str(folder)
-        return own(model, options | {"kv": kind}, *others, **named)
+        return serve_forge(model, options | {"kv": kind}, *arguments, **named)
 
     return serve
 

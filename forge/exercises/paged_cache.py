@@ -147,18 +147,18 @@ class PagedTrial(CacheTrial):
         before = self.cache.block_map() if name == "blocks_needed" else None
         free = list(self.cache.pool.free)  # type: ignore[attr-defined]
         table = self.cache.block_table(arguments[0]) if name in ("truncate", "remove") else ()
-        found = super().record(name, function, *arguments)
+        returned = super().record(name, function, *arguments)
         if before is not None:
-            self.require(self.cache.block_map() == before, "asking", f"blocks_needed returned {found!r}")
-            self.require(isinstance(found, Integral), "result", f"blocks_needed returned {found!r}")
+            self.require(self.cache.block_map() == before, "asking", f"blocks_needed returned {returned!r}")
+            self.require(isinstance(returned, Integral), "result", f"blocks_needed returned {returned!r}")
         expected = {"add": 0, "fork": ()}.get(name)
         if name in ("add", "fork", "commit", "truncate", "remove"):
-            self.require(found == expected, "result", f"{name} returned {found!r}, and not {expected!r}")
+            self.require(returned == expected, "result", f"{name} returned {returned!r}, and not {expected!r}")
         if name in ("truncate", "remove"):
             freed = self.cache.pool.free[len(free) :]  # type: ignore[attr-defined]
             in_order = [block for block in reversed(table) if block in freed]
             self.require(freed == in_order, "last-first", f"of {table} it gave back {freed}, in this order")
-        return found
+        return returned
 
     def _reserve(self, function: Any, seq_id: int, num_tokens: int) -> Any:
         cache: Any = self.cache
@@ -166,20 +166,20 @@ class PagedTrial(CacheTrial):
         is_shared = reserved % _BLOCK and num_tokens and cache.pool.reference_counts[before[-1]] > 1
         copies = super().record("reserve", function, seq_id, num_tokens)
         self.require(isinstance(copies, tuple), "copied", f"reserve returned {copies!r}, and not a tuple of copies")
-        after, wanted = cache.block_table(seq_id), reserved + num_tokens
-        said = f"for {wanted} slots it has {len(after)} blocks of {_BLOCK}"
-        self.require(len(after) == blocks_for(wanted, _BLOCK), "table", said)
+        after, length = cache.block_table(seq_id), reserved + num_tokens
+        finding = f"for {length} slots it has {len(after)} blocks of {_BLOCK}"
+        self.require(len(after) == blocks_for(length, _BLOCK), "table", finding)
         if is_shared:
             self.require(copies, "copy-on-write", f"block {before[-1]} is shared and is written: no copy was returned")
         self.require(len(copies) <= 1, "copied", f"one block is copied at most, and reserve returned {copies}")
         for copy in copies:
             expected = before[-1], after[len(before) - 1]
-            found = copy.source, copy.destination
-            said = f"the copy is {found}; the table had {before} and has {after}"
-            self.require(is_shared and found == expected and expected[0] != expected[1], "copied", said)
+            copied = copy.source, copy.destination
+            finding = f"the copy is {copied}; the table had {before} and has {after}"
+            self.require(is_shared and copied == expected and expected[0] != expected[1], "copied", finding)
         expected_notes = [(seq_id, copy.source, copy.destination) for copy in copies]
-        said = f"the notes are {cache.noted[noted:]}, and should be {expected_notes}"
-        self.require(cache.noted[noted:] == expected_notes, "noted", said)
+        finding = f"the notes are {cache.noted[noted:]}, and should be {expected_notes}"
+        self.require(cache.noted[noted:] == expected_notes, "noted", finding)
         return copies
 
 
@@ -309,7 +309,7 @@ EXERCISE = Exercise(
     "and lost with blocks of 1?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     prompts=(
         "Once upon a time there was a small fox who lived by the old mill. Every evening she lit her lantern. Once "
         "upon a time there was a small fox who lived by the old mill. Every evening she lit",

@@ -17,5 +17,5 @@ def passed_entries(folder: Path) -> tuple[Entry, ...]:
 def passed_part(piece: ModuleType, name: str) -> ModuleType | None:
     """Another exercise's file beside this one, if it has passed."""
     folder = Path(str(piece.__file__)).parent
-    entry = next((one for one in passed_entries(folder) if one.name == name), None)
+    entry = next((passed for passed in passed_entries(folder) if passed.name == name), None)
     return None if entry is None else load(folder / entry.file_name)

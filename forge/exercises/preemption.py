@@ -118,20 +118,20 @@ class PreemptionTrial(EngineTrial):
     def _policy(self, choose: VictimPolicy) -> VictimPolicy:
         def mine(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:
             all_running = list(self.llm.engine.scheduler.running.values())
-            said = f"it was asked about {[one.seq_id for one in running]} for {getattr(requester, 'seq_id', requester)}"
+            ids = [sequence.seq_id for sequence in running]
+            finding = f"it was asked about {ids} for {getattr(requester, 'seq_id', requester)}"
             is_all = len(running) == len(all_running) and all(map(_is, running, all_running))
-            self.require(is_all, "policy", f"{said}; {[one.seq_id for one in all_running]} run")
-            self.require(requester is self.requester, "policy", f"{said}; {self.requester.seq_id} needs blocks")
-            found = choose(running, requester)
-            ids = [one.seq_id for one in running]
-            said = f"of {ids} it chose {getattr(found, 'seq_id', found)} for {requester.seq_id}"
+            self.require(is_all, "policy", f"{finding}; {[sequence.seq_id for sequence in all_running]} run")
+            self.require(requester is self.requester, "policy", f"{finding}; {self.requester.seq_id} needs blocks")
+            chosen = choose(running, requester)
+            finding = f"of {ids} it chose {getattr(chosen, 'seq_id', chosen)} for {requester.seq_id}"
             if len(running) == 1:
-                self.require(found is None, "alone", said)
+                self.require(chosen is None, "alone", finding)
             else:
-                self.require(found is not None, "someone", said)
-                self.require(any(found is one for one in running), "one-of-running", said)
-            self.chosen = found
-            return found
+                self.require(chosen is not None, "someone", finding)
+                self.require(any(chosen is sequence for sequence in running), "one-of-running", finding)
+            self.chosen = chosen
+            return chosen
 
         return mine
 
@@ -142,22 +142,22 @@ class PreemptionTrial(EngineTrial):
             """What one run with the reader's policy showed."""
 
             def reserve(self, sequence: TokenSequence, num_tokens: int, plan: PlanBuilder) -> bool:
-                wanted = self._cache.reserved_length(sequence.seq_id) + num_tokens
+                length = self._cache.reserved_length(sequence.seq_id) + num_tokens
                 seq_id, splits = sequence.seq_id, self._cache.stats().splits
                 trial.requester = sequence
                 done = super().reserve(sequence, num_tokens, plan)
                 trial.require(done in (True, False), "result", f"reserve returned {done!r}")
                 if done:
                     got = self._cache.reserved_length(seq_id) if seq_id in self._cache else 0
-                    said = f"{seq_id} needs {wanted} slots in all; it returned True with {got}"
-                    trial.require(got == wanted, "until-enough", said)
+                    finding = f"{seq_id} needs {length} slots in all; it returned True with {got}"
+                    trial.require(got == length, "until-enough", finding)
                     split, table = self._cache.stats().splits > splits, self._cache.block_table(seq_id)
                     copied = any(copy.destination in table for copy in plan.copies)
                     trial.require(copied or not split, "copies", f"no copy is made into a block of {table}")
                     return True
                 gave_way = seq_id not in self._running
-                said = f"it returned {done!r}; {seq_id} still runs"
-                trial.require(gave_way or trial.is_exhausted(sequence, plan), "exhausted", said)
+                finding = f"it returned {done!r}; {seq_id} still runs"
+                trial.require(gave_way or trial.is_exhausted(sequence, plan), "exhausted", finding)
                 trial.require(not gave_way or trial.gave_way is sequence, "gives-way", f"{seq_id} was not chosen")
                 return False
 
@@ -165,15 +165,15 @@ class PreemptionTrial(EngineTrial):
                 self, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder
             ) -> None:
                 cache = self._cache
-                said = f"the policy chose {getattr(trial.chosen, 'seq_id', None)}, and {victim.seq_id} is preempted"
-                trial.require(victim is trial.chosen and requester is trial.requester, "policy", said)
+                finding = f"the policy chose {getattr(trial.chosen, 'seq_id', None)}, and {victim.seq_id} is preempted"
+                trial.require(victim is trial.chosen and requester is trial.requester, "policy", finding)
                 missing = len(requester.token_ids) - cache.reserved_length(requester.seq_id)
                 needed = cache.blocks_needed(requester.seq_id, missing)
-                said = f"{needed} blocks are needed, {cache.num_available} are available"
-                trial.require(needed > cache.num_available, "no-more", said)
-                found = shortage.needed, shortage.free
+                finding = f"{needed} blocks are needed, {cache.num_available} are available"
+                trial.require(needed > cache.num_available, "no-more", finding)
+                noted = shortage.needed, shortage.free
                 expected = needed, cache.num_available
-                trial.require(found == expected, "recorded", f"the shortage is {found}, and should be {expected}")
+                trial.require(noted == expected, "recorded", f"the shortage is {noted}, and should be {expected}")
                 trial.chosen, trial.gave_way = None, victim
                 trial.preempting(super()._preempt, victim, requester, shortage, plan)
 
@@ -190,19 +190,19 @@ class PreemptionTrial(EngineTrial):
         tokens, recorded = list(victim.token_ids), len(plan.preempted)
         scheduled = plan.items[seq_id].num_tokens if seq_id in plan.items else 0
         budget, copies = plan.budget, [copy for copy in plan.copies if copy.destination not in table]
-        others = {name for name in plan.items if name != seq_id}
-        found = preempt(victim, requester, shortage, plan)
+        other_ids = {name for name in plan.items if name != seq_id}
+        returned = preempt(victim, requester, shortage, plan)
         name = f"sequence {seq_id}"
-        self.require(found is None, "result", f"_preempt returned {found!r}")
+        self.require(returned is None, "result", f"_preempt returned {returned!r}")
         self.require(seq_id not in scheduler.running, "left-running", f"{name} is still among the running ones")
         self.require(seq_id not in cache, "left-cache", f"the cache still has {name}")
         self.require(seq_id in scheduler.queue.sequences, "waits", f"{name} is not in the queue")
         scheduler.queue.check_invariants()
         self.require(seq_id not in plan.items, "left-plan", f"{name} is still in plan.items")
-        said = f"the budget was {budget}, {name} had {scheduled} tokens of it, and it is {plan.budget}"
-        self.require(plan.budget == budget + scheduled and plan.items.keys() == others, "left-plan", said)
-        said = f"{name} had blocks {table}; the copies are {plan.copies}, and should be {copies}"
-        self.require(plan.copies == copies, "copies-into", said)
+        finding = f"the budget was {budget}, {name} had {scheduled} tokens of it, and it is {plan.budget}"
+        self.require(plan.budget == budget + scheduled and plan.items.keys() == other_ids, "left-plan", finding)
+        finding = f"{name} had blocks {table}; the copies are {plan.copies}, and should be {copies}"
+        self.require(plan.copies == copies, "copies-into", finding)
         self.require(victim.token_ids == tokens, "tokens", f"{name} had {len(tokens)} tokens")
         self.require(victim.times_preempted == times + 1, "counted", f"it is {victim.times_preempted}")
         self.require(len(plan.preempted) == recorded + 1, "recorded", f"there is no one record of {name}")
@@ -210,8 +210,8 @@ class PreemptionTrial(EngineTrial):
         expected = PreemptRecord(
             seq_id, requester.seq_id, shortage.needed, shortage.free, "mine", "recompute", computed, freed
         )
-        said = f"the record is {plan.preempted[-1]}, and should be {expected}"
-        self.require(plan.preempted[-1] == expected, "recorded", said)
+        finding = f"the record is {plan.preempted[-1]}, and should be {expected}"
+        self.require(plan.preempted[-1] == expected, "recorded", finding)
 
     def is_exhausted(self, sequence: TokenSequence, plan: PlanBuilder) -> bool:
         limit = PoolExhausted(self.llm.engine.cache.max_sequence_length)
@@ -222,10 +222,10 @@ class PreemptionTrial(EngineTrial):
         steps = iter(self.llm.start([[97 + number] * 5 for number in range(3)], SamplingParams(**GREEDY)))
         next(steps)
         scheduler, cache = self.llm.engine.scheduler, self.llm.engine.cache
-        requester, victim, other = scheduler.running.values()
+        requester, victim, bystander = scheduler.running.values()
         plan = PlanBuilder(512, 512)
         plan.copies = [
-            BlockCopy(9, cache.block_table(other.seq_id)[0]),
+            BlockCopy(9, cache.block_table(bystander.seq_id)[0]),
             BlockCopy(9, cache.block_table(victim.seq_id)[1]),
             BlockCopy(8, cache.block_table(requester.seq_id)[1]),
         ]
@@ -253,8 +253,8 @@ class PreemptionTrial(EngineTrial):
         sequence.length_limit = None
         reserve = scheduler._preemption.reserve
         done = self.call("scheduler._preemption.reserve(sequence, 100, plan)", reserve, sequence, 100, plan)
-        said = f"it returned {done!r}; plan.exhausted is {plan.exhausted}, length_limit {sequence.length_limit}"
-        self.require(done is False and self.is_exhausted(sequence, plan), "exhausted", said)
+        finding = f"it returned {done!r}; plan.exhausted is {plan.exhausted}, length_limit {sequence.length_limit}"
+        self.require(done is False and self.is_exhausted(sequence, plan), "exhausted", finding)
 
 
 def _is(left: object, right: object) -> bool:
@@ -263,7 +263,7 @@ def _is(left: object, right: object) -> bool:
 
 def oldest_first(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:
     """Of the others the first: mostly one that the plan has scheduled already."""
-    return next((one for one in running if one is not requester), None)
+    return next((sequence for sequence in running if sequence is not requester), None)
 
 
 def _check_preemption(piece: ModuleType) -> None:
@@ -291,22 +291,22 @@ def _ask_policy(piece: ModuleType) -> None:
         for number in range(4)
     ]
     names = ", ".join(
-        f"S(seq_id={one.seq_id}, arrival={one.arrival}, num_output_tokens={one.num_output_tokens}, token_ids=[])"
-        for one in running
+        f"S(seq_id={fake.seq_id}, arrival={fake.arrival}, num_output_tokens={fake.num_output_tokens}, token_ids=[])"
+        for fake in running
     )
     trial.calls.append(f"running = [{names}]")
     for several in (running[:1], running[:2], running):
         for requester in several:
             line = f"piece.victim(running[:{len(several)}], running[{requester.seq_id}])"
-            found = trial.call(line, piece.victim, tuple(several), requester)
-            said = f"it returned {getattr(found, 'seq_id', found)!r}"
+            chosen = trial.call(line, piece.victim, tuple(several), requester)
+            finding = f"it returned {getattr(chosen, 'seq_id', chosen)!r}"
             if len(several) == 1:
-                trial.require(found is None, "alone", said)
+                trial.require(chosen is None, "alone", finding)
             else:
-                trial.require(found is not None, "someone", said)
-                trial.require(any(found is one for one in several), "one-of-running", said)
+                trial.require(chosen is not None, "someone", finding)
+                trial.require(any(chosen is sequence for sequence in several), "one-of-running", finding)
             again = trial.call(line, piece.victim, tuple(several), requester)
-            trial.require(again is found, "again", f"{said}, and then {getattr(again, 'seq_id', again)!r}")
+            trial.require(again is chosen, "again", f"{finding}, and then {getattr(again, 'seq_id', again)!r}")
             del trial.calls[-2:]
 
 
@@ -357,7 +357,7 @@ EXERCISE = Exercise(
     "to compute the prompt again?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     prompts=("Once upon a time", "The fox and the lantern", "An owl", "A turtle on a bridge"),
     params=({"max_tokens": 60, "ignore_eos": True},),
     view="scheduler",

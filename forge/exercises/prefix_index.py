@@ -133,16 +133,16 @@ class IndexTrial(Trial):
                 for salt in ("", "a", "tenant 2", "ü"):
                     del self.calls[self.setup :]
                     line = f"index.keys({tokens}, {size}, {salt!r})"
-                    found = self.call(line, index.keys, tokens, size, salt)
-                    self.require(isinstance(found, tuple), "result", f"keys returned {found!r}")
-                    said = f"{length} tokens in blocks of {size} have {length // size} keys: {found!r}"
-                    self.require(len(found) == length // size, "keys", said)
+                    keys = self.call(line, index.keys, tokens, size, salt)
+                    self.require(isinstance(keys, tuple), "result", f"keys returned {keys!r}")
+                    finding = f"{length} tokens in blocks of {size} have {length // size} keys: {keys!r}"
+                    self.require(len(keys) == length // size, "keys", finding)
                     expected = PrefixIndex().keys(tokens, size, salt)
                     wrong = next(
-                        (n for n, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), None
+                        (n for n, pair in enumerate(zip(keys, expected, strict=True)) if pair[0] != pair[1]), None
                     )
-                    said = f"key {wrong} is not the hash of the key before it and its tokens"
-                    self.require(wrong is None, "chained", said)
+                    finding = f"key {wrong} is not the hash of the key before it and its tokens"
+                    self.require(wrong is None, "chained", finding)
         self.require(not index._nodes and not index.node_of, "result", "keys has changed the index")
         del self.calls[self.setup :]
 
@@ -191,90 +191,95 @@ class IndexTrial(Trial):
 
     def beside_a_tree(self, seed: int, chain: ChainHash) -> None:
         """Random blocks come and go; the engine's own index is told the same."""
-        random_, own = random.Random(seed), PrefixIndex(chain)
+        random_, reference = random.Random(seed), PrefixIndex(chain)
         ours: dict[str, Node] = {"root": self.root}
-        theirs = {"root": own.root("")}
+        theirs = {"root": reference.root("")}
         for number in range(30):
             names = list(ours)
             name, tokens = random_.choice(names[-5:]), (random_.randrange(3), 1)
-            if random_.random() < 0.3 and own.node_of:
-                block = random_.choice(sorted(own.node_of))
-                lost, expected = self.call(f"index.drop({block})", self.index.drop, block), own.drop(block)
+            if random_.random() < 0.3 and reference.node_of:
+                block = random_.choice(sorted(reference.node_of))
+                lost, expected = self.call(f"index.drop({block})", self.index.drop, block), reference.drop(block)
                 self.require(isinstance(lost, list), "result", f"drop returned {lost!r}")
-                said = f"the blocks behind it are {sorted(expected)}, and it returned {lost!r}"
-                self.require(sorted(lost) == sorted(expected), "lost" if expected else "take-over", said)
+                finding = f"the blocks behind it are {sorted(expected)}, and it returned {lost!r}"
+                self.require(sorted(lost) == sorted(expected), "lost" if expected else "take-over", finding)
             else:
                 line = f"n{number} = index.insert({name}, {tokens}, {number})"
-                found = self.call(line, self.index.insert, ours[name], tokens, number)
-                expected_node = own.insert(theirs[name], tokens, number)
-                said = f"it returned {found!r}"
-                self.require((found is None) == (expected_node is None), "proof" if found else "tree", said)
+                child = self.call(line, self.index.insert, ours[name], tokens, number)
+                expected_node = reference.insert(theirs[name], tokens, number)
+                finding = f"it returned {child!r}"
+                self.require((child is None) == (expected_node is None), "proof" if child else "tree", finding)
                 if expected_node is not None:
-                    ours[f"n{number}"], theirs[f"n{number}"] = found, expected_node
+                    ours[f"n{number}"], theirs[f"n{number}"] = child, expected_node
             alive = [
                 name
                 for name, node in theirs.items()
-                if name == "root" or (node.blocks and own._nodes.get(node.key) is node)
+                if name == "root" or (node.blocks and reference._nodes.get(node.key) is node)
             ]
             ours, theirs = {name: ours[name] for name in alive}, {name: theirs[name] for name in alive}
             for name, node in theirs.items():
                 same = ours[name].blocks == node.blocks and ours[name].depth == node.depth
-                said = (
+                finding = (
                     f"{name} has blocks {ours[name].blocks} at depth {ours[name].depth}, and should have {node.blocks}"
                 )
-                self.require(same and ours[name].token_ids == node.token_ids, "as-one", said)
+                self.require(same and ours[name].token_ids == node.token_ids, "as-one", finding)
             for name in (random_.choice(list(ours)) for _ in range(3)):
                 tokens = (random_.randrange(3), 1)
-                found = self.call(f"index.child({name}, {tokens})", self.index.child, ours[name], tokens)
-                expected_node = own.child(theirs[name], tokens)
+                child = self.call(f"index.child({name}, {tokens})", self.index.child, ours[name], tokens)
+                expected_node = reference.child(theirs[name], tokens)
                 blocks = None if expected_node is None else expected_node.blocks
-                theirs_now = None if found is None else found.blocks
+                theirs_now = None if child is None else child.blocks
                 self.require(theirs_now == blocks, "as-one", f"its blocks are {theirs_now}, and should be {blocks}")
                 self.calls.pop()
-            known = self.index.node_of.keys() == own.node_of.keys() and self.index._nodes.keys() == own._nodes.keys()
-            said = f"indexed are blocks {sorted(self.index.node_of)}, and should be {sorted(own.node_of)}"
-            self.require(known, "as-one", said)
+            known = (
+                self.index.node_of.keys() == reference.node_of.keys()
+                and self.index._nodes.keys() == reference._nodes.keys()
+            )
+            finding = f"indexed are blocks {sorted(self.index.node_of)}, and should be {sorted(reference.node_of)}"
+            self.require(known, "as-one", finding)
 
     def tree(self) -> None:
         index, root = self.index, self.root
         self.require(self.call("index.child(root, (1, 2))", index.child, root, (1, 2)) is None, "child", "of nothing")
-        one = self.call("one = index.insert(root, (1, 2), 7)", index.insert, root, (1, 2), 7)
-        self.require(one is not None, "tree", "insert returned None")
-        self.require(one in root.children and one.depth == 1, "tree", f"depth {one.depth}, children {root.children}")
-        self.require(index.node_of.get(7) is one and one.blocks == [7], "tree", f"node_of {index.node_of}")
-        found = self.call("index.child(root, (1, 2))", index.child, root, (1, 2))
-        self.require(found is one, "child", f"it is {found!r}")
-        two = self.call("two = index.insert(one, (3, 4), 5)", index.insert, one, (3, 4), 5)
-        self.require(two is not None and two.depth == 2 and two.parent is one, "tree", f"it is {two!r}")
-        for parent, name in ((root, "root"), (one, "one")):
-            found = self.call(f"index.child({name}, (3, 4))", index.child, parent, (3, 4))
-            self.require((found is two) == (name == "one"), "child", f"behind {name} it is {found!r}")
+        first = self.call("first = index.insert(root, (1, 2), 7)", index.insert, root, (1, 2), 7)
+        self.require(first is not None, "tree", "insert returned None")
+        self.require(
+            first in root.children and first.depth == 1, "tree", f"depth {first.depth}, children {root.children}"
+        )
+        self.require(index.node_of.get(7) is first and first.blocks == [7], "tree", f"node_of {index.node_of}")
+        child = self.call("index.child(root, (1, 2))", index.child, root, (1, 2))
+        self.require(child is first, "child", f"it is {child!r}")
+        second = self.call("second = index.insert(first, (3, 4), 5)", index.insert, first, (3, 4), 5)
+        self.require(second is not None and second.depth == 2 and second.parent is first, "tree", f"it is {second!r}")
+        for parent, name in ((root, "root"), (first, "first")):
+            child = self.call(f"index.child({name}, (3, 4))", index.child, parent, (3, 4))
+            self.require((child is second) == (name == "first"), "child", f"behind {name} it is {child!r}")
         again = self.call("index.insert(root, (1, 2), 7)", index.insert, root, (1, 2), 7)
-        said = f"block 7 was there already; its blocks are {one.blocks}"
-        self.require(again is one and one.blocks == [7], "same-content", said)
+        finding = f"block 7 was there already; its blocks are {first.blocks}"
+        self.require(again is first and first.blocks == [7], "same-content", finding)
         again = self.call("index.insert(root, (1, 2), 8)", index.insert, root, (1, 2), 8)
-        self.require(again is one and one.blocks == [7, 8], "same-content", f"its blocks are {one.blocks}")
+        self.require(again is first and first.blocks == [7, 8], "same-content", f"its blocks are {first.blocks}")
         lost = self.call("index.drop(7)", index.drop, 7)
-        self.require(lost == [] and one.blocks == [8], "take-over", f"it returned {lost!r}; blocks {one.blocks}")
-        found = self.call("index.child(root, (1, 2))", index.child, root, (1, 2))
-        self.require(found is one and 7 not in index.node_of, "take-over", f"the child is {found!r}")
+        self.require(lost == [] and first.blocks == [8], "take-over", f"it returned {lost!r}; blocks {first.blocks}")
+        child = self.call("index.child(root, (1, 2))", index.child, root, (1, 2))
+        self.require(child is first and 7 not in index.node_of, "take-over", f"the child is {child!r}")
         lost = self.call("index.drop(8)", index.drop, 8)
         self.require(sorted(lost) == [5], "lost", f"it returned {lost!r}; block 5 stands behind")
-        for parent, tokens, name in ((root, (1, 2), "root, (1, 2)"), (one, (3, 4), "one, (3, 4)")):
-            found = self.call(f"index.child({name})", index.child, parent, tokens)
-            self.require(found is None, "lost", "it is still found")
+        for parent, tokens, name in ((root, (1, 2), "root, (1, 2)"), (first, (3, 4), "first, (3, 4)")):
+            child = self.call(f"index.child({name})", index.child, parent, tokens)
+            self.require(child is None, "lost", "it is still found")
         rest = index.node_of, index._nodes, root.children
         self.require(not any(rest), "lost", f"left are node_of {rest[0]}, nodes {rest[1]}, children {rest[2]}")
 
     def collide(self) -> None:
         index, root = self.index, self.root
-        one = self.call("one = index.insert(root, (1, 2), 7)", index.insert, root, (1, 2), 7)
-        found = self.call("index.child(root, (3, 4))", index.child, root, (3, 4))
-        self.require(found is None, "proof", f"it has the same hash and other tokens: {found!r}")
-        found = self.call("index.child(one, (1, 2))", index.child, one, (1, 2))
-        self.require(found is None, "proof", f"it has the same hash and tokens behind another parent: {found!r}")
-        found = self.call("index.insert(root, (3, 4), 8)", index.insert, root, (3, 4), 8)
-        self.require(found is None and 8 not in index.node_of, "proof", "another content has the same hash")
+        first = self.call("first = index.insert(root, (1, 2), 7)", index.insert, root, (1, 2), 7)
+        node = self.call("index.child(root, (3, 4))", index.child, root, (3, 4))
+        self.require(node is None, "proof", f"it has the same hash and other tokens: {node!r}")
+        node = self.call("index.child(first, (1, 2))", index.child, first, (1, 2))
+        self.require(node is None, "proof", f"it has the same hash and tokens behind another parent: {node!r}")
+        node = self.call("index.insert(root, (3, 4), 8)", index.insert, root, (3, 4), 8)
+        self.require(node is None and 8 not in index.node_of, "proof", "another content has the same hash")
 
 
 class PrefixTrial(CacheTrial):
@@ -309,10 +314,10 @@ def _few_hashes(key: int, tokens: Tokens) -> int:
 def _check_cache(piece: ModuleType) -> None:
     trial = PrefixTrial(piece)
     for blocks in ((3, 0, 4), (2,), ()):
-        found = trial.call(f"cache.release_order({blocks})", trial.cache.release_order, blocks)  # type: ignore[attr-defined]
-        found = list(found) if isinstance(found, Iterable) else found
-        said = f"of {blocks} it returned {found!r}"
-        trial.require(isinstance(found, list) and sorted(found) == sorted(blocks), "same-order", said)
+        order = trial.call(f"cache.release_order({blocks})", trial.cache.release_order, blocks)  # type: ignore[attr-defined]
+        order = list(order) if isinstance(order, Iterable) else order
+        finding = f"of {blocks} it returned {order!r}"
+        trial.require(isinstance(order, list) and sorted(order) == sorted(blocks), "same-order", finding)
     search(lambda: PrefixTrial(piece), _KINDS, lists=40)
     check_cache(lambda: cache_of(piece, 12, 4), lists=4)
 
@@ -384,7 +389,7 @@ EXERCISE = Exercise(
     "once?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     prompts=(
         *(_RUBRIC + f"Story {number}: {_STORIES[number % 4]}" for number in range(8)),
         *(f"{_STORIES[number]} That was story {number}. {_STORIES[number - 1]}" for number in range(4)),

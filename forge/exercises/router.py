@@ -97,7 +97,7 @@ class RouterTrial(Trial):
     ) -> Any:
         """The result of a call on this fleet, which has to stay as it is."""
         del self.calls[self.setup :]
-        given = _fleet(fleet)
+        filled = _fleet(fleet)
         self.calls += [
             "fleet = Fleet()",
             *(
@@ -106,16 +106,16 @@ class RouterTrial(Trial):
                 for name, (tokens, routed, blocks) in fleet.items()
             ),
         ]
-        before = _state(given)
-        router = self.call("router = piece.MyRouter(fleet)", lambda: self.piece.MyRouter(given))
+        before = _state(filled)
+        router = self.call("router = piece.MyRouter(fleet)", lambda: self.piece.MyRouter(filled))
         if self.threshold != 512:
             router.threshold = self.threshold
             self.calls.append(f"router.threshold = {self.threshold}")
-        shown, values = arguments(given)
-        found = self.call(f"router.{function}({shown})", getattr(router, function), *values)
-        said = f"requests, tokens, tokens given and blocks were {before}, and are {_state(given)}"
-        self.require(_state(given) == before, "counted", said)
-        return found
+        shown, values = arguments(filled)
+        returned = self.call(f"router.{function}({shown})", getattr(router, function), *values)
+        finding = f"requests, tokens, tokens given and blocks were {before}, and are {_state(filled)}"
+        self.require(_state(filled) == before, "counted", finding)
+        return returned
 
     threshold = 512
 
@@ -123,31 +123,33 @@ class RouterTrial(Trial):
         for name, (_, _, blocks) in fleet.items():
             request = RouteRequest("r", _keys(prompt), 16 * len(prompt) + 8, _BLOCK)
             shown = f'fleet.replicas["{name}"], RouteRequest("r", {request.keys})'
-            found = self.ask(fleet, "num_blocks", lambda given: (shown, (given.replicas[name], request)))  # noqa: B023
-            self.require(isinstance(found, Integral), "result", f"it returned {found!r}")
+            returned = self.ask(fleet, "num_blocks", lambda filled: (shown, (filled.replicas[name], request)))  # noqa: B023
+            self.require(isinstance(returned, Integral), "result", f"it returned {returned!r}")
             expected = _held(blocks, prompt)
-            said = f"it is {found}, and not {expected}; {name} has blocks {blocks or 'none'} of {prompt or 'none'}"
-            self.require(found == expected, "gap", said)
+            finding = (
+                f"it is {returned}, and not {expected}; {name} has blocks {blocks or 'none'} of {prompt or 'none'}"
+            )
+            self.require(returned == expected, "gap", finding)
 
     def known(self, rule: str, fleet: Mapping[str, tuple[int, int, str]], prompt: str, among: str) -> None:
         """One fleet: the choice must be the one that the template states."""
         request = RouteRequest("r", _keys(prompt), 16 * len(prompt) + 8, _BLOCK)
         left_out = frozenset(fleet) - frozenset(among)
         shown = f'RouteRequest("r", {request.keys}, {request.num_prompt_tokens}, 16), fleet.candidates({left_out})'
-        found = self.ask(fleet, "choose", lambda given: (shown, (request, given.candidates(left_out))))
-        self.require(isinstance(found, RouteRecord), "result", f"it returned {found!r}")
-        self.require(found.replica in among, "candidate", f"it chose {found.replica!r} of {list(among)}")
+        record = self.ask(fleet, "choose", lambda filled: (shown, (request, filled.candidates(left_out))))
+        self.require(isinstance(record, RouteRecord), "result", f"it returned {record!r}")
+        self.require(record.replica in among, "candidate", f"it chose {record.replica!r} of {list(among)}")
         names, why = _expected(fleet, prompt, among, self.threshold)
-        said = f"it chose {found.replica}, and not {' or '.join(names)}; {_shown(fleet)}"
-        self.require(found.replica in names, self._rule(rule, fleet, names, why, found), said)
-        self.require(found.why == why, "told", f'it said "{found.why}", and it is "{why}"; {_shown(fleet)}')
-        told = found.request_id, found.num_candidates, found.load, found.least_load
+        finding = f"it chose {record.replica}, and not {' or '.join(names)}; {_shown(fleet)}"
+        self.require(record.replica in names, self._rule(rule, fleet, names, why, record), finding)
+        self.require(record.why == why, "told", f'it said "{record.why}", and it is "{why}"; {_shown(fleet)}')
+        told = record.request_id, record.num_candidates, record.load, record.least_load
         tokens = [tokens for tokens, _, _ in fleet.values()]
-        expected = "r", len(fleet), fleet[found.replica][0], min(tokens)
+        expected = "r", len(fleet), fleet[record.replica][0], min(tokens)
         self.require(told == expected, "told", f"the decision has {told}, and should have {expected}")
-        cached = _held(fleet[found.replica][2], prompt) * _BLOCK
-        said = f"it said {found.cached_tokens} cached tokens, and {found.replica} has {cached}; {_shown(fleet)}"
-        self.require(found.cached_tokens == cached, "told", said)
+        cached = _held(fleet[record.replica][2], prompt) * _BLOCK
+        finding = f"it said {record.cached_tokens} cached tokens, and {record.replica} has {cached}; {_shown(fleet)}"
+        self.require(record.cached_tokens == cached, "told", finding)
 
     def _rule(
         self,
@@ -155,16 +157,16 @@ class RouterTrial(Trial):
         fleet: Mapping[str, tuple[int, int, str]],
         names: Sequence[str],
         why: str,
-        found: RouteRecord,
+        record: RouteRecord,
     ) -> str:
         """The rule that a wrong choice breaks. For a random fleet it follows from the two decisions."""
-        if rule in ("random", "longest") and "holder_busy" in (why, found.why):
+        if rule in ("random", "longest") and "holder_busy" in (why, record.why):
             return "threshold"
         if rule not in ("random", "candidate"):
             return rule
         if why == "prefix":
             return "longest"
-        return "tie" if fleet[found.replica][0] == fleet[names[0]][0] else "least-busy"
+        return "tie" if fleet[record.replica][0] == fleet[names[0]][0] else "least-busy"
 
 
 def _held(blocks: str, prompt: str) -> int:
@@ -192,7 +194,7 @@ def _expected(
 
 
 def _state(fleet: Fleet) -> tuple[Any, ...]:
-    replicas = [(one.requests, one.tokens, one.routed_tokens) for one in fleet.replicas.values()]
+    replicas = [(replica.requests, replica.tokens, replica.routed_tokens) for replica in fleet.replicas.values()]
     return replicas, dict(fleet.prefixes.holders), fleet.mask
 
 
@@ -201,9 +203,9 @@ def _keys(blocks: str) -> tuple[int, ...]:
     return tuple(map(ord, blocks))
 
 
-def _fleet(wanted: Mapping[str, tuple[int, int, str]]) -> Fleet:
+def _fleet(described: Mapping[str, tuple[int, int, str]]) -> Fleet:
     fleet = Fleet()
-    for name, (tokens, routed, blocks) in wanted.items():
+    for name, (tokens, routed, blocks) in described.items():
         replica = fleet.join(name)
         replica.tokens, replica.routed_tokens = tokens, routed
         fleet.apply(name, CacheEvents(_keys(blocks)))
@@ -225,7 +227,7 @@ def _talks() -> list[Talk]:
         return [random_.randrange(97, 123) for _ in range(length)]
 
     systems = [words(120) for _ in range(_SYSTEMS)]
-    return [Talk(systems[one % _SYSTEMS], [words(20) for _ in range(_TURNS)]) for one in range(_TALKS)]
+    return [Talk(systems[number % _SYSTEMS], [words(20) for _ in range(_TURNS)]) for number in range(_TALKS)]
 
 
 def _run(router: Any) -> LocalRun:
@@ -266,8 +268,10 @@ def _check_choose(piece: ModuleType) -> None:
     ours: LocalRun = trial.call(f"two engines, {_TALKS * _TURNS} requests", lambda: _run(piece.MyRouter))
     theirs = _run(PrefixRouter)
     trial.require(ours.answers == theirs.answers, "kept", "the answers are not those of forge's own router")
-    said = f"it made the engines compute {ours.computed_tokens} prompt tokens, and forge's own {theirs.computed_tokens}"
-    trial.require(ours.computed_tokens <= 1.1 * theirs.computed_tokens, "little", said)
+    finding = (
+        f"it made the engines compute {ours.computed_tokens} prompt tokens, and forge's own {theirs.computed_tokens}"
+    )
+    trial.require(ours.computed_tokens <= 1.1 * theirs.computed_tokens, "little", finding)
 
 
 def drive(llm: LLM, router: Any, prompts: Sequence[str], params: SamplingParams) -> tuple[list[Any], list[Any]]:
@@ -294,12 +298,12 @@ def _costs(piece: ModuleType) -> list[Cost]:
     for number in (2, 16, 128):
         fleet = _fleet({f"r{index}": (37 * index % 500, index, "xyzuvw"[: index % 7]) for index in range(number)})
         request, candidates = RouteRequest("r", _keys("xyzuvw"), 104, _BLOCK), fleet.candidates()
-        yours, own = piece.MyRouter(fleet), PrefixRouter(fleet)
+        yours, reference = piece.MyRouter(fleet), PrefixRouter(fleet)
         costs.append(
             Cost(
                 f"{number} replicas",
                 partial(yours.choose, request, candidates),
-                partial(own.choose, request, candidates),
+                partial(reference.choose, request, candidates),
             )
         )
     return costs
@@ -331,7 +335,7 @@ EXERCISE = Exercise(
     "takes half a second?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS | {"drive": lambda llm, prompts, params: drive(llm, PrefixRouter, prompts, params)},
+    reference=_OPTIONS | {"drive": lambda llm, prompts, params: drive(llm, PrefixRouter, prompts, params)},
     prompts=tuple(f"{_STORY}The {name}" for name in ("fox", "owl", "hen", "mole", "turtle", "duck", "mouse", "bee")),
     params=({"max_tokens": 24, "ignore_eos": True},),
 )

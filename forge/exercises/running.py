@@ -56,12 +56,12 @@ def run(
         "colors": console.color_system,
     }
     ended = session.in_child("run", entry, path, json.dumps(options), deadline)
-    if ended.found is None:
+    if ended.result is None:
         _, words = ended.failure
         raise BrokenRun(_stopped(entry, words, ended.line))
-    if "error" in ended.found:
-        raise BrokenRun(ended.found["error"])
-    return Shown(ended.found["facts"], ended.found["screen"])
+    if "error" in ended.result:
+        raise BrokenRun(ended.result["error"])
+    return Shown(ended.result["facts"], ended.result["screen"])
 
 
 def run_here(entry: Entry, path: Path, options: Mapping[str, Any], limit: Callable[[], None]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def run_here(entry: Entry, path: Path, options: Mapping[str, Any], limit: Callab
 def compare(entry: Entry, path: Path, model: str | None = None, limit: Callable[[], None] = lambda: None) -> Comparison:
     """Run both. Raises `BrokenRun`, with the reader's line, if the reader's code raises something."""
     exercise = entry.exercise()
-    own = _run(exercise, exercise.own, model)
+    reference = _run(exercise, exercise.reference, model)
     limit()
     try:
         with time_limit(_CALL_SECONDS):
@@ -98,7 +98,7 @@ def compare(entry: Entry, path: Path, model: str | None = None, limit: Callable[
             yours = _run(exercise, options, model)
     except BROKEN as error:
         raise _broken(entry, path, error) from None
-    return Comparison(exercise, yours, own, calls)
+    return Comparison(exercise, yours, reference, calls)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _broken(entry: Entry, path: Path, error: BaseException) -> BaseException:
         return error
     piece = ModuleType("piece")
     piece.__file__ = str(path.resolve())
-    return BrokenRun(_stopped(entry, Trial(piece).mistake_of(error).found, where))
+    return BrokenRun(_stopped(entry, Trial(piece).mistake_of(error).finding, where))
 
 
 def _stopped(entry: Entry, words: str, line: str | None) -> str:
@@ -173,8 +173,8 @@ def facts(comparison: Comparison) -> dict[str, Any]:
         "identical": comparison.identical,
         "texts": list(comparison.yours.texts),
         "tokens_per_second": comparison.yours.tokens_per_second,
-        "tokens_per_second_own": comparison.own.tokens_per_second,
+        "tokens_per_second_own": comparison.reference.tokens_per_second,
         "steps": len(comparison.yours.records),
-        "steps_own": len(comparison.own.records),
+        "steps_own": len(comparison.reference.records),
         "calls": dict(comparison.calls),
     }

@@ -99,23 +99,23 @@ class SamplingTrial(Trial):
         logits = np.array(row, np.float32)
         expected = int(logits.argmax())
         line = f"piece.greedy(np.array({row}, np.float32))"
-        found = self.call(line, self.piece.greedy, logits)
-        self.require(isinstance(found, Integral), "id", f"it returned {found!r}")
-        self.require(found == expected, "greedy", f"of {row} it takes token {found}, and not {expected}")
+        token_id = self.call(line, self.piece.greedy, logits)
+        self.require(isinstance(token_id, Integral), "id", f"it returned {token_id!r}")
+        self.require(token_id == expected, "greedy", f"of {row} it takes token {token_id}, and not {expected}")
 
     def filtered(self, rule: str, row: list[float], options: dict[str, Any]) -> None:
         del self.calls[self.setup :]
         logits, params = np.array(row, np.float32), SamplingParams(**options)
         expected_ids, expected = sampling.filtered(logits.copy(), params)
-        given = ", ".join(f"{name}={value}" for name, value in options.items())
-        line = f"piece.filtered(np.array({[round(value, 3) for value in row]}, np.float32), SamplingParams({given}))"
-        found = self.call(line, self.piece.filtered, logits, params)
-        self.require(isinstance(found, tuple | list) and len(found) == 2, "result", f"it returned {found!r}")
-        ids, scores = self._listed(found[0]), self._listed(found[1])
-        is_pair = len(ids) == len(scores) and all(isinstance(one, Integral) for one in ids)
-        self.require(is_pair, "result", f"it returned {found!r}")
+        settings = ", ".join(f"{name}={value}" for name, value in options.items())
+        line = f"piece.filtered(np.array({[round(value, 3) for value in row]}, np.float32), SamplingParams({settings}))"
+        pair = self.call(line, self.piece.filtered, logits, params)
+        self.require(isinstance(pair, tuple | list) and len(pair) == 2, "result", f"it returned {pair!r}")
+        ids, scores = self._listed(pair[0]), self._listed(pair[1])
+        is_pair = len(ids) == len(scores) and all(isinstance(token_id, Integral) for token_id in ids)
+        self.require(is_pair, "result", f"it returned {pair!r}")
         kept = expected_ids.tolist()
-        self.require(sorted(ids) == kept, rule, f"with {given} it keeps tokens {ids}, and should keep {kept}")
+        self.require(sorted(ids) == kept, rule, f"with {settings} it keeps tokens {ids}, and should keep {kept}")
         self.require(ids == kept, "ascending", f"the ids are {ids}")
         same = np.allclose(scores, expected, rtol=1e-5, atol=1e-6)
         rule = "overflow" if rule == "overflow" else "temperature"
@@ -126,18 +126,18 @@ class SamplingTrial(Trial):
     def _listed(self, values: Any) -> list[Any]:
         """Plain lists and arrays of one dimension alike."""
         listed = values.tolist() if isinstance(values, np.ndarray) else values
-        is_flat = isinstance(listed, list | tuple) and not any(isinstance(one, list | tuple) for one in listed)
+        is_flat = isinstance(listed, list | tuple) and not any(isinstance(value, list | tuple) for value in listed)
         self.require(is_flat, "result", f"{values!r} has not one dimension")
-        return [one.item() if isinstance(one, np.generic) else one for one in listed]
+        return [value.item() if isinstance(value, np.generic) else value for value in listed]
 
     def drawn(self, rule: str, ids: np.ndarray, scores: np.ndarray, uniform: np.ndarray) -> None:
         del self.calls[self.setup :]
         expected = int(ids[np.argmax(scores - np.log(-np.log(uniform)))])
-        arrays = ", ".join(f"np.array({one.round(6).tolist()})" for one in (ids, scores, uniform))
-        found = self.call(f"piece.draw({arrays})", self.piece.draw, ids, scores, uniform)
-        self.require(isinstance(found, Integral), "id", f"it returned {found!r}")
-        self.require(found in ids.tolist(), "drawn-from", f"it is {found!r}, and the ids are {ids.tolist()}")
-        self.require(found == expected, rule, f"it is {found}, and not {expected}")
+        arrays = ", ".join(f"np.array({array.round(6).tolist()})" for array in (ids, scores, uniform))
+        token_id = self.call(f"piece.draw({arrays})", self.piece.draw, ids, scores, uniform)
+        self.require(isinstance(token_id, Integral), "id", f"it returned {token_id!r}")
+        self.require(token_id in ids.tolist(), "drawn-from", f"it is {token_id!r}, and the ids are {ids.tolist()}")
+        self.require(token_id == expected, rule, f"it is {token_id}, and not {expected}")
 
 
 def _check_greedy(piece: ModuleType) -> None:
@@ -241,7 +241,7 @@ EXERCISE = Exercise(
     next_question="Under which top_k and top_p does your sort cost more than the rest of a decode step?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     params=(
         {"max_tokens": 32, "temperature": 0.0},
         {"max_tokens": 96, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "seed": 7},

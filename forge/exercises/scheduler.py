@@ -68,7 +68,7 @@ class SchedulerBase(Scheduler):
 
 def first_of_others(running: Items[Sequence], requester: Sequence) -> Sequence | None:
     """A victim that the plan may have been made for already."""
-    return next((one for one in running if one is not requester), None)
+    return next((sequence for sequence in running if sequence is not requester), None)
 
 
 def new_llm(scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPolicy = "lifo") -> LLM:
@@ -152,8 +152,8 @@ class SchedulerTrial(EngineTrial):
                 name = f"sequence {sequence.seq_id}"
                 trial.require(sequence.seq_id in self.queue.sequences, "once", f"{name} does not wait")
                 first = next(iter(self.queue))
-                said = f"{name} is admitted, and sequence {first.seq_id} stands before it"
-                trial.require(first is sequence, "no-overtaking", said)
+                finding = f"{name} is admitted, and sequence {first.seq_id} stands before it"
+                trial.require(first is sequence, "no-overtaking", finding)
                 trial.require(not plan.preempted, "after-preemption", f"{name} is admitted after a preemption")
                 few = len(self.running) < self.config.max_num_seqs
                 trial.require(few, "max-num-seqs", f"{len(self.running)} run, and {name} is admitted")
@@ -170,8 +170,8 @@ class SchedulerTrial(EngineTrial):
                 late = f"sequence {seq_id} is to compute position {end - 1}, and has {slots} slots"
                 trial.require(end <= slots, "reserved", late)
                 decodes = end == len(sequence.token_ids) and num_tokens == 1
-                said = f"sequence {seq_id} decodes, and nothing is left of the budget"
-                trial.require(plan.budget > 0 or not decodes, "decodes-first", said)
+                finding = f"sequence {seq_id} decodes, and nothing is left of the budget"
+                trial.require(plan.budget > 0 or not decodes, "decodes-first", finding)
                 trial.require(0 < num_tokens <= plan.budget, "budget", f"{num_tokens} tokens of {plan.budget} left")
                 super().compute(sequence, num_tokens, plan)
 
@@ -200,7 +200,9 @@ class SchedulerTrial(EngineTrial):
     def reorder(self, scheduler: Any) -> None:
         """Put prompts under way in front of the running sequences: decodes come first wherever they stand."""
         cache, running = scheduler.cache, scheduler.running
-        one_left = {name: len(one.token_ids) - cache.computed_length(name) == 1 for name, one in running.items()}
+        one_left = {
+            name: len(sequence.token_ids) - cache.computed_length(name) == 1 for name, sequence in running.items()
+        }
         for seq_id in [name for name, decodes in one_left.items() if decodes]:
             running[seq_id] = running.pop(seq_id)
 
@@ -215,8 +217,8 @@ class SchedulerTrial(EngineTrial):
         ]
         record = PreemptRecord(9, 8, 1, 0, "lifo", "recompute", 5, 2)
         plan = PlanBuilder(_BUDGET, _BUDGET, preempted=[record])
-        found = self.call("llm.engine.scheduler.admit(plan)", self.llm.engine.scheduler.admit, plan)  # type: ignore[attr-defined]
-        self.require(found is None, "result", f"it returned {found!r}")
+        returned = self.call("llm.engine.scheduler.admit(plan)", self.llm.engine.scheduler.admit, plan)  # type: ignore[attr-defined]
+        self.require(returned is None, "result", f"it returned {returned!r}")
 
     def ask(self, waiting: int, running: int, budget: int) -> None:
         """`reason_to_wait` alone, with sequences that forge's own scheduler has admitted."""
@@ -233,9 +235,9 @@ class SchedulerTrial(EngineTrial):
         reasons += [MaxNumSeqs(_MAX_SEQS)] if running >= _MAX_SEQS else []
         reasons += [NoBudget(_BUDGET)] if budget <= 0 else []
         reasons += [NoBlocks(needed, free)] if needed > free else []
-        found = self.call("scheduler.reason_to_wait(sequence, plan)", scheduler.reason_to_wait, sequence, plan)
-        said = f"{running} run, budget {budget}, {needed} blocks needed and {free} available; it returned {found!r}"
-        self.require(found in (reasons or [None]), "reason" if reasons else "idle", said)
+        reason = self.call("scheduler.reason_to_wait(sequence, plan)", scheduler.reason_to_wait, sequence, plan)
+        finding = f"{running} run, budget {budget}, {needed} blocks needed and {free} available; it returned {reason!r}"
+        self.require(reason in (reasons or [None]), "reason" if reasons else "idle", finding)
 
     def look(self, scheduler: Any, before: dict[int, Sequence], plan: StepPlan) -> None:
         items, cache = {item.seq_id: item for item in plan.items}, scheduler.cache
@@ -248,8 +250,8 @@ class SchedulerTrial(EngineTrial):
                 self.require(seq_id in items, "decodes-first", f"sequence {seq_id} decodes, and got no token")
             else:
                 got = items[seq_id].num_tokens if seq_id in items else 0
-                said = f"{left} tokens are left, and sequence {seq_id} computes {got} of {remaining}"
-                self.require(got == remaining or left <= 0, "prompts", said)
+                finding = f"{left} tokens are left, and sequence {seq_id} computes {got} of {remaining}"
+                self.require(got == remaining or left <= 0, "prompts", finding)
         head = next(iter(scheduler.queue), None)
         if head is None or plan.preempted or plan.exhausted:
             return
@@ -258,11 +260,13 @@ class SchedulerTrial(EngineTrial):
         reasons += [MaxNumSeqs(_MAX_SEQS)] if len(scheduler.running) >= _MAX_SEQS else []
         reasons += [NoBudget(_BUDGET)] if left <= 0 else []
         reasons += [NoBlocks(needed, free)] if needed > free else []
-        said = f"sequence {head.seq_id} waits: {len(scheduler.running)} run, budget {left}, {needed} of {free} blocks"
-        self.require(reasons, "idle", said)
-        notes = [(one.seq_id, one.reason) for one in plan.waiting]
+        finding = (
+            f"sequence {head.seq_id} waits: {len(scheduler.running)} run, budget {left}, {needed} of {free} blocks"
+        )
+        self.require(reasons, "idle", finding)
+        notes = [(wait.seq_id, wait.reason) for wait in plan.waiting]
         is_noted = len(notes) == 1 and notes[0][0] == head.seq_id and notes[0][1] in reasons
-        self.require(is_noted, "reason", f"{said}; the plan notes {notes}")
+        self.require(is_noted, "reason", f"{finding}; the plan notes {notes}")
 
 
 def _check_reason(piece: ModuleType) -> None:
@@ -345,7 +349,7 @@ EXERCISE = Exercise(
     "of 512, and how long with one of 4,096?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     prompts=("Once upon a time", "The fox and the lantern", "An owl", "A turtle on a bridge", "The hen", "A mill"),
     params=({"max_tokens": 40, "ignore_eos": True},),
     view="scheduler",

@@ -157,9 +157,9 @@ def print_solution(console: Console, entry: Entry, path: Path | None, costs: "Se
 def _print_costs(console: Console, costs: "Sequence[Measured]") -> None:
     table = new_table("in turns, medians", "yours", "forge's own", last="")
     for cost in costs:
-        yours, own = median(cost.yours), median(cost.own)
+        yours, reference = median(cost.yours), median(cost.reference)
         words = "the difference is noise" if cost.is_noise else f"{cost.ratio:.2f} times as long"
-        table.add_row(cost.size, _microseconds(yours), _microseconds(own), words)
+        table.add_row(cost.size, _microseconds(yours), _microseconds(reference), words)
     print_table(console, table)
 
 
@@ -173,7 +173,7 @@ def screen_lines(screen: str) -> Text:
 
 
 def print_comparison(console: Console, entry: Entry, comparison: "Comparison") -> None:
-    yours, own = comparison.yours, comparison.own
+    yours, reference = comparison.yours, comparison.reference
     console.print(Text.assemble((f"{entry.number} · {entry.title}", TITLE), ("  the engine on your code", QUIET)))
     console.print()
     for line in _view(comparison, console.width):
@@ -184,9 +184,9 @@ def print_comparison(console: Console, entry: Entry, comparison: "Comparison") -
     table.add_column(justify="right")
     table.add_column(justify="right", style=QUIET)
     table.add_row("", "yours", "forge's own")
-    table.add_row("tokens", f"{yours.num_tokens}", f"{own.num_tokens}")
-    table.add_row("steps", f"{len(yours.records)}", f"{len(own.records)}")
-    table.add_row("tokens per second", rate(yours.tokens_per_second), rate(own.tokens_per_second))
+    table.add_row("tokens", f"{yours.num_tokens}", f"{reference.num_tokens}")
+    table.add_row("steps", f"{len(yours.records)}", f"{len(reference.records)}")
+    table.add_row("tokens per second", rate(yours.tokens_per_second), rate(reference.tokens_per_second))
     print_table(console, table)
     console.print()
     called = ", ".join(f"{name.rpartition('.')[2]} {times}" for name, times in comparison.calls.items())
@@ -194,13 +194,13 @@ def print_comparison(console: Console, entry: Entry, comparison: "Comparison") -
     if comparison.identical:
         console.print(Text.assemble(("✓ ", GOOD), f"identical: {yours.num_tokens} tokens"))
         return
-    pairs = zip(yours.token_ids, own.token_ids, strict=True)
+    pairs = zip(yours.token_ids, reference.token_ids, strict=True)
     number, index = next((place, _first_difference(*pair)) for place, pair in enumerate(pairs) if pair[0] != pair[1])
     console.print(Text.assemble(("✗ ", TROUBLE), f"sample {number} differs from its token {index} on"))
 
 
 def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    same = (index for index, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
+    same = (index for index, (our_id, their_id) in enumerate(zip(ours, theirs, strict=False)) if our_id != their_id)
     return next(same, min(len(ours), len(theirs)))
 
 
@@ -227,7 +227,7 @@ def _view(comparison: "Comparison", width: int) -> Iterator[Text]:
         yield Text("")
         yield marked_text(steps_of(yours.records), yours.token_text)
         cycles = [cycle for record in yours.records for cycle in record.cycles if cycle.proposed]
-        proposed, accepted = (sum(map(count, cycles)) for count in (lambda one: len(one.proposed), _accepted))
+        proposed, accepted = (sum(map(count, cycles)) for count in (lambda cycle: len(cycle.proposed), _accepted))
         if proposed:
             yield Text(f"accepted {accepted} of {proposed} draft tokens", QUIET)
 

@@ -47,10 +47,10 @@ class Builds:
 def load_builds(folder: Path) -> Builds:
     """What cannot be read counts as empty."""
     try:
-        found = _load_state()["folders"][str(folder.resolve())]
-        hints = {int(number): int(read) for number, read in found["hints"].items()}
-        templates = {int(number): str(text) for number, text in found["templates"].items()}
-        return Builds(set(map(int, found["passed"])), hints, templates, found["last"] and int(found["last"]))
+        state = _load_state()["folders"][str(folder.resolve())]
+        hints = {int(number): int(read) for number, read in state["hints"].items()}
+        templates = {int(number): str(text) for number, text in state["templates"].items()}
+        return Builds(set(map(int, state["passed"])), hints, templates, state["last"] and int(state["last"]))
     except (ValueError, TypeError, AttributeError, LookupError):
         return Builds()
 
@@ -72,21 +72,21 @@ def save_builds(folder: Path, builds: Builds) -> None:
 
 def _load_state() -> dict[str, Any]:
     try:
-        found = json.loads(_file().read_text(encoding="utf-8"))
+        state = json.loads(_file().read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return state if isinstance(state, dict) else {}
 
 
 def _file() -> Path:
     return state_file().with_name("exercises.json")
 
 
-def find_folder(given: Path | None = None) -> Path:
+def find_folder(chosen: Path | None = None) -> Path:
     """Where the reader's files are: what was given; else the working folder, `exercises` in it or in a folder above it,
     whichever has such a file; else the folder that was used last; else `exercises` in the working folder."""
-    if given is not None:
-        return given
+    if chosen is not None:
+        return chosen
     here = Path.cwd()
     for folder in (here, *(above / DEFAULT_FOLDER for above in (here, *here.parents))):
         if any((folder / entry.file_name).is_file() for entry in available()):
@@ -160,7 +160,7 @@ class Ended:
 
     status: int | None
     """None: it ran past the deadline."""
-    found: Mapping[str, Any] | None
+    result: Mapping[str, Any] | None
     """What it has written; None if it ended before that."""
     printed: str
     stderr: str
@@ -207,10 +207,10 @@ def in_child(task: str, entry: Entry, path: Path, options: str = "", deadline: f
                 process.wait()
         trace = _text(traces)
         try:
-            found = json.loads(result.read_text(encoding="utf-8"))
+            written = json.loads(result.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            found = None
-        return Ended(status, found, _last_lines(_text(out)), _text(err) + trace, _line_in_trace(trace, path))
+            written = None
+        return Ended(status, written, _last_lines(_text(out)), _text(err) + trace, _line_in_trace(trace, path))
 
 
 def run_engine(folder: Path, arguments: Sequence[str]) -> int:
@@ -247,8 +247,8 @@ def _line_in_trace(trace: str, path: Path) -> str | None:
 def check(entry: Entry, path: Path, deadline: float = DEADLINE) -> Result:
     """Check a file in a process of its own, and keep what came of it."""
     ended = in_child("check", entry, path, deadline=deadline)
-    if ended.found is not None:
-        result = Result(**dict(ended.found) | {"calls": tuple(ended.found["calls"]), "printed": ended.printed})
+    if ended.result is not None:
+        result = Result(**dict(ended.result) | {"calls": tuple(ended.result["calls"]), "printed": ended.printed})
     else:
         result = _without_result(entry, ended)
     builds = load_builds(path.parent)
@@ -261,7 +261,7 @@ def check(entry: Entry, path: Path, deadline: float = DEADLINE) -> Result:
 def _without_result(entry: Entry, ended: Ended) -> Result:
     from forge.exercises.exercise import UNIVERSAL
 
-    name, found = ended.failure
+    name, explanation = ended.failure
     rule = UNIVERSAL[name]
     return Result(
         entry.number,
@@ -269,7 +269,7 @@ def _without_result(entry: Entry, ended: Ended) -> Result:
         False,
         name,
         rule.sentence,
-        found,
+        explanation,
         line=ended.line,
         question=rule.question,
         printed=ended.printed,

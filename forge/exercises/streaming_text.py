@@ -81,49 +81,49 @@ class TextTrial(Trial):
 
     def characters(self, rule: str, data: bytes) -> None:
         del self.calls[self.setup :]
-        found = self.call(f"piece.whole_characters({data!r})", self.piece.whole_characters, data)
-        is_pair = isinstance(found, tuple | list) and len(found) == 2
-        is_pair = is_pair and isinstance(found[0], str) and isinstance(found[1], bytes | bytearray)
-        self.require(is_pair, "result", f"it returned {found!r}")
-        own = _Bytes([data])
-        text = own.push(0)
+        pair = self.call(f"piece.whole_characters({data!r})", self.piece.whole_characters, data)
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        is_pair = is_pair and isinstance(pair[0], str) and isinstance(pair[1], bytes | bytearray)
+        self.require(is_pair, "result", f"it returned {pair!r}")
+        decoder = _Bytes([data])
+        text = decoder.push(0)
         rest = data[len(data) - _num_held(data) :]
-        said = f"of {data!r} the text is {found[0]!r} and {bytes(found[1])!r} is held back: {text!r} and {rest!r}"
-        self.require(bytes(found[1]) == rest, "whole", said)
-        self.require(found[0] == text, rule, said)
+        finding = f"of {data!r} the text is {pair[0]!r} and {bytes(pair[1])!r} is held back: {text!r} and {rest!r}"
+        self.require(bytes(pair[1]) == rest, "whole", finding)
+        self.require(pair[0] == text, rule, finding)
 
     def text(self, tokens: Sequence[bytes], stop: Sequence[str]) -> None:
         del self.calls[self.setup :]
-        own = OutputText(_Bytes(tokens), stop)
+        reference = OutputText(_Bytes(tokens), stop)
         text = self.call(f"text = piece.MyText({tuple(stop)!r})", lambda: self.piece.MyText(stop))
-        other = self.piece.MyText(stop)
+        untouched = self.piece.MyText(stop)
         for number, token in enumerate(tokens):
-            was_stopped = own.stopped_by is not None
-            expected = own.push(number)
-            found = self.call(f"text.push({token!r})", text.push, token)
-            self._compare(found, expected, text, own, stop, "after" if was_stopped else None)
-        expected, was_stopped = own.finish(), own.stopped_by is not None
-        found = self.call("text.finish()", text.finish)
-        self._compare(found, expected, text, own, stop, "after" if was_stopped else "rest")
-        found = self.call("piece.MyText(text.stop).finish()", other.finish)
-        self.require(found == "", "own-text", f"a text without tokens is {found!r}")
+            was_stopped = reference.stopped_by is not None
+            expected = reference.push(number)
+            returned = self.call(f"text.push({token!r})", text.push, token)
+            self._compare(returned, expected, text, reference, stop, "after" if was_stopped else None)
+        expected, was_stopped = reference.finish(), reference.stopped_by is not None
+        returned = self.call("text.finish()", text.finish)
+        self._compare(returned, expected, text, reference, stop, "after" if was_stopped else "rest")
+        returned = self.call("piece.MyText(text.stop).finish()", untouched.finish)
+        self.require(returned == "", "own-text", f"a text without tokens is {returned!r}")
 
     def _compare(
-        self, found: Any, expected: str, text: Any, own: OutputText, stop: Sequence[str], rule: str | None
+        self, returned: Any, expected: str, text: Any, reference: OutputText, stop: Sequence[str], rule: str | None
     ) -> None:
-        self.require(isinstance(found, str), "result", f"it returned {found!r}")
-        said = f"it returned {found!r}, and should return {expected!r}"
-        if found != expected:
-            if rule is None and own.stopped_by is not None:
+        self.require(isinstance(returned, str), "result", f"it returned {returned!r}")
+        finding = f"it returned {returned!r}, and should return {expected!r}"
+        if returned != expected:
+            if rule is None and reference.stopped_by is not None:
                 rule = "found" if text.stopped_by is None or len(stop) == 1 else "first"
             elif rule is None:
-                is_too_much = found.startswith(expected)
-                broken = "\ufffd" in found and "\ufffd" not in expected
+                is_too_much = returned.startswith(expected)
+                broken = "\ufffd" in returned and "\ufffd" not in expected
                 rule = "whole" if broken else "never-sooner" if is_too_much else "soon"
-            self.require(False, rule, said)
-        said = f"stopped_by is {text.stopped_by!r}, and should be {own.stopped_by!r}"
-        several = text.stopped_by is not None and own.stopped_by is not None
-        self.require(text.stopped_by == own.stopped_by, "first" if several else "named", said)
+            self.require(False, rule, finding)
+        finding = f"stopped_by is {text.stopped_by!r}, and should be {reference.stopped_by!r}"
+        several = text.stopped_by is not None and reference.stopped_by is not None
+        self.require(text.stopped_by == reference.stopped_by, "first" if several else "named", finding)
 
 
 def _num_held(data: bytes) -> int:
@@ -238,8 +238,8 @@ def _costs(piece: ModuleType) -> list[Cost]:
     for number in (16, 256, 4096):
         tokens = [b" word", b"\xf0\x9f\xa6", b"\x8a<"] * (number // 3 + 1)
         yours = partial(work, partial(piece.MyText, ["<end>"]), tokens)
-        own = partial(work, partial(_own_text, tokens), range(len(tokens)))
-        costs.append(Cost(f"{number:,} tokens", yours, own))
+        reference = partial(work, partial(_own_text, tokens), range(len(tokens)))
+        costs.append(Cost(f"{number:,} tokens", yours, reference))
     return costs
 
 
@@ -273,7 +273,7 @@ EXERCISE = Exercise(
     "a text without that letter at most, and how many a text of nothing else?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     prompts=("Once upon a time", "The fox and the lantern"),
     params=(
         {"max_tokens": 40, "ignore_eos": True, "stop": (" he said", ". The", " and a")},

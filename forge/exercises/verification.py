@@ -89,48 +89,50 @@ class VerificationTrial(Trial):
     def greedy(self, argmax: Sequence[int], draft: Sequence[int]) -> None:
         agreed = next((i for i, token in enumerate(draft) if argmax[i] != token), len(draft))
         expected = [*draft[:agreed], argmax[agreed]]
-        found = self.ask(f"piece.verify_greedy({argmax}, {draft})", self.piece.verify_greedy, argmax, draft)
-        emitted = self._tokens(found)
-        said = f"it emits {emitted}, and the target alone would say {expected}"
+        returned = self.ask(f"piece.verify_greedy({argmax}, {draft})", self.piece.verify_greedy, argmax, draft)
+        emitted = self._tokens(returned)
+        finding = f"it emits {emitted}, and the target alone would say {expected}"
         if emitted == expected:
             return
-        self.require(len(emitted) <= len(expected), "first-rejected", said)
-        self.require(emitted != expected[:-1], "own-token", said)
-        self.require(len(emitted) != len(expected), "own-token", said)
-        self.require(False, "greedy", said)
+        self.require(len(emitted) <= len(expected), "first-rejected", finding)
+        self.require(emitted != expected[:-1], "own-token", finding)
+        self.require(len(emitted) != len(expected), "own-token", finding)
+        self.require(False, "greedy", finding)
 
-    def _tokens(self, found: Any) -> list[int]:
-        is_list = isinstance(found, list | tuple | np.ndarray) and all(isinstance(one, Integral) for one in found)
-        self.require(is_list, "result", f"it returned {found!r}")
-        return [int(token) for token in found]
+    def _tokens(self, returned: Any) -> list[int]:
+        is_list = isinstance(returned, list | tuple | np.ndarray) and all(
+            isinstance(token_id, Integral) for token_id in returned
+        )
+        self.require(is_list, "result", f"it returned {returned!r}")
+        return [int(token) for token in returned]
 
     def accept(self, p: float, q: float, draw: float) -> None:
-        found = self.ask(f"piece.accept({p}, {q}, {draw})", self.piece.accept, p, q, draw)
-        self.require(found in (True, False), "result", f"it returned {found!r}")
-        said = f"p / q is {p / q:g}, the draw {draw}, and it returned {found}"
-        self.require(bool(found) == (draw < p / q), "accept", said)
+        accepted = self.ask(f"piece.accept({p}, {q}, {draw})", self.piece.accept, p, q, draw)
+        self.require(accepted in (True, False), "result", f"it returned {accepted!r}")
+        finding = f"p / q is {p / q:g}, the draw {draw}, and it returned {accepted}"
+        self.require(bool(accepted) == (draw < p / q), "accept", finding)
 
     def residual(self, p: Distribution, q: Distribution) -> None:
         expected = verification.residual(p, q)
         is_p = expected is p
-        found = self.ask(f"piece.residual({_shown(p)}, {_shown(q)})", self.piece.residual, p, q)
-        self.require(isinstance(found, Distribution), "result", f"it returned {found!r}")
-        ids, probabilities = np.asarray(found.token_ids), np.asarray(found.probabilities, np.float64)
+        returned = self.ask(f"piece.residual({_shown(p)}, {_shown(q)})", self.piece.residual, p, q)
+        self.require(isinstance(returned, Distribution), "result", f"it returned {returned!r}")
+        ids, probabilities = np.asarray(returned.token_ids), np.asarray(returned.probabilities, np.float64)
         is_sound = ids.shape == probabilities.shape and ids.ndim == 1 and ids.dtype.kind in "iu"
-        self.require(is_sound, "result", f"it returned {found!r}")
-        said = f"it is {_shown(found)}, and should be {_shown(expected)}"
+        self.require(is_sound, "result", f"it returned {returned!r}")
+        finding = f"it is {_shown(returned)}, and should be {_shown(expected)}"
         if not is_p:
-            self.require((probabilities > 0).all() and (np.diff(ids) > 0).all(), "support", said)
-            self.require(abs(probabilities.sum() - 1) < 1e-6, "normalized", said)
+            self.require((probabilities > 0).all() and (np.diff(ids) > 0).all(), "support", finding)
+            self.require(abs(probabilities.sum() - 1) < 1e-6, "normalized", finding)
         same = ids.tolist() == expected.token_ids.tolist()
         same = same and np.allclose(probabilities, expected.probabilities, atol=1e-9)
-        self.require(same, "nothing-left" if is_p else "residual", said)
+        self.require(same, "nothing-left" if is_p else "residual", finding)
 
     def sampled(self, p: list[Distribution], q: list[Distribution]) -> None:
         """Every draft that q can propose, and for each of its tokens a draw on either side of p / q: all that can
         happen, and exactly what has to."""
         shown = f"p = [{', '.join(map(_shown, p))}]; q = [{', '.join(map(_shown, q))}]"
-        for draft in product(*(one.token_ids.tolist() for one in q)):
+        for draft in product(*(proposed.token_ids.tolist() for proposed in q)):
             odds = [p[i].probability(token) / q[i].probability(token) for i, token in enumerate(draft)]
             for sides in product((False, True), repeat=len(draft)):
                 draws = [_draw(ratio, stands) for ratio, stands in zip(odds, sides, strict=True)]
@@ -151,33 +153,35 @@ class VerificationTrial(Trial):
         expected = verification.residual(p[accepted], q[accepted]) if accepted < len(draft) else p[-1]
         drawn: list[tuple[Distribution, int]] = []
 
-        def choose(given: Distribution) -> int:
-            drawn.append((given, -1 - len(drawn)))  # a token that nothing else can bring
+        def choose(distribution: Distribution) -> int:
+            drawn.append((distribution, -1 - len(drawn)))  # a token that nothing else can bring
             return drawn[-1][1]
 
         line = f"piece.verify_sampled(p, q, {draft}, {np.round(draws, 4).tolist()}, choose)"
-        found = self.call(line, self.piece.verify_sampled, p, q, draft, draws, choose)
-        emitted = self._tokens(found)
-        said = f"of {draft} {accepted} stand; emitted is {emitted}, where negative numbers are tokens drawn by choose"
+        returned = self.call(line, self.piece.verify_sampled, p, q, draft, draws, choose)
+        emitted = self._tokens(returned)
+        finding = (
+            f"of {draft} {accepted} stand; emitted is {emitted}, where negative numbers are tokens drawn by choose"
+        )
         stood = next((i for i, pair in enumerate(zip(emitted, draft, strict=False)) if pair[0] != pair[1]), None)
         stood = min(len(emitted), len(draft)) if stood is None else stood
-        self.require(stood == accepted, "accept" if len(draft) == 1 else "each-position", said)
-        self.require(len(emitted) <= accepted + 1, "first-rejected", said)
-        self.require(len(emitted) == accepted + 1, "own-token", said)
-        given = next((one for one, token in drawn if token == emitted[-1]), None)
-        self.require(given is not None, "own-token", said)
+        self.require(stood == accepted, "accept" if len(draft) == 1 else "each-position", finding)
+        self.require(len(emitted) <= accepted + 1, "first-rejected", finding)
+        self.require(len(emitted) == accepted + 1, "own-token", finding)
+        source = next((distribution for distribution, token in drawn if token == emitted[-1]), None)
+        self.require(source is not None, "own-token", finding)
         rule = "bonus" if accepted == len(draft) else "distribution"
-        said = f"{said}; it was drawn from {_shown(given)}, and should be from {_shown(expected)}"
-        same = np.asarray(given.token_ids).tolist() == expected.token_ids.tolist()  # type: ignore[union-attr]
-        same = same and np.allclose(given.probabilities, expected.probabilities)  # type: ignore[union-attr]
-        self.require(same, rule, said)
+        finding = f"{finding}; it was drawn from {_shown(source)}, and should be from {_shown(expected)}"
+        same = np.asarray(source.token_ids).tolist() == expected.token_ids.tolist()  # type: ignore[union-attr]
+        same = same and np.allclose(source.probabilities, expected.probabilities)  # type: ignore[union-attr]
+        self.require(same, rule, finding)
 
     def kept(self, start: int, known: int, accepted: int) -> None:
         line = f"piece.kept_length({start}, {known}, {accepted})"
-        found = self.ask(line, self.piece.kept_length, start, known, accepted)
+        length = self.ask(line, self.piece.kept_length, start, known, accepted)
         last = start + known + accepted
-        self.require(isinstance(found, Integral), "result", f"it returned {found!r}")
-        self.require(found == last, "kept", f"it is {found!r}; positions 0 to {last - 1} hold what is right")
+        self.require(isinstance(length, Integral), "result", f"it returned {length!r}")
+        self.require(length == last, "kept", f"it is {length!r}; positions 0 to {last - 1} hold what is right")
 
 
 def _draw(ratio: float, stands: bool) -> float | None:
@@ -187,8 +191,12 @@ def _draw(ratio: float, stands: bool) -> float | None:
     return None if ratio >= 1 else ratio + (1 - ratio) * 0.25
 
 
-def _shown(given: Any) -> str:
-    return f"D(np.array({np.asarray(given.token_ids).tolist()}), np.array({np.round(given.probabilities, 3).tolist()}))"
+def _shown(distribution: Any) -> str:
+    token_ids, probabilities = (
+        np.asarray(distribution.token_ids).tolist(),
+        np.round(distribution.probabilities, 3).tolist(),
+    )
+    return f"D(np.array({token_ids}), np.array({probabilities}))"
 
 
 def _distribution(**probabilities: float) -> Distribution:
@@ -272,7 +280,7 @@ _verified: dict[int, tuple[int, int]] = {}
 def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
     """`Speculator.verify` by the reader's functions. The engine's own decides where there are several proposers, or a
     token was not drawn from a distribution."""
-    own = Speculator.verify
+    verify_forge = Speculator.verify
 
     def verify(
         self: Speculator,
@@ -286,7 +294,7 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
         arguments = sequence, runs, logits_of_run, argmax_of_runs, max_logits_of_runs, wants_probabilities
         params = sequence.params
         if len(runs) != 1 or sequence.matcher is not None:
-            return own(self, *arguments)
+            return verify_forge(self, *arguments)
         (proposal,), draft, start = runs, list(runs[0].token_ids), len(sequence.token_ids) - 1
         if params.plain_greedy:
             emitted = [int(token) for token in piece.verify_greedy(list(argmax_of_runs[0]), draft)]
@@ -299,7 +307,7 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
                 tokens = [SampledToken(token, None, None) for token in emitted]
                 return Verification(tuple(tokens), (tuple(verdicts),), 0)
         elif self.acceptance != "rejection" or proposal.distributions is None:
-            return own(self, *arguments)
+            return verify_forge(self, *arguments)
         else:
             emitted, verdicts = _sampled(piece, sequence, proposal, logits_of_run(0))
             _verified[sequence.seq_id] = start, len(emitted) - 1
@@ -327,10 +335,10 @@ def _sampled(
     odds = [(p[i].probability(token), q[i].probability(token)) for i, token in enumerate(draft)]
     accepted = next((i for i, pair in enumerate(odds) if draws[i] * pair[1] >= pair[0]), len(draft))
 
-    def choose(given: Distribution) -> int:
+    def choose(distribution: Distribution) -> int:
         if accepted == len(draft):
             return gumbel_argmax(*filtered(scores[-1], params), *names[-1])
-        return given.draw(*names[accepted], Purpose.RESAMPLE)
+        return distribution.draw(*names[accepted], Purpose.RESAMPLE)
 
     emitted = [int(token) for token in piece.verify_sampled(p, q, draft, draws, choose)]
     verdicts = [
@@ -396,7 +404,7 @@ EXERCISE = Exercise(
     "average, and how many with K = 8?",
     costs=_costs,
     engine=engine,
-    own=_OPTIONS,
+    reference=_OPTIONS,
     params=(
         {"max_tokens": 32, "ignore_eos": True, "temperature": 0.0},
         {"max_tokens": 64, "ignore_eos": True, "temperature": 0.8, "seed": 3},
