@@ -79,10 +79,10 @@ def _findings(runs: BugRuns) -> Iterator[Text]:
         yield Text(f"{plural(checked.steps, 'step')}, and every invariant held")
     else:
         yield Text.assemble(("✗ ", TROUBLE), f"step {checked.steps}: {one_line(checked.failure)}")
-    said = f"{len(runs.different)} of {plural(len(sound.token_ids), 'sample')} said something else"
+    symptom = f"{len(runs.different)} of {plural(len(sound.token_ids), 'sample')} said something else"
     if unchecked.failure is not None:
-        said = f"step {unchecked.steps}: {one_line(unchecked.failure)}; until then {said}"
-    yield Text.assemble(("✗ ", TROUBLE), said) if unchecked.failure or runs.different else Text("nothing to be seen")
+        symptom = f"step {unchecked.steps}: {one_line(unchecked.failure)}; until then {symptom}"
+    yield Text.assemble(("✗ ", TROUBLE), symptom) if unchecked.failure or runs.different else Text("nothing to be seen")
 
 
 def _texts(width: int, sound: str, unchecked: str) -> Table:

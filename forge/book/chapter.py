@@ -221,8 +221,8 @@ def parse_chapter(text: str, name: str = "chapter") -> Chapter:
     recaps = [block for block in blocks if isinstance(block, Recap)]
     if len(recaps) > 1:
         raise ChapterError(f"{name}: a chapter has one recap, and this one has {len(recaps)}")
-    others = [block for block in blocks if not isinstance(block, Recap)]
-    return Chapter(title[1], (*_with_verdicts(others), *(recaps or [Recap()])))
+    body = [block for block in blocks if not isinstance(block, Recap)]
+    return Chapter(title[1], (*_with_verdicts(body), *(recaps or [Recap()])))
 
 
 def names_of(block: Block) -> set[str]:
@@ -342,9 +342,9 @@ def _run(words: Sequence[str], body: Sequence[str]) -> Run:
     commands: list[str] = []
     keys = {"if": "", "else": ""}
     for text in filter(str.strip, body):
-        found = _KEY.match(text)
-        if found and found["key"] in keys:
-            keys[found["key"]] = found["value"]
+        match = _KEY.match(text)
+        if match and match["key"] in keys:
+            keys[match["key"]] = match["value"]
         else:
             commands.append(text)
     if len(commands) != 1 or shlex.split(commands[0])[:1] != ["forge"]:
@@ -367,10 +367,10 @@ def _source(words: Sequence[str], body: Sequence[str]) -> Source:
     spans: list[Span] = []
     omitted = ""
     for text in filter(str.strip, body[1:]):
-        found = _KEY.match(text)
-        if found is None or found["key"] not in ("light", "from", "to", "omit"):
+        match = _KEY.match(text)
+        if match is None or match["key"] not in ("light", "from", "to", "omit"):
             raise ValueError(f"{text.strip()!r} is not one of light, from, to and omit")
-        key, value = found["key"], found["value"]
+        key, value = match["key"], match["value"]
         if key == "light":
             light.append(value)
         elif key == "omit":
@@ -393,12 +393,12 @@ def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
     outcomes: list[tuple[str | None, list[str]]] = []
     last = keys["question"]
     for text in body:
-        found, choice = _KEY.match(text), _CHOICE.match(text)
-        if found and found["key"] in ("answer", "restated", "why", "else"):
-            last = keys.setdefault(found["key"], [])
-            last.append(found["value"])
-        elif found and found["key"] in _OUTCOMES:
-            last = _new_outcome(outcomes, found["key"], found["value"])
+        match, choice = _KEY.match(text), _CHOICE.match(text)
+        if match and match["key"] in ("answer", "restated", "why", "else"):
+            last = keys.setdefault(match["key"], [])
+            last.append(match["value"])
+        elif match and match["key"] in _OUTCOMES:
+            last = _new_outcome(outcomes, match["key"], match["value"])
         elif choice and (last is keys["question"] or (choices and last is choices[-1][1])):
             last = []
             choices.append((choice, last))
@@ -422,20 +422,20 @@ def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
     )
 
 
-def _choice(found: re.Match[str], why: Sequence[str]) -> Choice:
-    condition = {"otherwise": None, "never": "False"}.get(found["word"], found["condition"])
+def _choice(match: re.Match[str], why: Sequence[str]) -> Choice:
+    condition = {"otherwise": None, "never": "False"}.get(match["word"], match["condition"])
     if condition is not None:
         check_expression(condition)
-    return Choice(found["text"], condition, _paragraph(why))
+    return Choice(match["text"], condition, _paragraph(why))
 
 
 def _finding(words: Sequence[str], body: Sequence[str]) -> Finding:
     outcomes: list[tuple[str | None, list[str]]] = []
     last: list[str] | None = None
     for text in body:
-        found = _KEY.match(text)
-        if found and found["key"] in _OUTCOMES:
-            last = _new_outcome(outcomes, found["key"], found["value"])
+        match = _KEY.match(text)
+        if match and match["key"] in _OUTCOMES:
+            last = _new_outcome(outcomes, match["key"], match["value"])
         elif last is not None:
             last.append(text)
         elif text.strip():
@@ -454,10 +454,10 @@ def _new_outcome(outcomes: list[tuple[str | None, list[str]]], key: str, value: 
     return outcomes[-1][1]
 
 
-def _outcomes(found: Sequence[tuple[str | None, Sequence[str]]]) -> tuple[Outcome, ...]:
-    if not found or found[-1][0] is not None:
+def _outcomes(parsed: Sequence[tuple[str | None, Sequence[str]]]) -> tuple[Outcome, ...]:
+    if not parsed or parsed[-1][0] is not None:
         raise ValueError("an 'otherwise' is missing: what is said where none of the conditions holds?")
-    outcomes = tuple(Outcome(condition, _paragraph(lines)) for condition, lines in found)
+    outcomes = tuple(Outcome(condition, _paragraph(lines)) for condition, lines in parsed)
     for outcome in outcomes:
         if outcome.condition is not None:
             check_expression(outcome.condition)
@@ -474,10 +474,10 @@ def _check(words: Sequence[str], body: Sequence[str]) -> Check:
     sentence: list[str] = []
     key = ""
     for text in body:
-        found = _KEY.match(text)
-        if found and found["key"] in _OF_A_CLAIM and claims and not sentence:
-            key = _OF_A_CLAIM[found["key"]]
-            claims[-1] = replace(claims[-1], **{key: found["value"]})
+        match = _KEY.match(text)
+        if match and match["key"] in _OF_A_CLAIM and claims and not sentence:
+            key = _OF_A_CLAIM[match["key"]]
+            claims[-1] = replace(claims[-1], **{key: match["value"]})
         elif text.startswith("    ") and claims and key and not sentence:
             claims[-1] = replace(claims[-1], **{key: f"{getattr(claims[-1], key)} {text.strip()}"})
         elif text.startswith("    "):
@@ -502,9 +502,9 @@ def _recap(words: Sequence[str], body: Sequence[str]) -> Recap:
     lines: list[str] = []
     commands: list[str] = []
     for text in filter(str.strip, body):
-        found = _KEY.match(text)
-        if found and found["key"] == "run":
-            commands.append(found["value"])
+        match = _KEY.match(text)
+        if match and match["key"] == "run":
+            commands.append(match["value"])
         elif text.startswith("- "):
             lines.append(text.removeprefix("- "))
         elif lines and text.startswith("  "):

@@ -50,14 +50,14 @@ class Given:
             index += length
         return [*self._positionals(positionals, syntax), *kept, *self._options(syntax, varied)]
 
-    def _positionals(self, given: Sequence[str], syntax: Syntax) -> list[str]:
+    def _positionals(self, typed: Sequence[str], syntax: Syntax) -> list[str]:
         """Up to the last one that either side gives; one in between that neither gives cannot be left out."""
         values: list[str] = []
         for index, name in enumerate(syntax.positionals):
             if name in self.values:
                 values += each(self.values[name])
-            elif index < len(given):
-                values.append(given[index])
+            elif index < len(typed):
+                values.append(typed[index])
             else:
                 break
         return values

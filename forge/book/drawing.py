@@ -221,9 +221,9 @@ def _draw_verdict(console: Console, predict: Predict, session: Session) -> None:
 
 
 def _draw_check(console: Console, check: Check, session: Session) -> None:
-    marks = {True: ("✓ ", GOOD), False: ("✗ ", TROUBLE), None: ("· ", QUIET)}
+    symbols = {True: ("✓ ", GOOD), False: ("✗ ", TROUBLE), None: ("· ", QUIET)}
     for judged in session.judge(check.claims):
-        sentence = Text.assemble(marks[judged.holds], session.fill(judged.claim.sentence))
+        sentence = Text.assemble(symbols[judged.holds], session.fill(judged.claim.sentence))
         print_hanging(console, sentence, _MARK, MAX_WIDTH)
         if judged.holds is False:
             why = session.fill(judged.claim.otherwise) or REFUTED

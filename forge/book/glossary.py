@@ -33,12 +33,12 @@ class Term:
 def load_glossary() -> tuple[Term, ...]:
     text = (chapters_folder() / "reference" / "glossary.md").read_text(encoding="utf-8")
     items = re.sub(r"\n  +", " ", text).splitlines()
-    return tuple(_term(found) for found in map(_ITEM.match, items) if found is not None)
+    return tuple(_term(match) for match in map(_ITEM.match, items) if match is not None)
 
 
-def _term(found: re.Match[str]) -> Term:
-    names = tuple(name.strip().strip("`") for name in _NAME.findall(found["names"]) if name.strip())
-    return Term(names, found["text"], int(found["chapter"]) if found["chapter"] else None)
+def _term(match: re.Match[str]) -> Term:
+    names = tuple(name.strip().strip("`") for name in _NAME.findall(match["names"]) if name.strip())
+    return Term(names, match["text"], int(match["chapter"]) if match["chapter"] else None)
 
 
 def find_term(name: str, glossary: Sequence[Term]) -> Term:
@@ -46,14 +46,16 @@ def find_term(name: str, glossary: Sequence[Term]) -> Term:
 
     Raises `UsageError` with the nearest names if there is none.
     """
-    wanted = _plain(name)
-    known = {_plain(each): term for term in reversed(glossary) for each in term.names}
-    symbols = [(each, term) for term in glossary for each in term.names if not each.replace(" ", "").isalpha()]
-    known = {_plain(part): term for each, term in symbols for part in each.split()} | known
-    for spelling in (wanted, wanted.removesuffix("s"), f"{wanted}s", re.sub(r"\d+", "0", wanted)):
+    plain = _plain(name)
+    known = {_plain(spelling): term for term in reversed(glossary) for spelling in term.names}
+    symbols = [
+        (spelling, term) for term in glossary for spelling in term.names if not spelling.replace(" ", "").isalpha()
+    ]
+    known = {_plain(part): term for symbol, term in symbols for part in symbol.split()} | known
+    for spelling in (plain, plain.removesuffix("s"), f"{plain}s", re.sub(r"\d+", "0", plain)):
         if spelling in known:
             return known[spelling]
-    close = [one for one in known if wanted in one.split()][:4] or get_close_matches(wanted, known, n=3)
+    close = [candidate for candidate in known if plain in candidate.split()][:4] or get_close_matches(plain, known, n=3)
     hint = f" (did you mean {' or '.join(close)}?)" if close else "; forge glossary lists all terms"
     raise UsageError(f"the glossary has no {name!r}{hint}")
 

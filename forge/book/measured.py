@@ -92,8 +92,8 @@ def _compiled(expression: str) -> CodeType:
 def names_in(expression: str) -> set[str]:
     """The names that `expression` asks for, functions and its own variables excluded."""
     names = [node for node in ast.walk(check_expression(expression)) if isinstance(node, ast.Name)]
-    own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
-    return {name.id for name in names} - own - set(FUNCTIONS)
+    bound = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    return {name.id for name in names} - bound - set(FUNCTIONS)
 
 
 def fill(text: str, measured: Mapping[str, Any], touch: Touch | None = None) -> str:

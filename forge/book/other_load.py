@@ -49,8 +49,8 @@ class LoadMeter:
             return OtherLoad(0.0, of)
         if busy is None or self._busy is None:
             return OtherLoad(self._load_average, of)
-        others = (busy - self._busy) - (_own_seconds() - self._own)
-        return OtherLoad(max(0.0, others / seconds), of)
+        other_seconds = (busy - self._busy) - (_own_seconds() - self._own)
+        return OtherLoad(max(0.0, other_seconds / seconds), of)
 
     def _busy_seconds(self) -> float | None:
         """Of all processors and programs, since the system started."""

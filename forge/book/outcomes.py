@@ -46,13 +46,13 @@ class Rendered:
 def render_outcomes(chapter: Chapter, measured: Mapping[str, Any]) -> list[Rendered]:
     """`measured`: the facts of a real run, from which the search starts; a second search gives every option
     that a condition asks for."""
-    found = [rendered for block in chapter.blocks for rendered in _rendered(block, measured)]
-    if all(rendered.text is not None for rendered in found):
-        return found
+    rendered_blocks = [rendered for block in chapter.blocks for rendered in _rendered(block, measured)]
+    if all(rendered.text is not None for rendered in rendered_blocks):
+        return rendered_blocks
     expressions = " ".join(expression for block in chapter.blocks for expression in expressions_of(block))
-    given = {**measured, "given": _GIVEN.findall(expressions)}
-    again = [rendered for block in chapter.blocks for rendered in _rendered(block, given)]
-    return [first if first.text is not None else second for first, second in zip(found, again, strict=True)]
+    with_options = {**measured, "given": _GIVEN.findall(expressions)}
+    again = [rendered for block in chapter.blocks for rendered in _rendered(block, with_options)]
+    return [first if first.text is not None else second for first, second in zip(rendered_blocks, again, strict=True)]
 
 
 def print_outcomes(console: Console, outcomes: Sequence[Rendered]) -> None:
@@ -89,8 +89,8 @@ def _of_prediction(predict: Predict, measured: Mapping[str, Any]) -> Iterator[Re
         return f"{_answer(predict, measured, touch)} {explanation(predict, measured, touch)}".strip()
 
     def find(condition: str | None, holds: Callable[[Touch], bool]) -> Rendered:
-        found = _search(holds, expressions, _with_answer(predict, measured, _untouched))
-        return Rendered(question, condition or OTHERWISE, None if found is None else text(found))
+        touch = _search(holds, expressions, _with_answer(predict, measured, _untouched))
+        return Rendered(question, condition or OTHERWISE, None if touch is None else text(touch))
 
     def is_right(index: int) -> Callable[[Touch], bool]:
         return lambda touch: right_choice(predict, measured, touch) == index
@@ -108,9 +108,9 @@ def _of_prediction(predict: Predict, measured: Mapping[str, Any]) -> Iterator[Re
 
 
 def _find(question: str, outcomes: Sequence[Outcome], outcome: Outcome, measured: Mapping[str, Any]) -> Rendered:
-    conditions = [one.condition for one in outcomes if one.condition]
-    found = _search(lambda touch: chosen(outcomes, measured, touch) is outcome, conditions, measured)
-    text = None if found is None else fill(outcome.text, measured, found)
+    conditions = [tried.condition for tried in outcomes if tried.condition]
+    touch = _search(lambda touch: chosen(outcomes, measured, touch) is outcome, conditions, measured)
+    text = None if touch is None else fill(outcome.text, measured, touch)
     return Rendered(question, outcome.condition or OTHERWISE, text)
 
 
@@ -187,9 +187,9 @@ def _varied(
     for path, value in leaves.items():
         if draw.random() < chance:
             factor = together if at_once else 10 ** draw.uniform(-spread, spread)
-            other = _other(value, factor, constants, list(leaves.values()), draw)
-            is_share = str(path[-1]).endswith("share") and isinstance(other, float)
-            values[path] = min(1.0, other) if is_share else other
+            replaced = _other(value, factor, constants, list(leaves.values()), draw)
+            is_share = str(path[-1]).endswith("share") and isinstance(replaced, float)
+            values[path] = min(1.0, replaced) if is_share else replaced
     return values
 
 
@@ -199,7 +199,11 @@ def _other(value: Any, factor: float, constants: Sequence[Any], values: Sequence
         return draw.random() < 0.5
     if value is None:
         return draw.choice([None, 1.0, factor])
-    same = [one for one in (*constants, *values) if isinstance(one, str) == isinstance(value, str) and one is not None]
+    same = [
+        constant
+        for constant in (*constants, *values)
+        if isinstance(constant, str) == isinstance(value, str) and constant is not None
+    ]
     if isinstance(value, str):
         return draw.choice([*same, "another"])
     if draw.random() < 0.2:

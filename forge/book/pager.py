@@ -359,8 +359,8 @@ class Pager:
 
 def _glossary_line(line: str) -> str | None:
     """`glossary TERM` for `?TERM`, with or without forge before it."""
-    found = re.match(r"^\s*(?:forge\s+)?\?\s*(.*\S)\s*$", line)
-    return None if found is None else shlex.join(["glossary", found[1]])
+    match = re.match(r"^\s*(?:forge\s+)?\?\s*(.*\S)\s*$", line)
+    return None if match is None else shlex.join(["glossary", match[1]])
 
 
 def split_paragraphs(lines: Sequence[str]) -> list[list[str]]:

@@ -48,8 +48,8 @@ def state_file() -> Path:
 
 def load_progress() -> Progress:
     try:
-        found = json.loads(state_file().read_text(encoding="utf-8"))
-        return _progress(found)
+        saved = json.loads(state_file().read_text(encoding="utf-8"))
+        return _progress(saved)
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError):
         return Progress()
 
@@ -70,9 +70,9 @@ def save_progress(progress: Progress) -> None:
         written.replace(path)
 
 
-def _progress(found: Any) -> Progress:
-    pages = {str(command): int(page) for command, page in found["pages"].items()}
-    last = found["last"]
-    session = dict(found.get("session", {}))
-    review = {str(key): str(day) for key, day in found.get("review", {}).items()}
-    return Progress(pages, set(map(str, found["finished"])), None if last is None else str(last), review, session)
+def _progress(saved: Any) -> Progress:
+    pages = {str(command): int(page) for command, page in saved["pages"].items()}
+    last = saved["last"]
+    session = dict(saved.get("session", {}))
+    review = {str(key): str(day) for key, day in saved.get("review", {}).items()}
+    return Progress(pages, set(map(str, saved["finished"])), None if last is None else str(last), review, session)

@@ -158,7 +158,7 @@ class Session:
     def score(self) -> tuple[int, int]:
         """(Guesses that were right or close, guesses whose answer is known)."""
         judged = [self.is_right(predict) for predict in self.guesses]
-        return judged.count(True), sum(one is not None for one in judged)
+        return judged.count(True), sum(verdict is not None for verdict in judged)
 
     def saved(self) -> dict[str, Any]:
         """What `restore` needs to go on without running anything again; plain data."""
@@ -187,13 +187,15 @@ class Session:
         runs = {run.command: run for run in self.chapter.runs()}
         self.model, self.given = dict(saved["model"]), tuple(map(str, saved.get("given", ())))
         self.commands = {run: str(saved["typed"].get(command, command)) for command, run in runs.items()}
-        for found in saved["runs"]:
-            run = runs.get(found["command"])
+        for past_run in saved["runs"]:
+            run = runs.get(past_run["command"])
             if run is not None:
-                processors, of = found["load"]
-                lines = tuple(map(str, found["lines"]))
+                processors, of = past_run["load"]
+                lines = tuple(map(str, past_run["lines"]))
                 self.loads[run] = OtherLoad(float(processors), int(of))
-                self.reports[run] = Report(dict(found["facts"]), partial(_print_lines, lines), int(found["status"]))
+                self.reports[run] = Report(
+                    dict(past_run["facts"]), partial(_print_lines, lines), int(past_run["status"])
+                )
                 self.drawn[run] = lines
         for block in self.chapter.blocks:
             if isinstance(block, Predict) and block.question in saved["guesses"]:
@@ -222,8 +224,8 @@ class Session:
         if guess is None:
             return f"It is {answer}."
         in_its_form = fill(predict.answer.replace(predict.expression, ANSWER), {ANSWER: guess.value})
-        said = "exact" if in_its_form == answer else closeness(float(guess.value), actual)
-        return f"You said {guess.text}. It is {answer}: your guess was {said}."
+        nearness = "exact" if in_its_form == answer else closeness(float(guess.value), actual)
+        return f"You said {guess.text}. It is {answer}: your guess was {nearness}."
 
     def explanation(self, predict: Predict) -> str:
         """What is said after the verdict, as this run turned out; empty where it does not tell."""
@@ -308,10 +310,10 @@ def parse_guess(predict: Predict, text: str) -> Guess:
         return Guess(text, names.index(text))
     form = predict.answer.removesuffix("}}").rpartition(":")[2]
     example = _EXAMPLES.get(form, "a number")
-    found = _NUMBER.match(text)
-    if found is None:
+    match = _NUMBER.match(text)
+    if match is None:
         raise UsageError(example)
-    value, unit = float(found["number"].replace(",", "")), (found["unit"] or "").lower()
+    value, unit = float(match["number"].replace(",", "")), (match["unit"] or "").lower()
     units = {"": 1.0, **_UNITS.get(form, dict.fromkeys(re.findall(r"\w+", predict.question.lower()), 1))}
     if unit not in units or (form == "percent" and not unit and 0 < abs(value) < 1):
         raise UsageError(example)

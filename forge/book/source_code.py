@@ -52,14 +52,16 @@ class Excerpt:
     def shortened(self, most: int) -> "Excerpt":
         """About `most` lines of it: the first, those that matter and those around them, with elisions for the rest."""
         matter = {0, *self.lit, *self.elided}
-        by_distance = sorted(range(len(self.lines)), key=lambda index: min(abs(index - other) for other in matter))
+        by_distance = sorted(
+            range(len(self.lines)), key=lambda index: min(abs(index - kept_index) for kept_index in matter)
+        )
         kept = {*matter, *by_distance[:most]}
         shown = _Shown()
         for index, line in enumerate(self.lines):
             if index in kept:
                 shown.add(line, index in self.lit, index in self.elided)
             elif index - 1 in kept:
-                end = next((other for other in range(index, len(self.lines)) if other in kept), len(self.lines))
+                end = next((after for after in range(index, len(self.lines)) if after in kept), len(self.lines))
                 shown.elide(self.lines[index:end])
         return replace(self, lines=tuple(shown.lines), lit=frozenset(shown.lit), elided=frozenset(shown.elided))
 
@@ -158,14 +160,14 @@ def _definition(tree: ast.Module, qualified: Sequence[str], dotted: str) -> _Def
 
 
 def _find(lines: Sequence[str], pattern: str, begin: int, dotted: str) -> int:
-    found = [index for index in range(begin, len(lines)) if pattern in lines[index]]
-    if not found:
+    indices = [index for index in range(begin, len(lines)) if pattern in lines[index]]
+    if not indices:
         raise SourceError(f"{dotted}: no line contains {pattern!r}")
-    return found[0]
+    return indices[0]
 
 
 def _containing(lines: Sequence[str], pattern: str, dotted: str) -> list[int]:
-    found = [index for index, line in enumerate(lines) if pattern in line]
-    if not found:
+    indices = [index for index, line in enumerate(lines) if pattern in line]
+    if not indices:
         raise SourceError(f"{dotted}: no line that is shown contains {pattern!r}")
-    return found
+    return indices

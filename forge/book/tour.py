@@ -55,8 +55,8 @@ class Station:
     @property
     def where(self) -> str:
         """`forge/engine/scheduler.py:130 Scheduler.schedule`. Raises `SourceError` if there is no such function."""
-        found = excerpt(self.dotted)
-        return f"{found.path}:{found.first_line} {found.name}"
+        source = excerpt(self.dotted)
+        return f"{source.path}:{source.first_line} {source.name}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Tour:
     last_text_ms: float
 
     def as_json(self) -> dict[str, Any]:
-        return as_object(self) | {"stations": [as_object(one, "where") for one in self.stations]}
+        return as_object(self) | {"stations": [as_object(station, "where") for station in self.stations]}
 
 
 def take_tour(model: str, prompt: str, max_tokens: int, steps_of: StepsOf) -> Tour:
@@ -118,8 +118,8 @@ def _visit(url: str, prompt: str, max_tokens: int, model: str, steps_of: StepsOf
         if time.perf_counter() > deadline:
             raise ForgeError("the server did not tell of its steps")
         time.sleep(0.01)
-    own = tuple(record for record in records if record.started > sent)
-    return Visit(body, sent, events, pieces, own, model)
+    of_request = tuple(record for record in records if record.started > sent)
+    return Visit(body, sent, events, pieces, of_request, model)
 
 
 def _stream(url: str, body: dict[str, Any]) -> tuple[float, tuple[tuple[float, bytes], ...]]:
@@ -191,12 +191,12 @@ def _stations(visit: Visit) -> Iterator[Station]:
         HTTP, "A message goes to the engine", "forge.server.engine_client.EngineClient.submit",
         "Token ids and sampling parameters, through a socket. The HTTP process computes nothing.",
     )  # fmt: skip
-    arrived = [one.arrived for one in first.arrived]
+    arrived = [arrival.arrived for arrival in first.arrived]
     yield Station(
         ENGINE, "The request joins the queue", "forge.engine.registry.RequestRegistry.add_request",
         f"It becomes seq {seq_id}. A step that is under way ends first.", after(arrived[0]) if arrived else None,
     )  # fmt: skip
-    admitted = [explain_admission(one) for one in first.admitted if one.seq_id == seq_id]
+    admitted = [explain_admission(admission) for admission in first.admitted if admission.seq_id == seq_id]
     yield Station(
         ENGINE, "A step is decided", "forge.engine.scheduler.Scheduler.schedule",
         f"seq {seq_id} is admitted with {admitted[0] if admitted else 'its blocks'}, in {ms(first.schedule_ms)} ms.",
@@ -225,14 +225,15 @@ def _stations(visit: Visit) -> Iterator[Station]:
         after(first.ended),
     )  # fmt: skip
     if later:
-        said = quoted("".join(token.text for record in later for token in record.tokens))
+        continuation = quoted("".join(token.text for record in later for token in record.tokens))
         forward = sum(record.forward_ms for record in later) / len(later)
         yield Station(
             ENGINE, "The same again: decode", "forge.engine.engine.Engine.step",
-            f"{plural(len(later), 'step')} of one row each, {ms(forward)} ms per forward pass on average: {said}.",
+            f"{plural(len(later), 'step')} of one row each, {ms(forward)} ms per forward pass on average: "
+            f"{continuation}.",
             after(last.ended),
         )  # fmt: skip
-    ended = [explain_finish(one) for one in last.finished if one.seq_id == seq_id]
+    ended = [explain_finish(finish) for finish in last.finished if finish.seq_id == seq_id]
     yield Station(
         ENGINE, "What is new goes back", "forge.server.engine_process.EngineServer._send",
         f"After each step, through the socket. With the last one: {ended[0] if ended else 'the end'}.",

@@ -153,18 +153,18 @@ def measure_budgets(engine: EngineArgs, budgets: Sequence[int], seed: int) -> Re
     length = min(LONG_PROMPT, llm.max_model_len - 8)
     arrival = Arrival("every", STEPS_BETWEEN)
     prompts = make_workload(llm.tokenizer, NUM_PROMPTS, Range(length, length), Range(4, 4), arrival, seed=seed + 1)
-    late = [replace(one, arrival=one.arrival + STEPS_BETWEEN) for one in prompts.requests]
+    late = [replace(request, arrival=request.arrival + STEPS_BETWEEN) for request in prompts.requests]
     workload = Workload((*stories.requests, *late), "steps")
     runs = []
     with progress_line() as progress:
         for budget in [*budgets, None]:
             progress("whole prompts" if budget is None else f"{budget} tokens a step")
             turns = [_run_budget(llm, workload, budget) for _ in range(TURNS)]
-            runs.append(min(turns, key=lambda one: one.gap_ms.p99))
+            runs.append(min(turns, key=lambda run: run.gap_ms.p99))
     label = run_label(llm)
     facts = {**as_object(label), "prompt_tokens": length, "stories": NUM_STORIES, "prompts": NUM_PROMPTS}
     about = f"{label} · {NUM_STORIES} stories decode, {NUM_PROMPTS} prompts of {length} tokens come"
-    return report(facts | {one.name: as_object(one) for one in runs}, lambda: budgets_screen(about, runs))
+    return report(facts | {run.name: as_object(run) for run in runs}, lambda: budgets_screen(about, runs))
 
 
 def _run_budget(llm: "LLM", workload: Workload, budget: int | None) -> BudgetRun:
@@ -177,8 +177,10 @@ def _run_budget(llm: "LLM", workload: Workload, budget: int | None) -> BudgetRun
     steps = list(WorkloadRun(engine, workload))
     rows, gaps = [], []
     for seq_id in range(NUM_STORIES):
-        own = [number for number, step in enumerate(steps) if any(token.seq_id == seq_id for token in step.tokens)]
-        for before, after in pairwise(own):
+        with_token = [
+            number for number, step in enumerate(steps) if any(token.seq_id == seq_id for token in step.tokens)
+        ]
+        for before, after in pairwise(with_token):
             rows.append(float(sum(step.tokens_computed for step in steps[before + 1 : after + 1])))
             gaps.append((steps[after].ended - steps[before].ended) * 1e3)
     requests = timeline_of(steps).requests()
@@ -190,9 +192,9 @@ def _run_budget(llm: "LLM", workload: Workload, budget: int | None) -> BudgetRun
 
 
 def _all_of(values: Sequence[float | None]) -> Percentiles:
-    found = Percentiles.of(values)
-    assert found is not None, "there is a story, and it has several tokens"
-    return found
+    percentiles = Percentiles.of(values)
+    assert percentiles is not None, "there is a story, and it has several tokens"
+    return percentiles
 
 
 def budgets_screen(about: str, runs: Sequence[BudgetRun]) -> Iterator[Part]:
@@ -237,7 +239,7 @@ def measure_loads(engine: EngineArgs, loads: Sequence[int], number: int, seed: i
             progress(f"{load} % of what {LOAD_SLOTS} slots can serve")
             runs.append(_run_load(llm, workload, load, seed))
     label = run_label(llm)
-    facts = {**as_object(label), "slots": LOAD_SLOTS, "requests": number, "runs": [as_object(one) for one in runs]}
+    facts = {**as_object(label), "slots": LOAD_SLOTS, "requests": number, "runs": [as_object(run) for run in runs]}
     return report(facts, lambda: loads_screen(f"{label} · {plural(number, 'request')}", runs))
 
 
@@ -245,7 +247,7 @@ def _run_load(llm: "LLM", workload: Workload, load: int, seed: int) -> LoadRun:
     """Interarrival times are exponential, with the mean at which the slots are busy for `load` percent of the time."""
     every = workload.output_tokens / len(workload.requests) / LOAD_SLOTS / (load / 100)
     times = Arrival("poisson", 1 / every).times(len(workload.requests), Random(seed))
-    requests = tuple(replace(one, arrival=at) for one, at in zip(workload.requests, times, strict=True))
+    requests = tuple(replace(request, arrival=at) for request, at in zip(workload.requests, times, strict=True))
     steps = list(WorkloadRun(llm.new_engine(max_num_seqs=LOAD_SLOTS), Workload(requests, "steps")))
     timelines = timeline_of(steps).requests()
     totals = totals_of(steps, timelines)
@@ -287,9 +289,9 @@ def loads_screen(about: str, runs: Sequence[LoadRun]) -> Iterator[Part]:
     )
 
 
-def way_name(one: Measured) -> str:
+def way_name(way: Measured) -> str:
     """How facts name it: `sequential`, `static_4`, `continuous_16`."""
-    return one.how if one.how == "sequential" else f"{one.how}_{one.batch}"
+    return way.how if way.how == "sequential" else f"{way.how}_{way.batch}"
 
 
 def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
@@ -300,14 +302,14 @@ def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Meas
         "prompt_tokens": sum(len(request.prompt_token_ids) for request in workload.requests),
         "max_output_tokens": workload.output_tokens,
         "identical": identical(measured),
-        "steady": max(max(one.all_seconds) / min(one.all_seconds) for one in measured) < STEADY,
-        **{way_name(one): _way_object(one, measured[0]) for one in measured},
+        "steady": max(max(way.all_seconds) / min(way.all_seconds) for way in measured) < STEADY,
+        **{way_name(way): _way_object(way, measured[0]) for way in measured},
     }
 
 
-def _way_object(one: Measured, first: Measured) -> dict[str, Any]:
-    found = as_object(one, "tokens_per_second", "ms_per_request", without=("totals", "tokens"))
-    return found | {"speed_up": speed_up(one, first), "totals": totals_object(one.totals)}
+def _way_object(way: Measured, baseline: Measured) -> dict[str, Any]:
+    facts = as_object(way, "tokens_per_second", "ms_per_request", without=("totals", "tokens"))
+    return facts | {"speed_up": speed_up(way, baseline), "totals": totals_object(way.totals)}
 
 
 def screen(about: str, measured: Sequence[Measured]) -> Iterator[Part]:
@@ -323,10 +325,10 @@ def turns_text(measured: Sequence[Measured]) -> str:
 
 
 def ways_table(measured: Sequence[Measured], width: int) -> Table:
-    most = max(one.tokens_per_second for one in measured)
+    most = max(way.tokens_per_second for way in measured)
     shown = {
-        "way": lambda one: f"{one.batch} {one.how}" if one.how != "sequential" else "sequential",
-        "gain": lambda one: times(speed_up(one, measured[0])),
+        "way": lambda way: f"{way.batch} {way.how}" if way.how != "sequential" else "sequential",
+        "gain": lambda way: times(speed_up(way, measured[0])),
         "bar": lambda value: bar(value, most, _BAR),
     }
     columns = ["at once: {:way}", "tok/s: {tokens_per_second:rate}", ": {:gain}", "ms/req: {ms_per_request:ms}"]
@@ -338,35 +340,35 @@ def ways_table(measured: Sequence[Measured], width: int) -> Table:
 
 def batching_sentences(measured: Sequence[Measured]) -> list[str]:
     """What the table shows, as measured."""
-    first, best = measured[0], max(measured, key=lambda one: one.tokens_per_second)
-    said = [
+    first, best = measured[0], max(measured, key=lambda way: way.tokens_per_second)
+    lines = [
         "ms/req: the whole time by the number of requests. TTFT, TPOT, end to end: medians, from the request's arrival."
     ]
     if best is not first:
-        said.append(
+        lines.append(
             f"{best.batch} at once, {best.how}: {times(speed_up(best, first))} the tokens per second of "
             f"{_phrase(first)}, while a token takes {ms(_per_token(best))} ms instead of {ms(_per_token(first))}."
         )
-    pairs = {(one.how, one.batch): one for one in measured}
-    for one in measured:
-        if one.how == "speculative":
-            exact = "exact" if identical([first, one]) else "not exact"
-            rate_text = "nothing was proposed" if one.acceptance is None else f"{percent(one.acceptance)} accepted"
-            said.append(f"{one.batch} speculative: {rate_text}, {count(one.totals.num_steps)} steps, {exact}.")
-    for one in measured:
-        static = pairs.get(("static", one.batch))
-        if one.how == "continuous" and static is not None and one.batch == best.batch:
-            said.append(
-                f"Of {one.batch} slots, {static.totals.batch[0]:.1f} are busy on average in static batches, "
-                f"{one.totals.batch[0]:.1f} with continuous batching: {count(static.totals.num_steps)} "
-                f"steps become {count(one.totals.num_steps)}."
+    pairs = {(way.how, way.batch): way for way in measured}
+    for way in measured:
+        if way.how == "speculative":
+            exact = "exact" if identical([first, way]) else "not exact"
+            rate_text = "nothing was proposed" if way.acceptance is None else f"{percent(way.acceptance)} accepted"
+            lines.append(f"{way.batch} speculative: {rate_text}, {count(way.totals.num_steps)} steps, {exact}.")
+    for way in measured:
+        static = pairs.get(("static", way.batch))
+        if way.how == "continuous" and static is not None and way.batch == best.batch:
+            lines.append(
+                f"Of {way.batch} slots, {static.totals.batch[0]:.1f} are busy on average in static batches, "
+                f"{way.totals.batch[0]:.1f} with continuous batching: {count(static.totals.num_steps)} "
+                f"steps become {count(way.totals.num_steps)}."
             )
-    return said
+    return lines
 
 
-def _phrase(one: Measured) -> str:
-    return "one request after another" if one.how == "sequential" or one.batch == 1 else f"{one.batch}, {one.how}"
+def _phrase(way: Measured) -> str:
+    return "one request after another" if way.how == "sequential" or way.batch == 1 else f"{way.batch}, {way.how}"
 
 
-def _per_token(one: Measured) -> float | None:
-    return one.totals.per_token.p50 if one.totals.per_token else None
+def _per_token(way: Measured) -> float | None:
+    return way.totals.per_token.p50 if way.totals.per_token else None

@@ -98,16 +98,16 @@ def constrained(
     record: RecordArgs,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
 ) -> Experiment:
-    wanted = form.structured_output() or StructuredOutput(json=record_schema(record.fields))
+    structured = form.structured_output() or StructuredOutput(json=record_schema(record.fields))
     asked = record.prompt() if prompt is None else options.read_prompt(prompt)
-    return Experiment(lambda: _measure(asked, max_tokens, wanted, engine))
+    return Experiment(lambda: _measure(asked, max_tokens, structured, engine))
 
 
-def field_names(given: str) -> list[str]:
+def field_names(text: str) -> list[str]:
     """The fields that `--fields` names. Raises `UsageError` for one that a record cannot have."""
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or {*names} - {*FIELDS}:
-        raise UsageError(f"--fields takes some of {', '.join(FIELDS)}, with commas, and {given!r} is something else")
+        raise UsageError(f"--fields takes some of {', '.join(FIELDS)}, with commas, and {text!r} is something else")
     return names
 
 
@@ -128,10 +128,10 @@ def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: Engin
     places = _places(plain, token_ids, params)
     as_long = SamplingParams(max(2, len(places)), ignore_eos=True)
     runs: list[RunResult] = []
-    for llm, one in ((plain, as_long), (plain, params), (proposing, params)):
-        llm.generate([token_ids], one)  # kernels and grammars are compiled by then
+    for llm, sampling in ((plain, as_long), (plain, params), (proposing, params)):
+        llm.generate([token_ids], sampling)  # kernels and grammars are compiled by then
         with watching(open_console(), run_label(llm), prompt) as view:
-            runs.append(drive(llm, llm.start([token_ids], one), one, view.step))
+            runs.append(drive(llm, llm.start([token_ids], sampling), sampling, view.step))
     free, constrained_run, proposed = runs
     label, vocab_size = run_label(plain), plain.model.vocab_size
     result = Constrained(label, prompt, vocab_size, free_text, free, constrained_run, proposed, places)

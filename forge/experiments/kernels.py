@@ -283,14 +283,14 @@ def kernels_object(result: KernelsResult) -> dict[str, Any]:
             **as_object(model, "fits_in_cache", without=("size", "passes", "cache_bytes")),
             "weight_bytes": model.size.weight_bytes,
             "passes": [
-                as_object(found, *_OF_A_PASS, without=("seconds",))
-                | as_object(found.against(limits), without=_OF_A_LINE)
-                for found in model.passes
+                as_object(timed, *_OF_A_PASS, without=("seconds",))
+                | as_object(timed.against(limits), without=_OF_A_LINE)
+                for timed in model.passes
             ],
         }
         for model in result.models
     ]
-    spreads = [found.spread for model in result.models for found in model.passes]
+    spreads = [timed.spread for model in result.models for timed in model.passes]
     return as_object(limits, "ridge") | {"models": models, "steady": max(spreads) < STEADY}
 
 
@@ -305,7 +305,7 @@ def screen(result: KernelsResult) -> Iterator[Part]:
     shown = {
         "G": lambda value: f"{value / 1e9:,.1f}",
         "products": lambda value: f"{value / 1e9:,.0f}",
-        "limit": lambda found: f"{percent(found.against(limits).share):>6}  {found.against(limits).bound}",
+        "limit": lambda timed: f"{percent(timed.against(limits).share):>6}  {timed.against(limits).bound}",
     }
     columns = ["rows: {rows:count}", "ms: {ms:ms}", "ms per row: {ms_per_row:ms}", "GB/s: {bytes_per_second:G}"]
     columns += ["G products/s: {products_per_second:products}", "of the limit: {:limit}"]
@@ -328,12 +328,12 @@ def picture(result: KernelsResult, width: int) -> list[Text]:
         Point(
             _MARKS[index % len(_MARKS)],
             f"{model.name}, {model.passes[0].rows} to {model.passes[-1].rows} rows",
-            found.intensity,
-            found.products_per_second,
+            timed.intensity,
+            timed.products_per_second,
             sequence_style(index),
         )
         for index, model in enumerate(result.models)
-        for found in model.passes
+        for timed in model.passes
     ]
     return roofline(points, result.limits.bytes_per_second, result.limits.products_per_second, "products", width)
 
@@ -348,22 +348,22 @@ def limits_sentence(limits: Limits) -> str:
 
 def reads(model: Measured) -> str:
     """The weights that a pass reads: of a mixture of experts more, the more rows there are."""
-    one, most = model.passes[0], model.passes[-1]
-    if not model.size.expert_bytes or most is one:
-        return f"every pass reads {size(one.bytes_read)} of weights"
+    single, most = model.passes[0], model.passes[-1]
+    if not model.size.expert_bytes or most is single:
+        return f"every pass reads {size(single.bytes_read)} of weights"
     used = model.size.bytes_of_used_experts(most.rows) / model.size.expert_bytes
     return (
-        f"a row reads {size(one.bytes_read)} of {size(model.size.weight_bytes)} of weights, {count(most.rows)} rows "
+        f"a row reads {size(single.bytes_read)} of {size(model.size.weight_bytes)} of weights, {count(most.rows)} rows "
         f"{size(most.bytes_read)} ({percent(used)} of the experts)"
     )
 
 
 def growth_sentence(model: Measured) -> str:
     """How long rows take alone and together."""
-    one, most = model.passes[0], model.passes[-1]
-    if most is one:
-        return f"{model.name}: one row takes {ms(one.seconds * 1e3)} ms."
-    together = most.seconds / one.seconds
+    single, most = model.passes[0], model.passes[-1]
+    if most is single:
+        return f"{model.name}: one row takes {ms(single.seconds * 1e3)} ms."
+    together = most.seconds / single.seconds
     return (
         f"{model.name}: {count(most.rows)} rows take {together:.1f} times as long as one, so a row among many costs "
         f"{percent(together / most.rows)} of a row alone."
@@ -372,17 +372,17 @@ def growth_sentence(model: Measured) -> str:
 
 def comparison_sentences(models: Sequence[Measured]) -> list[str]:
     """The second model and on against the first, with one row and with many."""
-    said = []
-    for other in models[1:]:
+    lines = []
+    for model in models[1:]:
         first = models[0]
-        fewer = first.passes[0].bytes_read / other.passes[0].bytes_read
-        alone = first.passes[0].seconds / other.passes[0].seconds
-        many = first.passes[-1].seconds / other.passes[-1].seconds
-        said.append(
-            f"{other.name} has {fewer:.2f} times fewer bytes to read than {first.name}. With one row it is "
-            f"{alone:.2f} times as fast, with {count(other.passes[-1].rows)} rows {many:.2f} times."
+        fewer = first.passes[0].bytes_read / model.passes[0].bytes_read
+        alone = first.passes[0].seconds / model.passes[0].seconds
+        many = first.passes[-1].seconds / model.passes[-1].seconds
+        lines.append(
+            f"{model.name} has {fewer:.2f} times fewer bytes to read than {first.name}. With one row it is "
+            f"{alone:.2f} times as fast, with {count(model.passes[-1].rows)} rows {many:.2f} times."
         )
-    return said
+    return lines
 
 
 def cache_sentences(result: KernelsResult) -> list[str]:

@@ -96,8 +96,8 @@ def screen(result: RunResult, shape: KvShape, prompt: str) -> Iterator[Part]:
     def note(forward: Forward) -> str:
         return f"holds {size(held_bytes(result.records[forward.number - 1], shape))}"
 
-    said = cache_sentences(result, shape)
-    yield from (title(QUESTION), None, *run_parts(result, prompt, said, shape.formula(), note=note))
+    lines = cache_sentences(result, shape)
+    yield from (title(QUESTION), None, *run_parts(result, prompt, lines, shape.formula(), note=note))
     yield leads_on(LEADS_ON)
 
 

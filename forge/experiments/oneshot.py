@@ -100,10 +100,10 @@ class TwoLives:
 
 def lives_object(result: TwoLives) -> dict[str, Any]:
     """For `--json`: both sides, and each of their steps in short."""
-    found = judging_object(result.label, [life.name for life in result.lives], result.runs, result.prompt_tokens)
-    for side, life in zip(found["sides"], result.lives, strict=True):
+    facts = judging_object(result.label, [life.name for life in result.lives], result.runs, result.prompt_tokens)
+    for side, life in zip(facts["sides"], result.lives, strict=True):
         side["per_step"] = [step_object(record) for record in life.records]
-    return found | picked(result, "pool_blocks", "scratch_blocks", "scratch_bytes")
+    return facts | picked(result, "pool_blocks", "scratch_blocks", "scratch_bytes")
 
 
 def step_object(record: StepRecord) -> dict[str, Any]:

@@ -104,9 +104,9 @@ def prefix(
             return snapshot_report(llm, text, max_tokens, place)
         fork = _fork_story(llm, text, max_tokens, branches, place, output.pace, json)
         texts = [shared + QUESTIONS[number % len(QUESTIONS)] for number in range(requests)]
-        found = _share_rubric(llm, texts, output.pace, json)
+        with_index = _share_rubric(llm, texts, output.pace, json)
         alone = _share_rubric(load_model(engine, kv="paged"), texts, 0.0, quiet=True)
-        result = PrefixExperiment(text, fork, len(llm.tokenizer.encode(shared)), alone, found)
+        result = PrefixExperiment(text, fork, len(llm.tokenizer.encode(shared)), alone, with_index)
         return report(prefix_object(result), lambda: screen(result))
 
     return Experiment(run, alone=sizes.snapshot)
@@ -170,10 +170,10 @@ class Fork:
     def tokens_without(self) -> int:
         """What would have been computed if every branch had computed its beginning."""
         branches = self.result.outputs[1]
-        own = sum(len(sample.token_ids) - 1 for sample in branches.outputs)
+        branch_tokens = sum(len(sample.token_ids) - 1 for sample in branches.outputs)
         story = self.result.outputs[0]
         alone = len(story.prompt_token_ids) + len(story.outputs[0].token_ids) - 1
-        return alone + len(branches.outputs) * len(branches.prompt_token_ids) + own
+        return alone + len(branches.outputs) * len(branches.prompt_token_ids) + branch_tokens
 
     @property
     def most_saved(self) -> int:
@@ -267,8 +267,8 @@ def _fork_parts(fork: Fork) -> Iterator[Part]:
     yield lambda width: [*fork.screen.picture(width, fork.screen.split), None, *fork.screen.story_lines(width), None]
     yield _clean(fork.beginning)
     texts = [fork.result.outputs[0].outputs[0].text, *(sample.text for sample in fork.result.outputs[1].outputs)]
-    own = len(fork.beginning) - len(fork.result.outputs[0].prompt or "")
-    for number, text in enumerate((texts[0][own:], *texts[1:])):
+    prompt_length = len(fork.beginning) - len(fork.result.outputs[0].prompt or "")
+    for number, text in enumerate((texts[0][prompt_length:], *texts[1:])):
         line = Text.assemble((f"  {number} ", sequence_style(number)), f"…{_clean(text)}", no_wrap=True)
         line.overflow = "ellipsis"
         yield line
@@ -298,8 +298,8 @@ def _rubric_parts(experiment: PrefixExperiment) -> Iterator[Part]:
     same = f"that begin with the same {count(experiment.rubric_tokens)} tokens"
     yield from question(RUBRIC_QUESTION, f"{requests}, one step after another, {same}")
     yield lambda width: _request_lines(shared, min(_BAR, max(8, width - 44)))
-    first, other = (run.timed.time_to_first_token_ms for run in (alone, shared))
-    gains = {"first token, median": first / other if first is not None and other else None}
+    first, second = (run.timed.time_to_first_token_ms for run in (alone, shared))
+    gains = {"first token, median": first / second if first is not None and second else None}
     yield from (None, sides(NAMES, (alone, shared), *_ROWS, gains=gains), None)
     told = plural(sum(map(len, shared.timed.token_ids)), "token")
     yield verdict(experiment.identical, f"{told} of {requests}", "the answers differ")
@@ -308,15 +308,17 @@ def _rubric_parts(experiment: PrefixExperiment) -> Iterator[Part]:
 def _request_lines(shared: WatchedRun, width: int) -> Iterator[Text]:
     """Of each prompt, what was found and what was computed."""
     every = [output.metrics for output in shared.timed.outputs]
-    longest = max(one.num_prompt_tokens for one in every)
-    for number, one in enumerate(every):
-        drawn, found = (round(tokens / longest * width) for tokens in (one.num_prompt_tokens, one.tokens_cached))
+    longest = max(metrics.num_prompt_tokens for metrics in every)
+    for number, metrics in enumerate(every):
+        drawn, reused = (
+            round(tokens / longest * width) for tokens in (metrics.num_prompt_tokens, metrics.tokens_cached)
+        )
         yield Text.assemble(
             (f"request {number + 1}  ", sequence_style(number)),
-            ("░" * found, QUIET),
-            ("█" * (drawn - found), sequence_style(number)),
-            f"  {count(one.num_prompt_tokens - one.tokens_cached):>4} computed",
-            (f"  {count(one.tokens_cached):>4} found", QUIET),
+            ("░" * reused, QUIET),
+            ("█" * (drawn - reused), sequence_style(number)),
+            f"  {count(metrics.num_prompt_tokens - metrics.tokens_cached):>4} computed",
+            (f"  {count(metrics.tokens_cached):>4} found", QUIET),
             no_wrap=True,
         )
 

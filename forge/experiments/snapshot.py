@@ -32,7 +32,7 @@ _RESTORED = -1
 class Moment:
     """The cache after something has happened to the story or to its snapshot."""
 
-    what: str
+    event: str
     story: str
     """The blocks of the sequence, those that something else refers to as well with a star."""
     snapshot: str
@@ -86,24 +86,24 @@ def _run(llm: "LLM", prompt: str, max_tokens: int, place: int) -> SnapshotStory:
     with engine.lock:
         storage.copy_blocks(cache.restore(snapshot, _RESTORED))
         moments.append(_moment(llm, "restored as a new sequence", _RESTORED))
-        unchanged = all((one == other).all() for one, other in zip(held, _keys_and_values(llm, taken), strict=True))
+        unchanged = all((before == now).all() for before, now in zip(held, _keys_and_values(llm, taken), strict=True))
         cache.remove(_RESTORED)
         cache.release(snapshot)
     moments.append(_moment(llm, "both released", seq_id))
     return SnapshotStory(beginning, taken.computed, tuple(moments), unchanged, repr(cache))
 
 
-def _moment(llm: "LLM", what: str, seq_id: int) -> Moment:
+def _moment(llm: "LLM", event: str, seq_id: int) -> Moment:
     stats, tables = llm.engine.cache.stats(), llm.engine.cache.block_map()
-    story = next((one for one in tables.tables if one.owner == seq_id and not one.is_snapshot), None)
-    snapshot = next((one for one in tables.tables if one.is_snapshot), None)
+    story = next((table for table in tables.tables if table.owner == seq_id and not table.is_snapshot), None)
+    snapshot = next((table for table in tables.tables if table.is_snapshot), None)
 
     def blocks(table: TableRecord | None) -> str:
         counts = tables.reference_counts
         held = table.blocks if table is not None else ()
         return " ".join(f"{block}*" if counts[block] > 1 else str(block) for block in held) or NOTHING
 
-    return Moment(what, blocks(story), blocks(snapshot), stats.used_blocks, stats.cached_blocks, stats.blocks_saved)
+    return Moment(event, blocks(story), blocks(snapshot), stats.used_blocks, stats.cached_blocks, stats.blocks_saved)
 
 
 def _keys_and_values(llm: "LLM", table: TableRecord) -> "list[np.ndarray]":
@@ -115,7 +115,7 @@ def _keys_and_values(llm: "LLM", table: TableRecord) -> "list[np.ndarray]":
 
 def _screen(story: SnapshotStory, about: str) -> Iterator[Part]:
     yield from question(QUESTION, about, neutralise(one_line(tail(story.beginning, 200))))
-    columns = ["blocks of the: {what}", "sequence: {story}", "snapshot: {snapshot}"]
+    columns = ["blocks of the: {event}", "sequence: {story}", "snapshot: {snapshot}"]
     yield Table.of(
         story.moments, *columns, "used: {used:count}", "cached: {cached:count}", "saved: {saved:count}", names=3
     )

@@ -97,7 +97,9 @@ def talks(number: int, seed: int = 0) -> "list[Talk]":
 
     random_ = random.Random(seed)
     systems = [_words(random_, SYSTEM_TOKENS) for _ in range(SYSTEMS)]
-    return [Talk(systems[one % SYSTEMS], [_words(random_, USER_TOKENS) for _ in range(TURNS)]) for one in range(number)]
+    return [
+        Talk(systems[index % SYSTEMS], [_words(random_, USER_TOKENS) for _ in range(TURNS)]) for index in range(number)
+    ]
 
 
 def _words(random_: random.Random, length: int) -> list[int]:
@@ -152,12 +154,14 @@ def routers_object(model: str, num_blocks: int, alone: "LocalRun", runs: "Sequen
                 "computed": run.computed_by_replica,
                 "busiest_over_mean": run.balance,
                 "requests_over_mean": run.request_balance,
-                "reasons": dict(Counter(one.decision.why for one in run.routed)),
-                "believed_tokens": sum(one.decision.cached_tokens for one in run.routed),
-                "believed_wrongly": sum(one.decision.cached_tokens > one.cached_tokens for one in run.routed),
+                "reasons": dict(Counter(request.decision.why for request in run.routed)),
+                "believed_tokens": sum(request.decision.cached_tokens for request in run.routed),
+                "believed_wrongly": sum(
+                    request.decision.cached_tokens > request.cached_tokens for request in run.routed
+                ),
                 "decisions": [
-                    asdict(one.decision) | {"prompt_tokens": one.prompt_tokens, "found": one.cached_tokens}
-                    for one in run.routed
+                    asdict(request.decision) | {"prompt_tokens": request.prompt_tokens, "found": request.cached_tokens}
+                    for request in run.routed
                 ],
             }
             for run in runs
@@ -176,12 +180,12 @@ def screen(facts: dict[str, Any], runs: "Sequence[LocalRun]") -> Iterator[Part]:
     )
     columns = ["router: {name}", "computed: {tokens_computed:count}", "found: {hit_rate:percent}"]
     columns += ["of one engine's: {over_one_engine:times}", "busiest / mean: {busiest_over_mean:.2f}"]
-    one = facts["one_engine"]
+    one_engine = facts["one_engine"]
     table = Table.of(({**facts["routers"][run.router.replace("-", "_")], "name": run.router} for run in runs), *columns)
     alone: list[str | Text] = [
         Text("one engine", QUIET),
-        count(one["tokens_computed"]),
-        percent(one["hit_rate"]),
+        count(one_engine["tokens_computed"]),
+        percent(one_engine["hit_rate"]),
         "",
         "",
     ]
@@ -193,7 +197,7 @@ def screen(facts: dict[str, Any], runs: "Sequence[LocalRun]") -> Iterator[Part]:
             line.append(bar(computed, most, _BAR), sequence_style(number))
             yield line.append(f" {count(computed)} of {plural(run.requests_by_replica[number], 'request')}", QUIET)
     yield None
-    for run in [run for run in runs if any(one.decision.holder for one in run.routed)][:1]:
+    for run in [run for run in runs if any(request.decision.holder for request in run.routed)][:1]:
         yield from (*_decisions(run), None)
     yield verdict(facts["identical"], "every router, and one engine, give the same answers", "the answers differ")
     yield leads_on(LEADS_ON)
@@ -203,7 +207,7 @@ def _decisions(run: "LocalRun") -> Iterator[Part]:
     """The first decisions of each kind, with their numbers."""
     yield title(f"Why, under {run.router}", f"{TITLE} {ACCENT}")
     seen: Counter[str] = Counter()
-    for routed in sorted(run.routed, key=lambda one: int(one.decision.request_id)):
+    for routed in sorted(run.routed, key=lambda request: int(request.decision.request_id)):
         decision = routed.decision
         seen[decision.why] += 1
         if seen[decision.why] <= DECISIONS_SHOWN // 3:

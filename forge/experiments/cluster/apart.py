@@ -157,10 +157,10 @@ def hand_over(llm: LLM, length: int) -> HandedOver:
     exported = time.perf_counter()
     logits: list[list[bytes]] = []
     first_ms = []
-    for given in (handoff, None):
+    for received in (handoff, None):
         engine, rows = llm.new_engine(), list[bytes]()
         engine.on_logits = lambda seq_id, row, rows=rows: rows.append(row.tobytes())
-        _add(engine, given, "r", prompt, params)
+        _add(engine, received, "r", prompt, params)
         steps = []
         while engine.has_unfinished():
             record = engine.step()
@@ -212,8 +212,9 @@ def apart_object(llm: LLM, ways: list[Way], handed: list[HandedOver]) -> dict[st
         "chunk": CHUNK,
         "ways": by_name,
         "p99_of_whole": apart["gap_p99_ms"] / whole["gap_p99_ms"],
-        "handovers": [as_object(one, "share") | {"bytes": one.num_bytes} for one in handed],
-        "identical": all(one.identical for one in handed) and all(way.tokens == ways[0].tokens for way in ways),
+        "handovers": [as_object(transfer, "share") | {"bytes": transfer.num_bytes} for transfer in handed],
+        "identical": all(transfer.identical for transfer in handed)
+        and all(way.tokens == ways[0].tokens for way in ways),
     }
 
 
@@ -221,9 +222,9 @@ def screen(facts: dict[str, Any]) -> Iterator[Part]:
     arrive = f"prompts of {count(facts['prompt_tokens'])} tokens arrive"
     yield from question(QUESTION, f"{facts['decoding']} sequences decode; {arrive}")
     yield "Both engines take turns in this process. Each has a clock of its own, as if it had a machine of its own."
-    what = {"whole": "whole, beside", "chunked": f"in chunks of {facts['chunk']}", "apart": "by another engine"}
+    names = {"whole": "whole, beside", "chunked": f"in chunks of {facts['chunk']}", "apart": "by another engine"}
     whole = facts["ways"]["whole"]["gap_p99_ms"]
-    ways = [way | {"name": what[name], "ratio": way["gap_p99_ms"] / whole} for name, way in facts["ways"].items()]
+    ways = [way | {"name": names[name], "ratio": way["gap_p99_ms"] / whole} for name, way in facts["ways"].items()]
     columns = ["prompts: {name}", "gap p50: {gap_p50_ms:ms}", "gap p99: {gap_p99_ms:ms}", "of whole: {ratio:.2f}"]
     yield Table.of(ways, *columns, "first token: {first_token_ms:ms}")
     yield from (None, "A hand-over of its blocks, in milliseconds")

@@ -50,7 +50,7 @@ class Failure:
 
 def measure_failure(replicas: int) -> Report:
     if find_spec("ray") is None:
-        found = Failure(ray=False)
+        failure = Failure(ray=False)
     else:
         options = ("--model", "hash", "--ray-address", "local", "--threads", "1", "--replicas", str(replicas))
         with ServerProcess(options) as server, progress_line() as progress:
@@ -63,8 +63,8 @@ def measure_failure(replicas: int) -> Report:
             after, pauses = _ask_all(server, kill=True)
             began = time.perf_counter()
             _wait(lambda: _metric(server.url, "forge:replicas_reachable") == replicas)
-            identical = sum(one == other for one, other in zip(before, after, strict=True))
-            found = Failure(
+            identical = sum(text == text_after for text, text_after in zip(before, after, strict=True))
+            failure = Failure(
                 True,
                 STREAMS,
                 WHOLE,
@@ -75,7 +75,7 @@ def measure_failure(replicas: int) -> Report:
                 max(pauses),
                 time.perf_counter() - began,
             )
-    return report(asdict(found), lambda: screen(found), 1 if found.lost else 0)
+    return report(asdict(failure), lambda: screen(failure), 1 if failure.lost else 0)
 
 
 def _ask_all(server: ServerProcess, kill: bool) -> tuple[list[str], list[float]]:
@@ -153,18 +153,18 @@ def _wait(condition: Any, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def screen(found: Failure) -> Iterator[Part]:
-    if not found.ray:
+def screen(failure: Failure) -> Iterator[Part]:
+    if not failure.ray:
         yield from (title(QUESTION), None, MISSING)
         return
     ran = "{streams:plural stream} and {whole:plural request} without one ran when it was killed"
-    yield from question(QUESTION, fill(ran, found))
+    yield from question(QUESTION, fill(ran, failure))
     lines = (
         "requests that went on at another engine          {resumed:>6}",
         "longest time between two events, milliseconds    {pause_ms:>6.0f}",
         "the same while no engine dies, median            {gap_ms:>6.0f}",
         "seconds until the engine was back                {back_seconds:>6.1f}",
     )
-    yield from sentences(fill(line, found) for line in lines)
+    yield from sentences(fill(line, failure) for line in lines)
     same = "every request has the text of a run in which no engine died"
-    yield from (None, check(not found.lost, same, fill("{lost:plural request} ended otherwise", found)))
+    yield from (None, check(not failure.lost, same, fill("{lost:plural request} ended otherwise", failure)))

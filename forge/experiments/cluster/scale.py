@@ -31,9 +31,9 @@ def measure_scale(routers: Sequence[str]) -> Report:
 
 def scale_object(results: Sequence[SimulationResult]) -> dict[str, Any]:
     """By router and number of engines. Times are simulated, but for the decisions per second."""
-    found: dict[str, Any] = {"requests": results[0].num_requests, "routers": {}}
+    facts: dict[str, Any] = {"requests": results[0].num_requests, "routers": {}}
     for result in results:
-        by_size = found["routers"].setdefault(result.options.router.replace("-", "_"), {})
+        by_size = facts["routers"].setdefault(result.options.router.replace("-", "_"), {})
         by_size[f"of_{result.options.replicas}"] = {
             "replicas": result.options.replicas,
             "hit_rate": result.hit_rate,
@@ -43,7 +43,7 @@ def scale_object(results: Sequence[SimulationResult]) -> dict[str, Any]:
             "decisions_per_second": result.decisions_per_second,
             "known_blocks": result.routing_entries,
         }
-    return found
+    return facts
 
 
 def screen(facts: dict[str, Any], step_time: StepTime) -> Iterator[Part]:
@@ -52,7 +52,7 @@ def screen(facts: dict[str, Any], step_time: StepTime) -> Iterator[Part]:
         f"{count(facts['requests'])} requests of conversations and agents, simulated: a step takes "
         f"{step_time.fixed:g} ms, and {step_time.prefill_token:g} ms for each token",
     )
-    sizes = [{"router": name} | one for name, by_size in facts["routers"].items() for one in by_size.values()]
+    sizes = [{"router": name} | figures for name, by_size in facts["routers"].items() for figures in by_size.values()]
     columns = ["router: {router:dashed}", "engines: {replicas:count}", "found: {hit_rate:percent}"]
     columns += ["busiest: {busiest_over_mean:.2f}", "TTFT p50: {ttft_p50_ms:ms}", "p99: {ttft_p99_ms:ms}"]
     dashed = {"dashed": lambda name: name.replace("_", "-")}

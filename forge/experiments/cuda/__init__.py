@@ -107,13 +107,13 @@ def _measure(text: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Re
             continue
         backend.uses_graphs = captured
         results.append((name, mark, _warm_run(on_gpu, text, params)))
-    found = measure(LIMIT_BYTES, LIMIT_SECONDS)
+    limits = measure(LIMIT_BYTES, LIMIT_SECONDS)
     matrices = backend.matrices
     measured = Measured(
         str(run_label(on_gpu)),
-        tuple(DeviceRun.of(*each) for each in results),
+        tuple(DeviceRun.of(*run) for run in results),
         Work(sum(m.read_bytes for m in matrices), sum(m.num_weights for m in matrices)),
-        Limits(found["device"], found["read_bytes_per_second"], 2 * found["products_per_second"]),
+        Limits(limits["device"], limits["read_bytes_per_second"], 2 * limits["products_per_second"]),
         date.today().isoformat(),
     )
     return _report(measured, *(result for _, _, result in results))
@@ -253,7 +253,7 @@ def picture(points: Sequence[Point], limits: Limits, width: int) -> list[Text]:
 def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict[str, Any]:
     """The same for programs; nothing rounded. `runs` is empty where nothing was measured or recorded."""
     limits = H200 if measured is None else measured.limits
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "source": "computed" if measured is None else measured.source,
         "on": None if measured is None else measured.on,
         "model": SHAPE if measured is None else measured.model,
@@ -263,13 +263,13 @@ def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict
         "floor_ms": None if measured is None else measured.floor_ms,
         "runs": [] if measured is None else [_run_object(run) for run in measured.runs],
     }
-    return found | {"published": H200.device, "steps": {_key(step): _step_object(step) for step in steps}}
+    return facts | {"published": H200.device, "steps": {_key(step): _step_object(step) for step in steps}}
 
 
-def measured_from(found: Mapping[str, Any]) -> Measured:
+def measured_from(facts: Mapping[str, Any]) -> Measured:
     """What `cuda_object` made an object of, as a recorded run. Raises `KeyError` or `TypeError` for anything else."""
     return Measured(
-        found["model"],
+        facts["model"],
         tuple(
             DeviceRun(
                 run["name"],
@@ -278,11 +278,11 @@ def measured_from(found: Mapping[str, Any]) -> Measured:
                 tuple(run["token_ids"]),
                 tuple(run["modes"]),
             )
-            for run in found["runs"]
+            for run in facts["runs"]
         ),
-        Work(found["weight_bytes"], found["weights"]),
-        Limits(found["device"], found["bytes_per_second"], found["operations_per_second"]),
-        found["on"],
+        Work(facts["weight_bytes"], facts["weights"]),
+        Limits(facts["device"], facts["bytes_per_second"], facts["operations_per_second"]),
+        facts["on"],
         "recorded",
     )
 
@@ -301,50 +301,50 @@ def _key(step: PlannedStep) -> str:
 
 
 def _step_object(step: PlannedStep) -> dict[str, Any]:
-    found = as_object(step, "intensity", "num_launches", without=("name",))
-    return found | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
+    facts = as_object(step, "intensity", "num_launches", without=("name",))
+    return facts | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
 
 
 def measured_sentences(measured: Measured) -> list[str]:
     """What the table says, in words and figures."""
     middles = {run.name: run.decode_ms for run in measured.runs}
-    said = [f"{name}: {ms(value)} ms per decode at the median" for name, value in middles.items() if value]
-    said.append(
+    lines = [f"{name}: {ms(value)} ms per decode at the median" for name, value in middles.items() if value]
+    lines.append(
         f"Reading every weight once takes {ms(measured.floor_ms)} ms at the bandwidth that was measured; no decode is "
         "faster."
     )
     eager, graphs = (next((run.decode_ms for run in measured.runs if run.mark == mark), None) for mark in "kg")
     if eager and graphs:
-        said.append(f"Launching a step as one graph instead of kernel by kernel: {times(eager / graphs)} as fast.")
-    said.append(_agreement(measured.runs))
-    return said
+        lines.append(f"Launching a step as one graph instead of kernel by kernel: {times(eager / graphs)} as fast.")
+    lines.append(_agreement(measured.runs))
+    return lines
 
 
 def planned_sentences(steps: Sequence[PlannedStep]) -> list[str]:
     """What the table of planned steps says."""
     by_name = {step.name: step for step in steps}
-    one, many = by_name["decode1@160"], by_name["decode64@160"]
-    said = [
-        f"A decode of one row reads {size(one.bytes)}: {one.floor_ms(H200):.2f} ms at the published bandwidth, and no "
-        "decode can be faster.",
+    single, many = by_name["decode1@160"], by_name["decode64@160"]
+    lines = [
+        f"A decode of one row reads {size(single.bytes)}: {single.floor_ms(H200):.2f} ms at the published bandwidth, "
+        "and no decode can be faster.",
         f"{many.rows} rows read the same weights: {many.floor_ms(H200):.2f} ms for {many.rows} tokens, not for one.",
     ]
-    if one.launches is None:
-        return [*said, "Which kernels a step launches is asked of torch and Triton, which are not installed here."]
-    listed = ", ".join(f"{times_} {name}" for name, times_ in one.launches.items())
-    said.append(f"It is {one.num_launches} launches kernel by kernel: {listed}. As a graph it is one.")
-    return said
+    if single.launches is None:
+        return [*lines, "Which kernels a step launches is asked of torch and Triton, which are not installed here."]
+    listed = ", ".join(f"{times_} {name}" for name, times_ in single.launches.items())
+    lines.append(f"It is {single.num_launches} launches kernel by kernel: {listed}. As a graph it is one.")
+    return lines
 
 
 def _points(measured: Measured) -> list[Point]:
     """The prefill and the median decode of each run."""
-    found = []
+    points = []
     for run in measured.runs:
         prefills = [(f.tokens, f.ms) for f in run.forwards if f.phase == "prefill" and f.ms > 0]
         for rows, milliseconds in prefills[:1] + ([(1, run.decode_ms)] if run.decode_ms else []):
             per_second = measured.work.operations(rows) / (milliseconds / 1e3)
-            found.append(Point(run.mark, run.name, measured.work.intensity(rows), per_second))
-    return found
+            points.append(Point(run.mark, run.name, measured.work.intensity(rows), per_second))
+    return points
 
 
 def _bound(step: PlannedStep) -> str:

@@ -74,8 +74,8 @@ def serving(
 ) -> Experiment:
     require_server()
     crowd = Crowd(asked.clients, asked.max_tokens, asked.every / 1e3, max_queue=max(64, asked.clients + 8))
-    given = {name: getattr(engine, name) for name in _SERVER.split()} | {"max_queue": crowd.max_queue}
-    spelled = [word for name, value in given.items() if value is not None for word in (flag_of(name), str(value))]
+    settings = {name: getattr(engine, name) for name in _SERVER.split()} | {"max_queue": crowd.max_queue}
+    spelled = [word for name, value in settings.items() if value is not None for word in (flag_of(name), str(value))]
     return Experiment(lambda: _measure(crowd, spelled, str(engine.model), str(engine.cache), json))
 
 
@@ -96,14 +96,14 @@ def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[Step
     """Follow the server's steps while the clients are there, and until it has ended."""
     watcher = _Watcher(server.url, on_step)
     try:
-        found, signalled = asyncio.run(visit_all(server.url, crowd, server.terminate, watcher.has_begun))
+        observed, signalled = asyncio.run(visit_all(server.url, crowd, server.terminate, watcher.has_begun))
         status = server.wait()
         seconds = time.perf_counter() - signalled
         watcher.wait()
     finally:
         watcher.look_away()
-    ending = replace(found.pop("ending"), exit_status=status, seconds=seconds)
-    return Crowded(crowd, **found, ending=ending, records=tuple(watcher.records), ready_seconds=server.ready_seconds)
+    ending = replace(observed.pop("ending"), exit_status=status, seconds=seconds)
+    return Crowded(crowd, **observed, ending=ending, records=tuple(watcher.records), ready_seconds=server.ready_seconds)
 
 
 class _Watcher:
@@ -185,9 +185,9 @@ def visit_object(visit: Visit) -> dict[str, Any]:
     }
 
 
-def _spread(found: Iterable[float | None]) -> dict[str, float | None]:
+def _spread(measured: Iterable[float | None]) -> dict[str, float | None]:
     """Median, 95th percentile and the largest, of those that there are."""
-    values = [value for value in found if value is not None]
+    values = [value for value in measured if value is not None]
     if not values:
         return {"p50": None, "p95": None, "max": None}
     return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95), "max": max(values)}
@@ -241,7 +241,7 @@ def screen(result: Crowded, facts: dict[str, Any]) -> Iterator[Part]:
     served = f"kv {facts['kv']} · {one_line(facts['model'])}"
     yield from question(QUESTION, f"{come}, {plural(crowd.max_tokens, 'token')} each · {served}")
     yield from (*_strips(result), None)
-    clients = [one | {"number": number} for number, one in enumerate(facts["clients"][:ROWS_SHOWN], 1)]
+    clients = [client | {"number": number} for number, client in enumerate(facts["clients"][:ROWS_SHOWN], 1)]
     columns = ["client: {number} {kind}", "TTFT, ms: {first_ms:ms}", "TPOT, ms: {per_token_ms:ms}"]
     columns += ["longest: {longest_gap_ms:ms}", "all, ms: {end_to_end_ms:.0f}", "tokens: {tokens:count}"]
     yield Table.of(clients, *columns, "events: {events:count}", "ended: {finish_reason}", lefts=(7,))
@@ -249,8 +249,8 @@ def screen(result: Crowded, facts: dict[str, Any]) -> Iterator[Part]:
         yield f"… and {plural(left, 'more reader')}"
     yield from (None, *(Hanging(line, 10) for line in _sentences(facts)), None)
     yield from (lambda width: flowing(_figures(facts), width), None)
-    same, other = "the first client's story, in the crowd and alone", "the first client's story is another one alone"
-    yield verdict(facts["identical"], same, other)
+    same, differs = "the first client's story, in the crowd and alone", "the first client's story is another one alone"
+    yield verdict(facts["identical"], same, differs)
 
 
 def _strips(result: Crowded) -> list[Text]:
@@ -297,7 +297,7 @@ def _sentences(facts: dict[str, Any]) -> list[Text]:
 
 def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
     health, metrics, steps = facts["health"], facts["metrics"], facts["steps"]
-    found = [
+    figures = [
         ("ready after", f"{facts['ready_seconds']:.1f} s"),
         ("steps", f"{count(steps['seen'])}, {ms(steps['ms'])} ms"),
         ("/health", f"{plural(health['asked'], 'time')}, {ms(health['p50'])} ms, {ms(health['max'])} at most"),
@@ -306,5 +306,5 @@ def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("aborted", f"{metrics['aborted']:.0f}"),
     ]
     if steps["missed"]:
-        found.append(("steps not told", count(steps["missed"])))
-    return found
+        figures.append(("steps not told", count(steps["missed"])))
+    return figures

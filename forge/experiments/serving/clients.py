@@ -129,8 +129,8 @@ class Crowded:
 
     def sequence_of(self, visit: Visit) -> int | None:
         """The engine's number for a visit's sequence; None if its arrival was not told."""
-        arrivals = (one for record in self.records for one in record.arrived)
-        return next((one.seq_ids[0] for one in arrivals if one.request_id == visit.request_id), None)
+        arrivals = (arrival for record in self.records for arrival in record.arrived)
+        return next((arrival.seq_ids[0] for arrival in arrivals if arrival.request_id == visit.request_id), None)
 
     def steps_with(self, visit: Visit) -> list[StepRecord]:
         """The steps that computed something for it."""
@@ -182,7 +182,7 @@ async def visit_all(
         stream, refused, signalled = await clients.end(terminate)
     finally:
         clients.close()
-    found = {
+    observed = {
         "visits": visits,
         "health_ms": tuple(clients.health_ms),
         "seen": tuple(clients.seen),
@@ -191,7 +191,7 @@ async def visit_all(
         "alone": alone,
         "ending": Ending(stream, refused, 0, 0.0),
     }
-    return found, signalled
+    return observed, signalled
 
 
 class _Clients:
@@ -311,18 +311,18 @@ class _Clients:
     async def _come_late(self) -> str:
         """What a client gets that asks now."""
         while True:
-            found: Timed = await self._http.stream(PATH, self._body(self._crowd.prompt(2), 1))
-            if found.error is not None:
-                return found.error[:3] if found.error[:3].isdigit() else "port closed"
+            answer: Timed = await self._http.stream(PATH, self._body(self._crowd.prompt(2), 1))
+            if answer.error is not None:
+                return answer.error[:3] if answer.error[:3].isdigit() else "port closed"
             await asyncio.sleep(0.001)  # the signal has not come through yet
 
 
 def parse_metrics(text: str) -> dict[str, float]:
     """The figures of `_GAUGES` in Prometheus' text, each the sum over its labels."""
-    found = dict.fromkeys(_GAUGES, 0.0)
+    sums = dict.fromkeys(_GAUGES, 0.0)
     for line in text.splitlines():
         for name, metric in _GAUGES.items():
             title, _, label = metric.partition("{")
             if line.startswith(title + "{") and label.rstrip("}") in line:
-                found[name] += float(line.rsplit(" ", 1)[1])
-    return found
+                sums[name] += float(line.rsplit(" ", 1)[1])
+    return sums

@@ -272,18 +272,18 @@ def why(step: Step, token_text: TokenText) -> str:
     assert cycle is not None, "a plain step has no draft tokens"
     if not step.tokens or len(step.tokens) <= cycle.num_accepted:
         return "the text ended in it"
-    own = step.tokens[-1]
-    said = quoted(token_text(own.token_id)) + _probability(own.probability)
+    target_token = step.tokens[-1]
+    choice = quoted(token_text(target_token.token_id)) + _probability(target_token.probability)
     if cycle.num_accepted == len(cycle.proposed):
-        return f"and the target adds {said}"
+        return f"and the target adds {choice}"
     verdict = cycle.verdicts[cycle.num_accepted]
     draft = quoted(token_text(verdict.token_id))
     if verdict.draw is None:
-        return f"the target says {said}, not {draft}{_probability(verdict.target_probability)}"
+        return f"the target says {choice}, not {draft}{_probability(verdict.target_probability)}"
     if verdict.q == 1:
-        return f"the target draws {said}, not {draft} (p {verdict.p:.2f})"
+        return f"the target draws {choice}, not {draft} (p {verdict.p:.2f})"
     kept = f"kept below {verdict.p:.2f} / {verdict.q:.2f}, it drew {verdict.draw:.2f}"
-    return f"{draft} is rejected ({kept}); drawn instead: {said}"
+    return f"{draft} is rejected ({kept}); drawn instead: {choice}"
 
 
 def _probability(value: float | None) -> str:
@@ -378,10 +378,10 @@ def figures_lines(result: SpeculationResult, width: int) -> list[Text]:
 def difference_sentence(summary: SpeculationSummary) -> str:
     """Why the formula and the clock differ."""
     rows = summary.mean_k + 1
-    plain_other, other = summary.other_ms
+    plain_other, with_drafts = summary.other_ms
     return (
         f"The formula takes a verification for one forward; of {rows:.1f} rows it took {summary.verify_cost:.2f}. "
-        f"Outside the models a plain step spends {plain_other:.3f} ms and one with draft tokens {other:.3f} ms."
+        f"Outside the models a plain step spends {plain_other:.3f} ms and one with draft tokens {with_drafts:.3f} ms."
     )
 
 
@@ -428,18 +428,18 @@ def _verdict(result: SpeculationResult) -> Text:
 
 def _heading(proposers: Sequence[str], result: RunResult, width: int) -> Text:
     how = f"seed {result.output.seed}" if result.sampled else "greedy"
-    what = f"{', '.join(proposers)} drafts for {result.label.model} · {how}"
+    setup = f"{', '.join(proposers)} drafts for {result.label.model} · {how}"
     room = width - len(QUESTION)
-    if len(what) + 3 > room:
-        return Text.assemble((QUESTION, TITLE), "\n", (what, QUIET))
-    return Text.assemble((QUESTION, TITLE), (f"{what:>{room}}", QUIET), no_wrap=True)
+    if len(setup) + 3 > room:
+        return Text.assemble((QUESTION, TITLE), "\n", (setup, QUIET))
+    return Text.assemble((QUESTION, TITLE), (f"{setup:>{room}}", QUIET), no_wrap=True)
 
 
 def speculation_object(result: SpeculationResult) -> dict[str, Any]:
     """Everything for `--json`: the run, its cycles, what they add up to."""
     steps = steps_of(result.drafted.records)
     summary = result.summary
-    found: dict[str, Any] = run_object(result.drafted, result.token_text) | {
+    facts: dict[str, Any] = run_object(result.drafted, result.token_text) | {
         "proposers": list(result.proposers),
         "identical": result.identical,
         "release_ms": result.release_ms,
@@ -464,8 +464,8 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
         "undrafted": undrafted_counts(result.drafted.records),
     }
     if summary is None or result.plain is None:
-        return found
-    return found | {
+        return facts
+    return facts | {
         **picked(summary, "acceptance", "alpha"),
         "expected_tokens": [summary.expected_tokens(k) for k in range(17)],
         **picked(summary, "tokens_per_pass", "drafting_share", "mean_k", "tokens_per_cycle"),

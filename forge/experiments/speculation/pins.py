@@ -88,17 +88,17 @@ def check_pins(
     itself = run_all()
     llm.speculate_with("draft", draft)
     drafted = run_all()
-    others = _samples(llm, prompts[0], params, 1) if rejection else {}
+    resampled = _samples(llm, prompts[0], params, 1) if rejection else {}
     llm.speculate_with("off")
-    found = [(_accepts_itself(itself), itself), (_advances(drafted), drafted)]
+    judged = [(_accepts_itself(itself), itself), (_advances(drafted), drafted)]
     if rejection:
-        found.append((_same_distribution(sampled, others), drafted))
+        judged.append((_same_distribution(sampled, resampled), drafted))
     else:
-        found.insert(1, (_batched(plain, drafted), drafted))
-        found.append((_same_output(plain, drafted), drafted))
+        judged.insert(1, (_batched(plain, drafted), drafted))
+        judged.append((_same_output(plain, drafted), drafted))
     return tuple(
         replace(pin, failure="nothing was proposed") if not pin.failure and not _num_cycles(runs) else pin
-        for pin, runs in found
+        for pin, runs in judged
     )
 
 
@@ -109,47 +109,48 @@ Samples = dict[int, Counter[int]]
 def _samples(llm: LLM, prompt: Prompt, params: SamplingParams, seed: int) -> Samples:
     many = replace(params, n=SAMPLES, seed=seed, max_tokens=max(POSITIONS))
     (output,) = llm.generate([prompt], many)
-    return {place: Counter(one.token_ids[place - 1] for one in output.outputs) for place in POSITIONS}
+    return {place: Counter(sample.token_ids[place - 1] for sample in output.outputs) for place in POSITIONS}
 
 
 def _same_distribution(alone: Samples, drafted: Samples) -> Pin:
-    said, failure = [], None
+    statistics, failure = [], None
     for place in POSITIONS:
         statistic, degrees = chi_squared(alone[place], drafted[place])
-        said.append(f"{statistic:.1f} of {degrees}")
+        statistics.append(f"{statistic:.1f} of {degrees}")
         spread = 2 / (9 * max(degrees, 1))  # Wilson and Hilferty (1931): how many standard deviations above chance
         above = ((statistic / max(degrees, 1)) ** (1 / 3) - (1 - spread)) / spread**0.5
         if above > _BEYOND_CHANCE and failure is None:
             failure = f"output token {place}: chi-squared {statistic:.1f}, and by chance about {degrees}"
-    compared = f"{SAMPLES} samples each, chi-squared {' and '.join(said)} degrees of freedom"
+    compared = f"{SAMPLES} samples each, chi-squared {' and '.join(statistics)} degrees of freedom"
     return Pin("the distribution is that of the target alone", compared, failure)
 
 
-def chi_squared(one: Counter[int], other: Counter[int]) -> tuple[float, int]:
+def chi_squared(left: Counter[int], right: Counter[int]) -> tuple[float, int]:
     """Pearson's statistic of two samples of the same size, and its degrees of freedom; rare tokens share a bin."""
     bins, few = [], (0, 0)
-    for token in one.keys() | other.keys():
-        if one[token] + other[token] < _FEW:
-            few = few[0] + one[token], few[1] + other[token]
+    for token in left.keys() | right.keys():
+        if left[token] + right[token] < _FEW:
+            few = few[0] + left[token], few[1] + right[token]
         else:
-            bins.append((one[token], other[token]))
+            bins.append((left[token], right[token]))
     bins += [few] if sum(few) else []
     return sum((left - right) ** 2 / (left + right) for left, right in bins), len(bins) - 1
 
 
 def _run(llm: LLM, prompt: Prompt, params: SamplingParams) -> _Outcome:
     run = llm.start([prompt], params, keep_logits=True)
-    cache, found = llm.engine.cache, _Outcome((), [], [], [], [])
-    drafts = [one for one in llm.engine.speculation.proposers if isinstance(one, DraftProposer)]
+    cache, outcome = llm.engine.cache, _Outcome((), [], [], [], [])
+    drafts = [proposer for proposer in llm.engine.speculation.proposers if isinstance(proposer, DraftProposer)]
     for record in run:
         ids = [item.seq_id for item in record.items]
-        found.records.append(record)
-        found.cached.append({seq_id: cache.computed_length(seq_id) for seq_id in ids if seq_id in cache})
+        outcome.records.append(record)
+        outcome.cached.append({seq_id: cache.computed_length(seq_id) for seq_id in ids if seq_id in cache})
         lengths = {
-            seq_id: [one.cache.computed_length(seq_id) for one in drafts if seq_id in one.cache] for seq_id in ids
+            seq_id: [proposer.cache.computed_length(seq_id) for proposer in drafts if seq_id in proposer.cache]
+            for seq_id in ids
         }
-        found.drafted.append({seq_id: max(each) for seq_id, each in lengths.items() if each})
-    return replace(found, token_ids=run.outputs[0].outputs[0].token_ids, logits=run.logits)
+        outcome.drafted.append({seq_id: max(known) for seq_id, known in lengths.items() if known})
+    return replace(outcome, token_ids=run.outputs[0].outputs[0].token_ids, logits=run.logits)
 
 
 def _accepts_itself(runs: Sequence[_Outcome]) -> Pin:
@@ -170,8 +171,8 @@ def _accepts_itself(runs: Sequence[_Outcome]) -> Pin:
 
 def _batched(plain: Sequence[_Outcome], drafted: Sequence[_Outcome]) -> Pin:
     rows, failure = 0, None
-    for number, (one, other) in enumerate(zip(plain, drafted, strict=True), start=1):
-        for place, (alone, together) in enumerate(zip(one.logits, other.logits, strict=False), start=1):
+    for number, (single, verified) in enumerate(zip(plain, drafted, strict=True), start=1):
+        for place, (alone, together) in enumerate(zip(single.logits, verified.logits, strict=False), start=1):
             rows += 1
             if alone.tobytes() != together.tobytes() and failure is None:
                 largest = float(np.abs(alone - together).max())
@@ -200,13 +201,13 @@ def _advances(runs: Sequence[_Outcome]) -> Pin:
 
 def _same_output(plain: Sequence[_Outcome], drafted: Sequence[_Outcome]) -> Pin:
     failure = None
-    for number, (one, other) in enumerate(zip(plain, drafted, strict=True), start=1):
-        if one.token_ids != other.token_ids and failure is None:
-            pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False), start=1)
+    for number, (alone, guided) in enumerate(zip(plain, drafted, strict=True), start=1):
+        if alone.token_ids != guided.token_ids and failure is None:
+            pairs = enumerate(zip(alone.token_ids, guided.token_ids, strict=False), start=1)
             place = next((place for place, (left, right) in pairs if left != right), None)
             where = "one ends before the other" if place is None else f"output token {place} differs"
             failure = f"prompt {number}: {where}"
-    tokens = sum(len(one.token_ids) for one in plain)
+    tokens = sum(len(outcome.token_ids) for outcome in plain)
     return Pin("the output is that of the target alone", f"{tokens:,} tokens of {len(plain)} prompts", failure)
 
 
