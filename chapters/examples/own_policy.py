@@ -14,8 +14,8 @@ def shortest_first(sequence: Sequence) -> tuple:
 
 def longest(running: Items[Sequence], requester: Sequence) -> Sequence | None:
     """Of those that run, the one with the most tokens: its blocks help the most. Never the one that asks."""
-    others = [sequence for sequence in running if sequence is not requester]
-    return max(others, key=lambda sequence: len(sequence.token_ids), default=None)
+    candidates = [sequence for sequence in running if sequence is not requester]
+    return max(candidates, key=lambda sequence: len(sequence.token_ids), default=None)
 
 
 check_victim_policy(longest)  # in pools that are too small every request ends, and says what it says alone

@@ -129,13 +129,13 @@ class ReferenceOperations(Operations):
     ) -> np.ndarray:
         out = np.zeros_like(x)
         for row in range(len(x)):
-            one = x[row : row + 1]
-            logits = self.linear(one, router)[0]
+            x_row = x[row : row + 1]
+            logits = self.linear(x_row, router)[0]
             shares = np.exp(logits - logits.max())
             chosen = np.sort(np.argsort(-logits, kind="stable")[:num_used])  # of equals the lower number
             total = shares[chosen].sum() if normalize else shares.sum()
             for expert in chosen:
-                gated = self.swiglu(self.linear(one, gate[expert]), self.linear(one, up[expert]))
+                gated = self.swiglu(self.linear(x_row, gate[expert]), self.linear(x_row, up[expert]))
                 out[row] += shares[expert] / total * self.linear(gated, down[expert])[0]
         return out
 

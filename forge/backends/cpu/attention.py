@@ -210,10 +210,10 @@ def _softmax_chunk(weights, together, count, scale, states, scales, query_scales
     are given; 0 if there are none. `query_scales` are those of the queries. `shifts`: room for 16 floats. Queries go
     step by step together, because each waits long for the sum over its own lanes.
     """
-    for each in range(together):
-        scores_of, state = weights + 4 * CHUNK * each, states + 16 * each
+    for query in range(together):
+        scores_of, state = weights + 4 * CHUNK * query, states + 16 * query
         highest = splat_f32(LOWEST)
-        factor = splat_f32(scale * get_f32(query_scales + 4 * each) if scales != 0 else scale)
+        factor = splat_f32(scale * get_f32(query_scales + 4 * query) if scales != 0 else scale)
         for block in range(0, count, 16):
             scores = load_f32(scores_of + 4 * block)
             if scales != 0:
@@ -225,11 +225,11 @@ def _softmax_chunk(weights, together, count, scale, states, scales, query_scales
         top = max(old, new)
         put_f32(state, top)
         put_f32(state + 8, new)
-        put_f32(shifts + 4 * each, old - top)
-        put_f32(shifts + 4 * (each + together), new - top)
+        put_f32(shifts + 4 * query, old - top)
+        put_f32(shifts + 4 * (query + together), new - top)
     store_f32(shifts, exp16(load_f32(shifts)))
-    for each in range(together):
-        scores_of, state = weights + 4 * CHUNK * each, states + 16 * each
+    for query in range(together):
+        scores_of, state = weights + 4 * CHUNK * query, states + 16 * query
         highest, total = splat_f32(get_f32(state + 8)), splat_f32(ZERO)
         for block in range(0, count, 16):
             value = mask_lanes(exp16(load_f32(scores_of + 4 * block) - highest), count - block, ZERO)
@@ -237,7 +237,7 @@ def _softmax_chunk(weights, together, count, scale, states, scales, query_scales
             if scales != 0:
                 value = value * load_f32(scales + 4 * (CHUNK + block))
             store_f32(scores_of + 4 * block, value)
-        keep, gain = get_f32(shifts + 4 * each), get_f32(shifts + 4 * (each + together))
+        keep, gain = get_f32(shifts + 4 * query), get_f32(shifts + 4 * (query + together))
         put_f32(state + 4, get_f32(state + 4) * keep + sum16(total) * gain)
         put_f32(state + 8, keep)
         put_f32(state + 12, gain)

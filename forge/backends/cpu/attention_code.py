@@ -55,7 +55,7 @@ def _loop(
     b.branch(loop)
     b.position_at_end(loop)
     index = b.phi(I64)
-    values = [b.phi(each.type) for each in start]
+    values = [b.phi(initial.type) for initial in start]
     results = body(index, values)
     following = b.add(index, I64(step))
     index.add_incoming(I64(0), entry)
@@ -152,7 +152,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
                 for row in upcoming:
                     _fetch(b, b.add(row, index), 64)
                 key = [load(b, b.add(address, index), V_I32) for address in addresses]
-                key = key if isa.signed_weights else [b.xor(each, _TOP_BITS) for each in key]
+                key = key if isa.signed_weights else [b.xor(part, _TOP_BITS) for part in key]
                 results = []
                 for query in range(together):
                     q = load(b, query_at(query, index), V_I32)
@@ -160,7 +160,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
                     results += [isa.dot(b, total, k, q) for k, total in zip(key, mine, strict=True)]
                 return results
 
-            return _loop(b, width, 4 * LANES, [each for each in start for _ in range(step)], dimensions)
+            return _loop(b, width, 4 * LANES, [initial for initial in start for _ in range(step)], dimensions)
 
         def start_of(together: int) -> Values:
             """Where integer sums start: unsigned bytes k + 128 stand for keys k, which adds 128 times a query's sum."""
@@ -173,7 +173,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
                     for query, total in enumerate(sums)
                 ]
 
-            return [b.neg(each) for each in _loop(b, width, 4 * LANES, [_INTEGER_ZEROS] * together, dimensions)]
+            return [b.neg(total) for total in _loop(b, width, 4 * LANES, [_INTEGER_ZEROS] * together, dimensions)]
 
         def some_keys(kind: str, together: int, first: ir.Value, start: Values) -> None:
             """The scores of 16 / together keys from number `first` on."""

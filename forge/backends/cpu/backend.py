@@ -196,9 +196,9 @@ class CpuBackend(Backend):
             ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
         whole = padded(rows, LANES)
         if whole > rows:
-            each = raw.reshape(experts, rows, -1)
-            raw = np.zeros((experts, whole, each.shape[2]), np.uint8)
-            raw[:, :rows] = each
+            by_expert = raw.reshape(experts, rows, -1)
+            raw = np.zeros((experts, whole, by_expert.shape[2]), np.uint8)
+            raw[:, :rows] = by_expert
         return pack(ggml_type, raw.reshape(-1), (experts * whole, columns), self._arena)
 
     def load_vector(self, tensor: Tensor) -> Vector:

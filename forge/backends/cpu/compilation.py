@@ -216,10 +216,10 @@ def target_machine(isa: InstructionSet, triple: str | None = None) -> llvm.Targe
     """An LLVM code generator: for the processor in use, or as the set itself says when it is forced or foreign."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    own = triple is None and not (is_forced() and isa.target_cpu)
+    for_host = triple is None and not (is_forced() and isa.target_cpu)
     foreign_cpu = isa.target_cpu if triple is None or triple.startswith("x86_64") else None
-    cpu = llvm.get_host_cpu_name() if own else foreign_cpu or ""
-    features = _own_features(isa) if own else isa.target_features
+    cpu = llvm.get_host_cpu_name() if for_host else foreign_cpu or ""
+    features = _own_features(isa) if for_host else isa.target_features
     # LLVM's default code model aborts under qemu-user, which maps code and data far apart; the JIT's does not.
     code_model = "jitdefault" if triple is None and is_arm() else "default"
     target = llvm.Target.from_triple(triple or llvm.get_process_triple())
@@ -230,8 +230,10 @@ def target_machine(isa: InstructionSet, triple: str | None = None) -> llvm.Targe
 
 def _own_features(isa: InstructionSet) -> str:
     """LLVM's list of this processor's features, with those of `isa` that it has and LLVM does not report."""
-    found = llvm.get_host_cpu_features().flatten().split(",")
-    return ",".join([*found, *(each for each in isa.target_features.split(",") if is_arm() and each not in found)])
+    features = llvm.get_host_cpu_features().flatten().split(",")
+    return ",".join(
+        [*features, *(feature for feature in isa.target_features.split(",") if is_arm() and feature not in features)]
+    )
 
 
 def optimized_tiles(isa: InstructionSet, layout: TileLayout, machine: llvm.TargetMachine) -> llvm.ModuleRef:
@@ -268,10 +270,10 @@ def tile_set(layout: TileLayout) -> TileSet:
     return TileSet(layout)
 
 
-def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress | None = None) -> None:
-    """Make all of `wanted` ready. `on_progress` is called only if something really has to be compiled."""
-    wanted = list(dict.fromkeys(wanted))
-    missing = deque(sorted((item for item in wanted if not item.is_cached), key=lambda item: item.name != _SLOWEST))
+def compile_all(items: Iterable[Kernel | TileSet], on_progress: CompileProgress | None = None) -> None:
+    """Compile the items that are in no cache, and load them all. Calls `on_progress` only if it compiles something."""
+    items = list(dict.fromkeys(items))
+    missing = deque(sorted((item for item in items if not item.is_cached), key=lambda item: item.name != _SLOWEST))
     queued, total = tuple(missing), len(missing)
     if missing and (problem := cache_problem()) is not None:
         logging.getLogger("forge").warning("forge: %s", problem)
@@ -293,7 +295,7 @@ def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress
         if collects:
             gc.enable()
     tell(total, total)
-    for item in wanted:
+    for item in items:
         item.compile()
 
 
@@ -435,6 +437,6 @@ def _provide_half_conversions() -> llvm.ExecutionEngine:
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(reloc="pic", jit=True)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    for wanted, name in _LIBRARY_NAMES.items():
-        llvm.add_symbol(wanted, engine.get_function_address(name))
+    for symbol, name in _LIBRARY_NAMES.items():
+        llvm.add_symbol(symbol, engine.get_function_address(name))
     return engine

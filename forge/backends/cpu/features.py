@@ -30,8 +30,8 @@ def host_features() -> frozenset[str]:
     """LLVM's names of the features that the processor and the operating system offer."""
     import llvmlite.binding as llvm
 
-    found = {name for name, present in llvm.get_host_cpu_features().items() if present}
-    return frozenset(found | ({"dotprod"} if is_arm() and has_arm_dot_product() else set()))
+    features = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    return frozenset(features | ({"dotprod"} if is_arm() and has_arm_dot_product() else set()))
 
 
 def is_arm() -> bool:
@@ -104,10 +104,10 @@ def cgroup_quota(root: Path = Path("/")) -> float | None:
     """
     groups = root / "sys/fs/cgroup"
     try:
-        own = (root / "proc/self/cgroup").read_text().splitlines()
+        groups_file = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        own = []
-    lines = [line.split(":", 2) for line in own if line.count(":") >= 2]
+        groups_file = []
+    lines = [line.split(":", 2) for line in groups_file if line.count(":") >= 2]
     unified = next((path for _, controllers, path in lines if controllers == ""), "/")
     version_1 = next((path for _, controllers, path in lines if "cpu" in controllers.split(",")), "/")
     quotas = [_quota_v2(folder) for folder in _with_parents(groups, unified)]

@@ -267,8 +267,8 @@ def next_range(op, thread, threads, chunk, count, piece):
     claimed = atomic_load(field_address(op, "claimed"))
     for step in range(threads * pieces):
         which = (thread * pieces + step) % (threads * pieces)
-        other, part = which // pieces, which % pieces
-        first, last = other * share + share * part // pieces, other * share + share * (part + 1) // pieces
+        owner, part = which // pieces, which % pieces
+        first, last = owner * share + share * part // pieces, owner * share + share * (part + 1) // pieces
         if claimed >> which & 1 == 0 and first < last and claim(op, which):
             return first, last, piece
     return count, count, piece

@@ -28,8 +28,8 @@ def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, align: int 
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     """16 copies of a scalar."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-    one = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+    first_lane = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first_lane, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
 
 def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
@@ -69,8 +69,8 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
     if kind == "f16":
         return builder.fptrunc(value, STORED["f16"])
     bits = builder.bitcast(value, V_I32)
-    one, sixteen, half = (ir.Constant(V_I32, [number] * LANES) for number in (1, 16, 0x7FFF))
-    even = builder.and_(builder.lshr(bits, sixteen), one)
+    ones_vector, sixteen, half = (ir.Constant(V_I32, [number] * LANES) for number in (1, 16, 0x7FFF))
+    even = builder.and_(builder.lshr(bits, sixteen), ones_vector)
     rounded = builder.lshr(builder.add(builder.add(bits, half), even), sixteen)
     return builder.trunc(rounded, STORED["bf16"])
 

@@ -47,13 +47,13 @@ _QUARTERS = 4
 def _argmax(logits, experts, below, after):
     """The expert with the largest logit among those that come after (`below`, `after`) in order of falling logits, the
     lower number first of equals."""
-    best, found = ZERO, -1
+    best, best_expert = ZERO, -1
     for expert in range(experts):
         logit = get_f32(logits + 4 * expert)
         comes_later = logit < below or (logit == below and expert > after)
-        if comes_later and (found < 0 or logit > best):
-            best, found = logit, expert
-    return found
+        if comes_later and (best_expert < 0 or logit > best):
+            best, best_expert = logit, expert
+    return best_expert
 
 
 def route(op, ctx, thread, threads):

@@ -96,11 +96,11 @@ def _key(path: Path, quantize: str | None) -> str:
         digest.update(Path(module.__file__ or "").read_bytes())
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     for file in files:
-        found = file.stat()
-        digest.update(repr((file.name, found.st_size, found.st_mtime_ns)).encode())
+        status = file.stat()
+        digest.update(repr((file.name, status.st_size, status.st_mtime_ns)).encode())
         with file.open("rb") as stream:
             for page in range(SAMPLED_PAGES + 1):
-                stream.seek(max(0, found.st_size - _PAGE) * page // SAMPLED_PAGES)
+                stream.seek(max(0, status.st_size - _PAGE) * page // SAMPLED_PAGES)
                 digest.update(stream.read(_PAGE))
     return digest.hexdigest()[:32]
 
@@ -112,8 +112,8 @@ def _forget_unused(folder: Path) -> None:
 
 
 def _arrays(packed: PackedMatrix) -> dict[str, np.ndarray]:
-    found = {field.name: getattr(packed, field.name) for field in fields(packed)}
-    return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
+    members = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    return {name: value for name, value in members.items() if isinstance(value, np.ndarray)}
 
 
 def _write(path: Path, matrices: dict[str, PackedMatrix]) -> None:

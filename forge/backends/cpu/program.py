@@ -171,7 +171,7 @@ def _write_matrix(written: ctypes.Structure, matrix: PackedMatrix) -> None:
 
 
 def _buffer_memory(recording: Recording, max_rows: int, max_logit_rows: int) -> dict[Buffer, Parts]:
-    last_use = {buffer: number for number, each in enumerate(recording.operations) for buffer in each.buffers}
+    last_use = {buffer: number for number, operation in enumerate(recording.operations) for buffer in operation.buffers}
     last_use[recording.logits] = len(recording.operations)
     most = {
         "num_rows": max_rows,

@@ -182,7 +182,9 @@ class Recorder(FusedOperations):
         if x in self.recording.quantized:
             return
         self.recording.quantized.add(x)
-        writer = next(each for each in reversed(self.recording.operations) if each.arguments.get("out") is x)
+        writer = next(
+            operation for operation in reversed(self.recording.operations) if operation.arguments.get("out") is x
+        )
         if writer.kernel not in _QUANTIZING_KERNELS:
             self._write(k.quantize, "quantize", x=x)
             self._wait()

@@ -211,7 +211,7 @@ def quantize_16_groups(typingctx, x, x_step, quants, quants_step, scales, scales
             return load(b, b.add(x, b.add(b.mul(x_step, I64(group)), I64(offset))), V_F32)
 
         larger = [_maximum(b, absolute_of(half(group, 0)), absolute_of(half(group, 64))) for group in range(LANES)]
-        largest = reduce_each(b, larger, lambda one, other: _maximum(b, one, other))
+        largest = reduce_each(b, larger, lambda left, right: _maximum(b, left, right))
         is_large = b.fcmp_ordered(">", largest, constant(float(np.float32(1e-30))))
         factors = b.select(is_large, b.fdiv(constant(127.0), largest), constant(0.0))
         units = b.select(is_large, b.fdiv(largest, constant(127.0)), constant(0.0))
@@ -223,7 +223,7 @@ def quantize_16_groups(typingctx, x, x_step, quants, quants_step, scales, scales
                 place = b.add(quants, b.add(b.mul(quants_step, I64(group)), I64(16 * part)))
                 store(b, place, b.trunc(rounded, ir.VectorType(I8, LANES)))
                 halves[part].append(rounded)
-        low, high = (reduce_each(b, each, b.add) for each in halves)
+        low, high = (reduce_each(b, sums_of_half, b.add) for sums_of_half in halves)
         offsets = b.fmul(b.fneg(units), b.sitofp(b.add(low, high), V_F32))
         for array, step, values in ((scales, scales_step, (units, offsets)), (sums, sums_step, (low, high))):
             for group in range(LANES):

@@ -174,13 +174,13 @@ def read_before_wait(ptx: str, arguments: Sequence[str | None]) -> tuple[str, ..
         from_memory = re.match(r"(ld|cp\.async|atom|red|prefetch)", name) and not name.startswith("ld.param")
         target = operands[: operands.index("}") + 1] if operands.startswith("{") else operands.partition(",")[0]
         inputs = operands[len(target) :] if not name.startswith(("st", "cp.async", "red", "prefetch")) else operands
-        found = {f"#{index}" for index in re.findall(r"_param_(\d+)", inputs)}
+        parameters = {f"#{index}" for index in re.findall(r"_param_(\d+)", inputs)}
         for register in re.findall(r"%\w+", inputs):
-            found |= sources.get(register, frozenset())
+            parameters |= sources.get(register, frozenset())
         if from_memory:
-            read |= found
+            read |= parameters
         for register in re.findall(r"%\w+", target):
-            sources[register] = frozenset(found)
+            sources[register] = frozenset(parameters)
     return tuple(sorted(name for index, name in enumerate(arguments) if name is not None and f"#{index}" in read))
 
 
@@ -194,9 +194,9 @@ def _occupied(cubin: bytes, shared: int, early: tuple[str, ...]) -> Occupied:
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def listed(word: str) -> int:
-        found = re.search(rf"{word}:(\d+)", listing)
-        assert found is not None, listing
-        return int(found[1])
+        match = re.search(rf"{word}:(\d+)", listing)
+        assert match is not None, listing
+        return int(match[1])
 
     return Occupied(listed("REG"), listed("STACK") + listed("LOCAL"), shared, early)
 

@@ -159,11 +159,11 @@ class CudaBackend(Backend):
         if self._kernels == "torch":
             return forward_pass(self._operations, DeviceBatch.of(batch, self._device), storage)
         with torch.cuda.device(self._device) if self._on_gpu else nullcontext():
-            out, wanted = self.launch(forward_pass, batch, storage), len(batch.logit_rows)
+            out, num_logit_rows = self.launch(forward_pass, batch, storage), len(batch.logit_rows)
             if self._output_head_of(forward_pass) is None:
-                return out[:wanted].cpu().numpy().copy()
+                return out[:num_logit_rows].cpu().numpy().copy()
             assert self.execution is not None, "launch says how it ran"
-            return self._steps[storage].results.after_step(out, wanted, self.execution)
+            return self._steps[storage].results.after_step(out, num_logit_rows, self.execution)
 
     def launch(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> torch.Tensor:
         """Launch a pass of the fused kernels; what it ends in, on the device, float32, padding rows included."""
@@ -183,8 +183,8 @@ class CudaBackend(Backend):
         moved = fused.buffer.reach(shape, batch.block_tables.size)
         moved |= self._rotations.reach(int(batch.context_lens.max()), network.rope)
         moved |= fused.launches.reserve(shape)
-        for each in self._steps.values() if moved else ():
-            each.graphs.drop()
+        for built in self._steps.values() if moved else ():
+            built.graphs.drop()
         if results.reach(max(1, shape.num_logit_rows)):  # which are this storage's own
             steps.graphs.drop()
         fused.buffer.fill(shape, batch)
@@ -279,10 +279,10 @@ class CudaBackend(Backend):
         if self._dense_copies is None and self._on_gpu:
             free, _ = torch.cuda.mem_get_info(self._device)
             needed = sum(m.num_weights for m in packed) * self._dtype.itemsize
-            wanted = needed <= SHARE_FOR_COPIES * free
+            copies = needed <= SHARE_FOR_COPIES * free
         else:
-            wanted = bool(self._dense_copies)
-        for matrix in packed if wanted else ():
+            copies = bool(self._dense_copies)
+        for matrix in packed if copies else ():
             matrix.make_dense(self._dtype)
 
     def _multiprocessors(self) -> int:

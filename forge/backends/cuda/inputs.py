@@ -139,10 +139,10 @@ def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, in_float32: b
 def expected_shapes(policy: Policy, in_float32: bool, max_context: int) -> list[Shape]:
     """Shapes that launch every specialization of a kernel which steps up to `max_context` are likely to need: each
     bucket, and one step of more rows, with every number of splits that their lengths may lead to."""
-    found: dict[Shape, None] = {}
+    shapes: dict[Shape, None] = {}
     for rows in policy.row_buckets:
         for splits in _up_to(_splits(policy, rows, max_context)):
-            found[_decode_shape(policy, rows, splits, True, in_float32)] = None
+            shapes[_decode_shape(policy, rows, splits, True, in_float32)] = None
     for rows in (*policy.token_buckets, 2 * TOKEN_BUCKETS[-1]):
         per_tile = attention_tile(policy, rows, in_float32).rows
         tiles = -(-rows // per_tile) + 1
@@ -150,8 +150,8 @@ def expected_shapes(policy: Policy, in_float32: bool, max_context: int) -> list[
         for logit_rows in (1, min(rows, 64)):
             for splits in _up_to(max(most, most_last)):
                 splits, last = min(splits, most), min(splits, most_last)
-                found[Shape(rows, logit_rows, False, tiles, per_tile, splits, last, True, in_float32)] = None
-    return list(found)
+                shapes[Shape(rows, logit_rows, False, tiles, per_tile, splits, last, True, in_float32)] = None
+    return list(shapes)
 
 
 def _decode_shape(policy: Policy, rows: int, splits: int, is_bucket: bool, in_float32: bool) -> Shape:
@@ -232,13 +232,13 @@ class InputBuffer:
         words[:used] = 0
         words[0] = batch.block_tables.shape[1]
         words[spans["slots"]] = -1
-        own = batch.num_rows
+        num_rows = batch.num_rows
         for name, values in (
             ("token_ids", batch.token_ids),
             ("positions", batch.positions),
             ("slots", batch.slot_mapping),
         ):
-            words[spans[name]][:own] = values
+            words[spans[name]][:num_rows] = values
         self._fill_tiles(words, spans, shape, batch)
         self._fill_logit_rows(words, spans, shape, batch)
         tables = batch.block_tables.reshape(-1)

@@ -106,9 +106,9 @@ class Launches:
 
     def with_launcher(self, launcher: Launcher) -> Self:
         """The same steps, launched by another."""
-        other = copy(self)
-        other.launch = launcher
-        return other
+        relaunched = copy(self)
+        relaunched.launch = launcher
+        return relaunched
 
     def reserve(self, shape: Shape) -> bool:
         """Have the counters that a step of that shape needs. Returns whether they moved, which no graph survives."""
@@ -285,12 +285,12 @@ class Launches:
         num_rows, vocabulary = logits.shape
         part = min(ARGMAX_COLUMNS, max(128, shapes.next_power_of_2(vocabulary)))
         parts = -(-vocabulary // part)
-        found = torch.empty((num_rows, parts), dtype=torch.int64, device=self._device)
+        part_maxima = torch.empty((num_rows, parts), dtype=torch.int64, device=self._device)
         self.launch(
             argmax.argmax_rows,
             (num_rows, parts),
             logits,
-            found,
+            part_maxima,
             samples,
             self._counters,
             vocabulary,

@@ -74,9 +74,9 @@ class TorchOperations(Operations):
         out = torch.empty_like(q)
         edges = batch.host.cu_seqlens.tolist()
         for sequence, length in enumerate(batch.host.context_lens.tolist()):
-            own = slice(edges[sequence], edges[sequence + 1])
+            rows = slice(edges[sequence], edges[sequence + 1])
             keys, values = storage.of_sequence(layer, batch.block_tables[sequence], length)
-            out[own] = _attend(q[own], keys, values, batch.positions[own])
+            out[rows] = _attend(q[rows], keys, values, batch.positions[rows])
         return out
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -139,15 +139,15 @@ class Results:
         if last is not None:
             last.set_aside()
 
-    def after_step(self, logits: torch.Tensor, wanted: int, execution: Execution) -> StepLogits:
-        """The result of the step that was just launched, whose first `wanted` rows are not padding."""
+    def after_step(self, logits: torch.Tensor, num_rows: int, execution: Execution) -> StepLogits:
+        """The result of the step that was just launched, whose first `num_rows` rows are not padding."""
         turn = self._turns[self._count % 2]
         self._count += 1
         turn.clear()
-        turn.fetch(self.samples[:wanted])
-        found = StepLogits(logits[:wanted], self.samples, turn, execution, self._launch)
-        turn.holder = self._last = ref(found)
-        return found
+        turn.fetch(self.samples[:num_rows])
+        step_logits = StepLogits(logits[:num_rows], self.samples, turn, execution, self._launch)
+        turn.holder = self._last = ref(step_logits)
+        return step_logits
 
 
 class _Turn:

@@ -52,22 +52,23 @@ class Penalties:
     @classmethod
     def of(cls, draws: Sequence[Draw], vocabulary: int, device: torch.device) -> "Penalties":
         def flat_indices(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-            found = [row * vocabulary + np.asarray(tokens, np.int64) for row, tokens in enumerate(rows)]
-            return _on_device(np.concatenate(found), device)
+            indices = [row * vocabulary + np.asarray(tokens, np.int64) for row, tokens in enumerate(rows)]
+            return _on_device(np.concatenate(indices), device)
 
         shape = len(draws), vocabulary
         seen = torch.zeros(shape, dtype=torch.bool, device=device)
         seen.view(-1).index_fill_(0, flat_indices([draw.history for draw in draws]), True)
-        said = flat_indices([draw.history[draw.num_prompt_tokens :] for draw in draws])
+        output_indices = flat_indices([draw.history[draw.num_prompt_tokens :] for draw in draws])
         counts = torch.zeros(shape, dtype=torch.int32, device=device)
-        counts.view(-1).index_add_(0, said, torch.ones_like(said, dtype=torch.int32))
+        counts.view(-1).index_add_(0, output_indices, torch.ones_like(output_indices, dtype=torch.int32))
         strengths = [
-            (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in (d.params for d in draws)
+            (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            for params in (d.params for d in draws)
         ]
         repetition, presence, frequency = _on_device(np.array(strengths).T, device)[:, :, None]
         biases = [dict(draw.params.logit_bias or ()) for draw in draws]
-        values = np.array([value for each in biases for value in each.values()], np.float64)
-        bias_indices = flat_indices([[*each] for each in biases])
+        values = np.array([value for bias in biases for value in bias.values()], np.float64)
+        bias_indices = flat_indices([[*bias] for bias in biases])
         return cls(bias_indices, _on_device(values, device), repetition, presence, frequency, seen, counts)
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
@@ -98,15 +99,24 @@ class SamplingRows:
         words = np.zeros((len(draws), 8), np.uint64)
         numbers = words.view(np.float64)
         for row, draw in enumerate(draws):
-            one = draw.params
-            words[row, :4] = min(one.top_k or vocabulary, vocabulary), draw.seed, len(draw.history), draw.sample_index
-            numbers[row, 4:7] = one.temperature, one.top_p, math.log(one.min_p) if one.min_p > 0 else -math.inf
+            params = draw.params
+            words[row, :4] = (
+                min(params.top_k or vocabulary, vocabulary),
+                draw.seed,
+                len(draw.history),
+                draw.sample_index,
+            )
+            numbers[row, 4:7] = (
+                params.temperature,
+                params.top_p,
+                math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            )
         drawing = [draw.params for draw in draws if draw.params.temperature > 0]
         return cls(
             _on_device(words.view(np.int64), device),
             Penalties.of(draws, vocabulary, device) if any(draw.params.changes_logits for draw in draws) else None,
-            sorts=any(one.top_p < 1 or 0 < one.top_k < vocabulary for one in drawing),
-            floors=any(one.min_p > 0 for one in drawing),
+            sorts=any(params.top_p < 1 or 0 < params.top_k < vocabulary for params in drawing),
+            floors=any(params.min_p > 0 for params in drawing),
         )
 
     @property

@@ -76,13 +76,13 @@ def compile_missing(launches: Iterable[LaunchDescription], on_progress: Progress
     import triton
     from triton import knobs
 
-    wanted = list(dict.fromkeys(launches))
+    distinct = list(dict.fromkeys(launches))
     sources = sorted((Path(__file__).parent / "kernels").glob("*.py"))
-    made_of = [triton.__version__.encode(), json.dumps(wanted).encode(), *(source.read_bytes() for source in sources)]
+    made_of = [triton.__version__.encode(), json.dumps(distinct).encode(), *(source.read_bytes() for source in sources)]
     mark = Path(knobs.cache.dir) / f"forge-compiled-{sha256(b'|'.join(made_of)).hexdigest()[:32]}"
     if mark.exists():
         return []
-    failed = compile_all(wanted, on_progress)
+    failed = compile_all(distinct, on_progress)
     if not failed:
         try:
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -97,12 +97,12 @@ def compile_all(launches: Iterable[LaunchDescription], on_progress: Progress = l
     from triton.runtime import driver
 
     target = driver.active.get_current_target()
-    wanted = list(dict.fromkeys(launches))
-    workers = max(1, min(len(os.sched_getaffinity(0)), len(wanted) // LEAST_PER_WORKER))
-    shares = [wanted[index::workers] for index in range(workers)]
+    distinct = list(dict.fromkeys(launches))
+    workers = max(1, min(len(os.sched_getaffinity(0)), len(distinct) // LEAST_PER_WORKER))
+    shares = [distinct[index::workers] for index in range(workers)]
     processes = [_start([target.backend, target.arch, target.warp_size], share) for share in shares if share]
     failed, done = [], 0
-    on_progress(done, len(wanted))
+    on_progress(done, len(distinct))
     try:
         with DefaultSelector() as selector:
             for process in processes:
@@ -115,13 +115,13 @@ def compile_all(launches: Iterable[LaunchDescription], on_progress: Progress = l
                         continue
                     done += 1
                     failed += [problem] if (problem := json.loads(line)) else []
-                    on_progress(done, len(wanted))
+                    on_progress(done, len(distinct))
     finally:
         for process in processes:
             process.kill()
             process.wait()
             _pipe(process.stdout).close()
-    return failed + ["a compiling process ended early"] * (done < len(wanted))
+    return failed + ["a compiling process ended early"] * (done < len(distinct))
 
 
 def _start(target: list, launches: Sequence[LaunchDescription]) -> subprocess.Popen:

@@ -25,7 +25,7 @@ def ordered(logit, token):
 @triton.jit
 def argmax_rows(
     logits,  # float32 [R, vocabulary]
-    found,  # int64 [R, PARTS]: what each program found
+    part_maxima,  # int64 [R, PARTS]: what each program found
     samples,  # int32 [R or more, 2]: token, the bits of its logit
     counters,  # int32 [R], all 0
     vocabulary,
@@ -43,14 +43,14 @@ def argmax_rows(
     # Past the end stands what never wins against a real token.
     logit = tl.load(logits + token, mask=token < vocabulary, other=float("-inf"))
     best = tl.max(ordered(logit, token), axis=0)
-    tl.store(found + row * PARTS + part, best)
+    tl.store(part_maxima + row * PARTS + part, best)
     tl.debug_barrier()  # stored before it is said
     arrived = tl.atomic_add(counters + row, 1, sem="acq_rel")
     if arrived == PARTS - 1:
         tl.store(counters + row, 0)
-        own = tl.arange(0, BLOCK_PARTS)
+        index = tl.arange(0, BLOCK_PARTS)
         # Around the first-level cache, which may hold what stood here before. Past the end: the first one again.
-        each = tl.load(found + row * PARTS + tl.where(own < PARTS, own, 0), cache_modifier=".cg")
-        winner = 0x7FFFFFFF - (tl.max(each, axis=0) & 0x7FFFFFFF).to(tl.int32)
+        maxima = tl.load(part_maxima + row * PARTS + tl.where(index < PARTS, index, 0), cache_modifier=".cg")
+        winner = 0x7FFFFFFF - (tl.max(maxima, axis=0) & 0x7FFFFFFF).to(tl.int32)
         tl.store(samples + 2 * row, winner)
         tl.store(samples + 2 * row + 1, tl.load(logits + winner).to(tl.int32, bitcast=True))

@@ -57,13 +57,13 @@ def is_last_split(
     Of the result's rows only the first NUM_VALID mean anything.
     """
     WIDTH: tl.constexpr = mixed.shape[1]
-    own = tl.arange(0, mixed.shape[0])
+    tile_row = tl.arange(0, mixed.shape[0])
     column = tl.arange(0, WIDTH)
     at = (index * SPLITS + split).to(tl.int64) * NUM_VALID
-    tl.store(extremes + 2 * at + own, maximum, mask=own < NUM_VALID)
-    tl.store(extremes + 2 * at + NUM_VALID + own, total, mask=own < NUM_VALID)
-    offset = partial + at * WIDTH + own[:, None] * WIDTH + column[None, :]
-    tl.store(offset, mixed, mask=(own < NUM_VALID)[:, None] & (column < WIDTH)[None, :])
+    tl.store(extremes + 2 * at + tile_row, maximum, mask=tile_row < NUM_VALID)
+    tl.store(extremes + 2 * at + NUM_VALID + tile_row, total, mask=tile_row < NUM_VALID)
+    offset = partial + at * WIDTH + tile_row[:, None] * WIDTH + column[None, :]
+    tl.store(offset, mixed, mask=(tile_row < NUM_VALID)[:, None] & (column < WIDTH)[None, :])
     tl.debug_barrier()  # every thread has stored before one of them says so
     arrived = tl.atomic_add(counters + index, 1, sem="acq_rel")
     last = arrived == SPLITS - 1
@@ -80,7 +80,7 @@ def merged_splits(
 
     One after the other they would cost the memory's latency each: 32 of them more than the attention itself.
     """
-    own = tl.arange(0, NUM_VALID)
+    tile_row = tl.arange(0, NUM_VALID)
     column = tl.arange(0, WIDTH)
     maximum = tl.full((NUM_VALID,), float("-inf"), tl.float32)
     total = tl.zeros((NUM_VALID,), tl.float32)
@@ -88,9 +88,9 @@ def merged_splits(
     for first in range(0, SPLITS, AT_ONCE):
         at = (index * SPLITS + first + tl.arange(0, AT_ONCE)).to(tl.int64)[:, None] * NUM_VALID
         # Around the first-level cache, which may hold what stood here before.
-        tops = tl.load(extremes + 2 * at + own[None, :], cache_modifier=".cg")
-        totals = tl.load(extremes + 2 * at + NUM_VALID + own[None, :], cache_modifier=".cg")
-        offset = partial + (at + own[None, :])[:, :, None] * WIDTH + column[None, None, :]
+        tops = tl.load(extremes + 2 * at + tile_row[None, :], cache_modifier=".cg")
+        totals = tl.load(extremes + 2 * at + NUM_VALID + tile_row[None, :], cache_modifier=".cg")
+        offset = partial + (at + tile_row[None, :])[:, :, None] * WIDTH + column[None, None, :]
         parts = tl.load(offset, cache_modifier=".cg")
         higher = tl.maximum(maximum, tl.max(tops, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -147,10 +147,10 @@ def paged_attention(
     length = tl.load(tile_lengths + tile)
     row = tl.load(tile_rows + tile)
     table = tables + tl.load(tile_sequences + tile).to(tl.int64) * tl.load(table_stride)
-    own = tl.arange(0, BLOCK_M)
-    member = own % BLOCK_GROUP
-    valid = (own // BLOCK_GROUP < length) & (member < GROUP) & (own // BLOCK_GROUP < ROWS)
-    own_row = (row + own // BLOCK_GROUP).to(tl.int64)
+    tile_row = tl.arange(0, BLOCK_M)
+    member = tile_row % BLOCK_GROUP
+    valid = (tile_row // BLOCK_GROUP < length) & (member < GROUP) & (tile_row // BLOCK_GROUP < ROWS)
+    own_row = (row + tile_row // BLOCK_GROUP).to(tl.int64)
     head = kv_head * GROUP + member
     column = tl.arange(0, BLOCK_D)
     within = (column < HEAD_DIM)[None, :]
@@ -206,9 +206,9 @@ def store_heads(
 ):
     """Store a tile's result, `[ROWS * BLOCK_GROUP or more, HEAD_DIM or more]`: `length` rows of out from `row`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    own = tl.arange(0, result.shape[0])
+    tile_row = tl.arange(0, result.shape[0])
     column = tl.arange(0, result.shape[1])
-    number, member = own // BLOCK_GROUP, own % BLOCK_GROUP
+    number, member = tile_row // BLOCK_GROUP, tile_row % BLOCK_GROUP
     valid = (number < length) & (number < ROWS) & (member < GROUP)
     head = (row + number).to(tl.int64) * HEADS + kv_head * GROUP + member
     tl.store(

@@ -90,10 +90,10 @@ def decode_attention(
     total = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if split == NEWEST:
-        one = tl.arange(0, 1)
+        single = tl.arange(0, 1)
         new_first, new_second = normed_and_turned(
-            qkv + (HEADS + kv_head + one) * HEAD_DIM,
-            one == 0,
+            qkv + (HEADS + kv_head + single) * HEAD_DIM,
+            single == 0,
             key_norm,
             cos + turn,
             sin + turn,

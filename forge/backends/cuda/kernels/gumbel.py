@@ -21,10 +21,8 @@ def gumbel_noise(seed, position, sample_index, first, COUNT: tl.constexpr):
     """The noise of COUNT tokens from `first` on, a multiple of 4: float64 `[COUNT]`."""
     counter = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
     none = tl.zeros((COUNT // 4,), tl.uint32)
-    one, two, three, four = tl.philox(
-        seed, counter, none + position.to(tl.uint32), none + sample_index.to(tl.uint32), none
-    )
-    words = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), (COUNT,))  # in the order of their tokens
+    a, b, c, d = tl.philox(seed, counter, none + position.to(tl.uint32), none + sample_index.to(tl.uint32), none)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (COUNT,))  # in the order of their tokens
     return -tl.log(-tl.log((words.to(tl.float64) + 0.5) * 0.00000000023283064365386962890625))  # 2^-32
 
 
@@ -76,12 +74,12 @@ def gumbel_argmax(
     arrived = tl.atomic_add(counters + row, 1, sem="acq_rel")
     if arrived == PARTS - 1:
         tl.store(counters + row, 0)
-        own = tl.arange(0, BLOCK_PARTS)
+        index = tl.arange(0, BLOCK_PARTS)
         # Around the first-level cache, which may hold what stood here before. Past the end: the first one again.
-        found = row * PARTS + tl.where(own < PARTS, own, 0)
-        each = tl.load(sums + found, cache_modifier=".cg")
-        first = tl.load(tokens + found, cache_modifier=".cg")
-        winner = tl.min(tl.where(each == tl.max(each, axis=0), first, NO_TOKEN), axis=0)
+        offset = row * PARTS + tl.where(index < PARTS, index, 0)
+        best_sums = tl.load(sums + offset, cache_modifier=".cg")
+        first = tl.load(tokens + offset, cache_modifier=".cg")
+        winner = tl.min(tl.where(best_sums == tl.max(best_sums, axis=0), first, NO_TOKEN), axis=0)
         winner = tl.minimum(winner, vocabulary - 1)  # of a row that is not finite, any token
         maximum = tl.load(maxima + 2 * row + 1)
         chosen = tl.where(maximum - maximum == 0.0, tl.load(logits + row * vocabulary + winner), maximum)

@@ -46,11 +46,11 @@ def matmul(
     PDL: tl.constexpr,
 ):
     """Program (i, j, k): rows i * BLOCK_M … of x, output features j * BLOCK_N …, part k of the columns."""
-    own = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    x_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     row = tl.minimum(row, out_features - 1)
-    x_line = x + own.to(tl.int64)[:, None] * in_features
-    inside = (own < M)[:, None]
+    x_line = x + x_row.to(tl.int64)[:, None] * in_features
+    inside = (x_row < M)[:, None]
     first, end = 0, in_features
     if SPLIT_K > 1:
         share = tl.cdiv(tl.cdiv(in_features, BLOCK_K), SPLIT_K) * BLOCK_K
@@ -69,7 +69,9 @@ def matmul(
         tile = weight_tile(values, scales, factors, row, start, in_features, KIND, BLOCK_K)
         sums, squares = accumulate(x_line, norm, tile, start, in_features, inside, sums, squares, NORM, EXACT, BLOCK_K)
     if SPLIT_K == 1:
-        finish(sums, squares, own, out, M, in_features, out_features, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N)
+        finish(
+            sums, squares, x_row, out, M, in_features, out_features, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N
+        )
     else:
         index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         all_squares = partial + tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * SPLIT_K * BLOCK_M * BLOCK_N
@@ -90,7 +92,20 @@ def matmul(
                 sums += tl.load(partial + at * BLOCK_M * BLOCK_N + offset, cache_modifier=".cg")
                 squares += tl.load(all_squares + at * BLOCK_M + line, cache_modifier=".cg")
             finish(
-                sums, squares, own, out, M, in_features, out_features, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N
+                sums,
+                squares,
+                x_row,
+                out,
+                M,
+                in_features,
+                out_features,
+                out_stride,
+                eps,
+                NORM,
+                ADD,
+                GLU,
+                BLOCK_M,
+                BLOCK_N,
             )
 
 
@@ -122,7 +137,7 @@ def accumulate(
 def finish(
     sums,
     squares,
-    own,
+    x_row,
     out,
     M,
     in_features,
@@ -138,14 +153,14 @@ def finish(
     """The norm's divisor, the residual or SwiGLU, and the result stored."""
     if NORM:
         sums *= tl.rsqrt(squares / in_features + eps)[:, None]
-    line = out + own.to(tl.int64)[:, None] * out_stride
+    line = out + x_row.to(tl.int64)[:, None] * out_stride
     if GLU:
         column = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        mask = (own < M)[:, None] & (column < out_features // 2)[None, :]
+        mask = (x_row < M)[:, None] & (column < out_features // 2)[None, :]
         tl.store(line + column[None, :], gated(sums, BLOCK_M, BLOCK_N), mask=mask)
     else:
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = (own < M)[:, None] & (column < out_features)[None, :]
+        mask = (x_row < M)[:, None] & (column < out_features)[None, :]
         if ADD:
             sums += tl.load(line + column[None, :], mask=mask, other=0.0).to(tl.float32)
         tl.store(line + column[None, :], sums, mask=mask)

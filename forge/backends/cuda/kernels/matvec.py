@@ -87,17 +87,17 @@ def matvec_packed(
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     row = tl.minimum(row, out_features - 1)
     groups = in_features // 32
-    own = tl.arange(0, BLOCK_K // 32)
+    lane = tl.arange(0, BLOCK_K // 32)
     element = tl.arange(0, 32 if KIND == Q8 else 16)
     x += tl.program_id(1).to(tl.int64) * in_features
     line = values + row[:, None, None] * groups * element.shape[0] + element[None, None, :]
-    tile = tl.load(line + own[None, :, None] * element.shape[0], mask=(own < groups)[None, :, None], other=0)
+    tile = tl.load(line + lane[None, :, None] * element.shape[0], mask=(lane < groups)[None, :, None], other=0)
     let_next_start(PDL)
     wait_for_previous(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_K // 32), tl.float32)
     squares = tl.zeros((BLOCK_K // 32,), tl.float32)
     for start in range(0, groups, BLOCK_K // 32):
-        group, following = start + own, start + BLOCK_K // 32 + own
+        group, following = start + lane, start + BLOCK_K // 32 + lane
         ahead = tl.load(
             line + following[None, :, None] * element.shape[0], mask=(following < groups)[None, :, None], other=0
         )

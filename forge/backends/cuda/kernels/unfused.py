@@ -27,16 +27,16 @@ def gather_rows(
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
-    own = tl.program_id(0).to(tl.int64)
-    number = own
+    out_row = tl.program_id(0).to(tl.int64)
+    number = out_row
     if NUMBERED:
-        given = tl.load(numbers + own)
-        chosen = tl.load(samples + 2 * (-1 - given), mask=given < 0, other=0)
-        number = tl.where(given < 0, chosen, given).to(tl.int64)
+        source = tl.load(numbers + out_row)
+        chosen = tl.load(samples + 2 * (-1 - source), mask=source < 0, other=0)
+        number = tl.where(source < 0, chosen, source).to(tl.int64)
     first = tl.program_id(1) * BLOCK_K
     tile = weight_tile(values, scales, factors, number + tl.zeros((1,), tl.int64), first, in_features, KIND, BLOCK_K)
     column = first + tl.arange(0, BLOCK_K)
-    tl.store(out + own * in_features + column[None, :], tile, mask=(column < in_features)[None, :])
+    tl.store(out + out_row * in_features + column[None, :], tile, mask=(column < in_features)[None, :])
 
 
 @triton.jit
@@ -71,9 +71,9 @@ def swiglu(
     """silu(gate) * up. Program (m, i): columns i * BLOCK … of row m."""
     let_next_start(PDL)
     wait_for_previous(PDL)
-    own = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     pair = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    values = tl.load(pairs + own * 2 * width + pair, mask=pair < 2 * width, other=0.0).to(tl.float32)
+    values = tl.load(pairs + row * 2 * width + pair, mask=pair < 2 * width, other=0.0).to(tl.float32)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     result = tl.reshape(gated(tl.reshape(values, (1, 2 * BLOCK)), 1, 2 * BLOCK), (BLOCK,))
-    tl.store(out + own * width + column, result, mask=column < width)
+    tl.store(out + row * width + column, result, mask=column < width)
