@@ -1,6 +1,5 @@
-"""A bug's three runs: the same requests in the sound engine, with the bug and every invariant checked, and with the bug
-unchecked.
-"""
+"""The three runs of a bug: the same requests in the sound engine, with the bug and every invariant checked, and with
+the bug unchecked."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ MAX_STEPS = 1000
 
 @dataclass(frozen=True)
 class BugRun:
-    """What one run of a bug's requests brought."""
+    """One run of a bug's requests: steps, outputs, and the failure if there was one."""
 
     steps: int
     """Steps that were made, the one that failed included."""
@@ -46,20 +45,20 @@ class BugRuns:
 
     @property
     def different(self) -> tuple[int, ...]:
-        """The samples whose tokens differ in the unchecked run."""
+        """The samples whose tokens differ between the unchecked run and the sound one."""
         pairs = zip(self.sound.token_ids, self.unchecked.token_ids, strict=False)
         return tuple(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
 
     @property
     def caught_by(self) -> str | None:
-        """`invariant`, or where none fired `tokens` that differ; None if the bug went unnoticed."""
+        """`invariant`, or `tokens` if no invariant fired and tokens differ; None if the bug went unnoticed."""
         if self.checked.failure is not None:
             return "invariant"
         return "tokens" if self.different else None
 
 
 def run_with_and_without(bug: Bug, load: "Callable[[], LLM]") -> BugRuns:
-    """`load` makes a new engine for each run."""
+    """Run the requests three times. `load` creates a new engine for each run."""
     revoked = bug.revokes_draft_after
     sound = run_requests(load(), bug.requests, checked=True, revokes_draft_after=revoked)
     with bug.switch():
@@ -107,7 +106,7 @@ def run_requests(
 
 
 def _check_plans(scheduler) -> None:
-    """Look at the plan and the cache before the forward pass too, while slots are reserved and not yet written."""
+    """Check the invariants before the forward pass too, while slots are reserved and not yet written."""
     schedule = scheduler.schedule
 
     def schedule_and_check():

@@ -21,7 +21,7 @@ _LEAD = 24
 
 
 def bug_object(runs: BugRuns) -> dict[str, Any]:
-    """The runs as facts."""
+    """Return the runs as facts."""
     bug, index = runs.bug, next(iter(runs.different), None)
     return {
         "bug": bug.name,
@@ -86,7 +86,7 @@ def _findings(runs: BugRuns) -> Iterator[Text]:
 
 
 def _texts(width: int, sound: str, unchecked: str) -> Table:
-    """Where two texts part."""
+    """Show where two texts part."""
     common = sum(takewhile(bool, map(eq, sound, unchecked)))
     common = sound.rfind(" ", 0, common) + 1  # where a word begins
     start = max(0, common - _LEAD)

@@ -32,7 +32,7 @@ CaughtBy = Literal["invariant", "tokens"]
 
 @dataclass(frozen=True)
 class BugRequest:
-    """One of the requests that a bug is shown with."""
+    """One of the requests that show a bug."""
 
     prompt: str
     params: Mapping[str, Any]
@@ -44,7 +44,7 @@ class BugRequest:
 
 @dataclass(frozen=True)
 class Bug:
-    """`loading` and `requests` are the engine and the work in which it shows."""
+    """A bug, the engine (`loading`) and the `requests` that show it."""
 
     name: str
     chapter: str
@@ -63,7 +63,7 @@ class Bug:
 
 
 def find_bug(name: str, chapter: str) -> Bug:
-    """The bug of a chapter that is called `name`. Raises `UsageError` if it has no such bug."""
+    """Return the bug of a chapter by its name. Raises `UsageError` if the chapter has none of this name."""
     names = bugs_of(chapter)
     if name not in names:
         raise UsageError(f"forge {chapter} has no bug {name!r}; there are {', '.join(names)}")

@@ -13,7 +13,7 @@ from forge.errors import UsageError
 
 @dataclass(frozen=True)
 class Entry:
-    """One chapter. Its text is read when it is asked for."""
+    """One chapter, whose text is read on first use."""
 
     path: Path
 
@@ -28,7 +28,7 @@ class Entry:
 
     @cached_property
     def chapter(self) -> Chapter:
-        """Raises `ChapterError` if its text is not well formed."""
+        """The parsed chapter. Raises `ChapterError` if its text is not well formed."""
         return parse_chapter(self.path.read_text(encoding="utf-8"), self.path.name)
 
 
@@ -44,7 +44,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def find(name: str) -> Entry:
-    """The chapter that `name`, a number or a command, means. Raises `UsageError` if there is none."""
+    """Return the chapter with this number or command. Raises `UsageError` if there is none."""
     every = entries()
     for entry in every:
         if name in (str(entry.number), entry.path.stem.partition("_")[0], entry.command):
@@ -57,8 +57,8 @@ def find(name: str) -> Entry:
 
 
 def next_entry(every: Sequence[Entry], progress: Progress) -> Entry | None:
-    """Where to go on: the chapter that was left in the middle, or the first after it that is not finished, or the first
-    at all that is not; None when all are."""
+    """Return the chapter to go on with: the one left in the middle, else the first unfinished one after it, else the
+    first unfinished one at all; None when all are finished."""
     commands = [entry.command for entry in every]
     last = commands.index(progress.last) if progress.last in commands else -1
     if last >= 0 and progress.last in progress.pages:

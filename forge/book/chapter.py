@@ -62,7 +62,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is said if the run turned out in one way."""
+    """A sentence for one way in which a run can turn out."""
 
     condition: str | None
     """An expression. None: whenever no condition before it holds."""
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer of a question that has answers to choose from."""
+    """One answer of a multiple-choice question."""
 
     text: str
     condition: str | None
@@ -82,7 +82,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Predict:
-    """A question that is asked before what answers it is shown."""
+    """A question that the reader answers before the page shows the answer."""
 
     question: str
     answer: str
@@ -99,7 +99,7 @@ class Predict:
 
     @property
     def expression(self) -> str:
-        """What the answer is computed from, where it is a number."""
+        """The expression that computes a numeric answer."""
         return expressions_in(self.answer)[0]
 
     @property
@@ -118,14 +118,15 @@ class Predict:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where a prediction is held against what was measured. Not written in a text: it follows from where its run is."""
+    """Compares a prediction with what was measured. It is not in the text: its place follows from the prediction's
+    runs."""
 
     predict: Predict
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a page says about a run: the first outcome whose condition holds."""
+    """A statement about a run: the first outcome whose condition holds."""
 
     outcomes: tuple[Outcome, ...]
 
@@ -146,7 +147,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Check:
-    """Sentences held against what was just measured."""
+    """Claims that are checked against what was just measured."""
 
     claims: tuple[Claim, ...]
     certain: bool
@@ -156,7 +157,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Recap:
-    """What a chapter ends with. The reader's score and where to go on are added when it is shown."""
+    """The end of a chapter. The pager adds the reader's score and where to go on."""
 
     lines: tuple[str, ...] = ()
     """What to remember, in sentences."""
@@ -180,7 +181,7 @@ class Chapter:
 
     @property
     def names(self) -> set[str]:
-        """Everything that its text asks for: runs, and those of `GIVEN` that it needs."""
+        """Everything that its text refers to: runs, and the names of `GIVEN` that it needs."""
         expressions = [expression for block in self.blocks for expression in expressions_of(block)]
         return set().union(*map(names_in, expressions)) - {ANSWER}
 
@@ -188,7 +189,8 @@ class Chapter:
         return tuple(block for block in self.blocks if isinstance(block, Run))
 
     def steps(self) -> tuple[Step, ...]:
-        """A step begins at each heading of the second level, at each run, at the recap, and after each question."""
+        """Split the blocks into steps: one begins at each heading of level two, each run, the recap, and after each
+        question."""
         steps: list[list[Block]] = [[]]
         for block in self.blocks:
             starts = isinstance(block, Run | Recap) or (isinstance(block, Prose) and block.text.startswith("## "))
@@ -199,7 +201,7 @@ class Chapter:
 
 
 def parse_chapter(text: str, name: str = "chapter") -> Chapter:
-    """`name` is the file's, for messages. Raises `ChapterError` with the line that is wrong."""
+    """Parse a chapter's text. `name` is the file's, for messages. Raises `ChapterError` with the wrong line."""
     lines = text.splitlines()
     title = _TITLE.match(lines[0]) if lines else None
     if title is None:
@@ -226,12 +228,12 @@ def parse_chapter(text: str, name: str = "chapter") -> Chapter:
 
 
 def names_of(block: Block) -> set[str]:
-    """The runs that what `block` says depends on."""
+    """Return the names of the runs that `block` depends on."""
     return set().union(*map(names_in, expressions_of(block))) - {ANSWER, *GIVEN}
 
 
 def expressions_of(block: Block) -> list[str]:
-    """Every expression in `block`, those in its texts included."""
+    """Return every expression in `block`, including those in its texts."""
     texts: list[str] = []
     conditions: list[str | None] = []
     if isinstance(block, Predict):
@@ -264,7 +266,7 @@ def _ends(step: Sequence[Block]) -> bool:
 
 
 def _with_verdicts(blocks: Sequence[Block]) -> Iterator[Block]:
-    """Each prediction's verdict after the last of the runs that it depends on, or at once if they are all over."""
+    """Insert each prediction's verdict after the last run that it depends on, or at once if none follows."""
     open_predictions: list[tuple[Predict, set[str]]] = []
     over: set[str] = set()
     for block in blocks:
@@ -447,7 +449,7 @@ _OUTCOMES = ("when", "otherwise")
 
 
 def _new_outcome(outcomes: list[tuple[str | None, list[str]]], key: str, value: str) -> list[str]:
-    """Begin an outcome; returns the lines of its text. What stands behind `when:` is its condition."""
+    """Begin an outcome and return the list for the lines of its text. The words after `when:` are its condition."""
     if outcomes and outcomes[-1][0] is None:
         raise ValueError("'otherwise' is the last outcome")
     outcomes.append((value, []) if key == "when" else (None, [value]))

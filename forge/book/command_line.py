@@ -11,7 +11,7 @@ _VERSUS = "vs"
 
 @dataclass(frozen=True)
 class Syntax:
-    """What a command takes."""
+    """The parameters that a command takes."""
 
     positionals: tuple[str, ...]
     """The names of its arguments, in order."""
@@ -21,13 +21,13 @@ class Syntax:
 
 @dataclass(frozen=True)
 class Given:
-    """What a reader gave, by parameter name. Values as they are written on a command line; a tuple of them for an
-    option that was given several times."""
+    """The options that a reader gave, by parameter name, spelled as on a command line; a tuple for an option given
+    several times."""
 
     values: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
 
     def applied(self, args: Sequence[str], syntax: Syntax) -> list[str]:
-        """`args` of a command with `syntax`, each parameter that was given as it was given.
+        """Return a command's `args` with the reader's options in place of its own.
 
         An option of which the line compares two values stays as it is: that is what the line is about.
         """
@@ -51,7 +51,7 @@ class Given:
         return [*self._positionals(positionals, syntax), *kept, *self._options(syntax, varied)]
 
     def _positionals(self, typed: Sequence[str], syntax: Syntax) -> list[str]:
-        """Up to the last one that either side gives; one in between that neither gives cannot be left out."""
+        """Return positionals up to the last one that either side has; one in between that neither has ends the list."""
         values: list[str] = []
         for index, name in enumerate(syntax.positionals):
             if name in self.values:

@@ -1,4 +1,4 @@
-"""Blocks of a chapter as lines on a console, at whatever width it has now."""
+"""Draws the blocks of a chapter as lines on a console, at its present width."""
 
 import re
 from collections.abc import Callable
@@ -46,14 +46,14 @@ _THEME = Theme(
 
 
 class _Picture(markdown.CodeBlock):
-    """A fenced block as it stands, set in a little: pictures made of characters, and commands to type."""
+    """A fenced block, indented and otherwise unchanged: pictures made of characters, and commands to type."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Padding(Text(str(self.text).rstrip(), no_wrap=True, overflow="ignore"), (0, 0, 0, 2))
 
 
 class _Heading(markdown.Heading):
-    """Underlined, so that it can be told from a line of text without bold type too."""
+    """A heading, underlined so that it differs from text on terminals without bold type."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.text
@@ -80,7 +80,7 @@ def draw_title(console: Console, number: int, title: str, place: str = "") -> No
 
 
 def draw_step(console: Console, step: Step, session: Session) -> None:
-    """All of a step's blocks, an empty line between two."""
+    """Draw a step's blocks with an empty line between two."""
     for index, block in enumerate(step):
         if index:
             console.print()
@@ -88,7 +88,7 @@ def draw_step(console: Console, step: Step, session: Session) -> None:
 
 
 def draw_block(console: Console, block: Block, session: Session, height: int | None = None) -> None:
-    """height: the lines of a screen, within which source is shortened."""
+    """Draw one block. height: lines of the screen, to which source is shortened."""
     if isinstance(block, Prose):
         draw_prose(console, session.fill(block.text))
     elif isinstance(block, Run):
@@ -117,7 +117,7 @@ def draw_command(console: Console, command: str) -> None:
 
 
 def draw_run(console: Console, run: Run, session: Session) -> None:
-    """The command, and what it found if it has been run; or why it is left out."""
+    """Draw the command, and its report if it has run, or why it is left out."""
     if session.leaves_out(run):
         draw_prose(console, session.fill(run.unclaimed))
         return
@@ -130,7 +130,7 @@ def draw_run(console: Console, run: Run, session: Session) -> None:
 
 
 def draw_other_load(console: Console, run: Run, session: Session) -> None:
-    """A sentence where other programs disturbed the run."""
+    """Draw a warning if other programs disturbed the run."""
     load = session.loads.get(run)
     if load is not None and load.is_busy:
         console.print()
@@ -138,7 +138,8 @@ def draw_other_load(console: Console, run: Run, session: Session) -> None:
 
 
 def draw_source(console: Console, shown: Excerpt, height: int | None = None) -> None:
-    """The lines between two rules, those that matter with a bar before them and the others dimmed where any is.
+    """Draw an excerpt between two rules: highlighted lines have a bar before them, and the rest is dimmed if any is
+    highlighted.
 
     Of an excerpt that is higher than `height` the lines that matter are shown and those around them.
     """
@@ -175,7 +176,7 @@ def _source_lines(shown: Excerpt, width: int) -> list[Text]:
 
 
 def _wrapped(line: Text, room: int) -> list[Text]:
-    """A line of source in pieces that fit; a comment behind code comes before it, as a comment of its own."""
+    """Split a line of source into pieces that fit; a trailing comment moves to a line of its own above."""
     if line.cell_len <= room:
         return [line]
     indent = len(line.plain) - len(line.plain.lstrip())
@@ -189,7 +190,7 @@ def _wrapped(line: Text, room: int) -> list[Text]:
 
 
 def _folded(line: Text, room: int, indent: int, mark: str = "") -> list[Text]:
-    """What does not fit goes on below, with `mark` before it."""
+    """Continue an overlong line below, with `mark` before each continuation."""
     pieces = [line]
     indent = min(indent, room // 2)
     while pieces[-1].cell_len > room:
@@ -254,14 +255,14 @@ def _draw_recap(console: Console, recap: Recap, session: Session) -> None:
 
 
 def lines_of(console: Console, draw: Callable[[Console], None]) -> list[str]:
-    """What `draw` prints, line by line, with its colours, instead of printing it."""
+    """Return what `draw` prints, line by line and with its colours, instead of printing it."""
     with console.capture() as captured:
         draw(console)
     return captured.get().rstrip("\n").split("\n")
 
 
 def _print(console: Console, renderable) -> None:
-    """Print set no wider than is good to read, without spaces that would pad each line to the full width."""
+    """Print at a readable width, without the spaces that would pad each line to full width."""
     options = console.options.update(width=min(console.width, MAX_WIDTH))
     lines = console.render_lines(renderable, options, pad=False)
     while lines and not "".join(segment.text for segment in lines[0]).strip():
@@ -273,7 +274,7 @@ def _print(console: Console, renderable) -> None:
 
 
 def _stripped(line: list[Segment]) -> list[Segment]:
-    """Without the white space at its end."""
+    """Return the line without trailing white space."""
     kept = list(line)
     while kept and not kept[-1].text.rstrip():
         kept.pop()

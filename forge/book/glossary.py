@@ -42,7 +42,7 @@ def _term(match: re.Match[str]) -> Term:
 
 
 def find_term(name: str, glossary: Sequence[Term]) -> Term:
-    """The entry of which `name` is one, in any case, in the singular or the plural, with any numbers in a symbol.
+    """Return the entry that has `name` among its names: in any case, singular or plural, with any number in a symbol.
 
     Raises `UsageError` with the nearest names if there is none.
     """

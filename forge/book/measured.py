@@ -39,7 +39,7 @@ _PLACEHOLDER = re.compile(r"\{\{(?P<expression>.+?)(?::(?P<format>[^:{}\[\]\"']+
 
 
 class Unmeasured(Exception):
-    """An expression asks for what no run has measured, or not in a way that it can be worked out."""
+    """An expression refers to something that no run has measured, or cannot be computed."""
 
 
 Path = tuple[str | int, ...]
@@ -48,7 +48,7 @@ Touch = Callable[[Path, Any], Any]
 
 
 class Facts:
-    """A JSON object whose entries are read as attributes, objects inside it too."""
+    """A JSON object whose entries are attributes, in nested objects too."""
 
     def __init__(self, entries: Mapping[str, Any], path: Path = (), touch: Touch | None = None):
         self._entries, self._path, self._touch = entries, path, touch
@@ -61,7 +61,7 @@ class Facts:
 
 
 def evaluate(expression: str, measured: Mapping[str, Any], touch: Touch | None = None) -> Any:
-    """The value of `expression`; `measured` has the facts of each run by its name.
+    """Evaluate `expression`; `measured` maps each run's name to its facts.
 
     Raises `Unmeasured` for a run that has not happened, a figure that it does not have, or one that this run is too
     short to have; `SyntaxError` for what is no expression (`check_expression`).
@@ -74,7 +74,7 @@ def evaluate(expression: str, measured: Mapping[str, Any], touch: Touch | None =
 
 
 def check_expression(expression: str) -> ast.Expression:
-    """Its syntax tree. Raises `SyntaxError` unless it consists of comparisons, arithmetic and `FUNCTIONS` alone."""
+    """Parse an expression. Raises `SyntaxError` unless it consists of comparisons, arithmetic and `FUNCTIONS` alone."""
     tree = ast.parse(expression.strip(), mode="eval")
     for node in ast.walk(tree):
         is_called = isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS)
@@ -90,14 +90,14 @@ def _compiled(expression: str) -> CodeType:
 
 
 def names_in(expression: str) -> set[str]:
-    """The names that `expression` asks for, functions and its own variables excluded."""
+    """Return the names that `expression` refers to, except functions and its own variables."""
     names = [node for node in ast.walk(check_expression(expression)) if isinstance(node, ast.Name)]
     bound = {name.id for name in names if isinstance(name.ctx, ast.Store)}
     return {name.id for name in names} - bound - set(FUNCTIONS)
 
 
 def fill(text: str, measured: Mapping[str, Any], touch: Touch | None = None) -> str:
-    """`text` with every `{{expression:format}}` worked out; `–` where that cannot be done."""
+    """Replace every `{{expression:format}}` in `text` by its value, or by `–` if it has none."""
 
     def figure(match: re.Match) -> str:
         try:
@@ -114,7 +114,7 @@ def expressions_in(text: str) -> list[str]:
 
 
 def formatted(value: Any, form: str | None) -> str:
-    """`value` as `form` says (`forge.views.formatting`)."""
+    """Format `value` as `form` says (`forge.views.formatting`)."""
     try:
         return formatting.formatted(value, form or "")
     except (TypeError, ValueError) as error:

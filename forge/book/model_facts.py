@@ -7,7 +7,7 @@ from forge.model.catalog import DEFAULT_MODEL, is_hash_model, model_name, resolv
 
 
 def model_facts(name: str = DEFAULT_MODEL, kv_dtype: str | None = None) -> dict[str, Any]:
-    """Reads the header of the model's file. Raises what `resolve_model` and `open_weights` raise."""
+    """Read the header of the model's file. Raises what `resolve_model` and `open_weights` raise."""
     if is_hash_model(name):
         from forge.tokenizer.byte_tokenizer import VOCAB_SIZE
 

@@ -1,4 +1,4 @@
-"""How much of the processors other programs took while an experiment ran.
+"""The processor time that other programs took while an experiment ran.
 
 Linux counts the time of all programs in `/proc/stat`; what this process and its children took is subtracted. Where
 there is no such file the load average of the minute before counts.
@@ -17,7 +17,7 @@ SHORTEST_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class OtherLoad:
-    """What other programs took, in processors."""
+    """Processor time of other programs, in processors."""
 
     processors: float
     of: int
@@ -35,7 +35,7 @@ class OtherLoad:
 
 
 class LoadMeter:
-    """Measures from its creation on."""
+    """Measures other programs' processor time from its creation on."""
 
     def __init__(self, statistics: Path = Path("/proc/stat")):
         self._statistics = statistics
@@ -53,7 +53,7 @@ class LoadMeter:
         return OtherLoad(max(0.0, other_seconds / seconds), of)
 
     def _busy_seconds(self) -> float | None:
-        """Of all processors and programs, since the system started."""
+        """Return the busy seconds of all processors since the system started."""
         try:
             name, user, nice, system, _idle, _iowait, interrupts, soft, stolen, *_ = (
                 self._statistics.read_text().splitlines()[0].split()

@@ -44,8 +44,8 @@ class Rendered:
 
 
 def render_outcomes(chapter: Chapter, measured: Mapping[str, Any]) -> list[Rendered]:
-    """`measured`: the facts of a real run, from which the search starts; a second search gives every option
-    that a condition asks for."""
+    """Render every outcome. `measured`: the facts of a real run, from which the search starts; a second search assumes
+    that the reader gave every option that a condition asks for."""
     rendered_blocks = [rendered for block in chapter.blocks for rendered in _rendered(block, measured)]
     if all(rendered.text is not None for rendered in rendered_blocks):
         return rendered_blocks
@@ -130,7 +130,7 @@ def _untouched(path: Path, value: Any) -> Any:
 
 
 def _search(holds: Callable[[Touch], bool], expressions: Sequence[str], measured: Mapping[str, Any]) -> Touch | None:
-    """Values in place of some that the expressions read, so that `holds`; None where none are found."""
+    """Vary the values that the expressions read until `holds` is true; None if no variation is found."""
     if holds(_untouched):
         return _untouched
     leaves = _leaves(expressions, measured)
@@ -150,7 +150,7 @@ def _search(holds: Callable[[Touch], bool], expressions: Sequence[str], measured
 
 
 def _leaves(expressions: Sequence[str], measured: Mapping[str, Any]) -> dict[Path, Any]:
-    """The single values that the expressions read, by where they lie."""
+    """Return the single values that the expressions read, by their paths."""
     read: dict[Path, Any] = {}
 
     def note(path: Path, value: Any) -> Any:
@@ -166,7 +166,8 @@ def _leaves(expressions: Sequence[str], measured: Mapping[str, Any]) -> dict[Pat
 
 
 def _parts(expression: str) -> list[str]:
-    """The expression, and what in it need not have been evaluated: operands of `and` and `or`, all of a generator."""
+    """Return the expression and those parts of it that evaluation may skip: operands of `and` and `or`, all of a
+    generator."""
     parts = [expression]
     for node in ast.walk(check_expression(expression)):
         if isinstance(node, ast.BoolOp):
@@ -179,7 +180,7 @@ def _parts(expression: str) -> list[str]:
 def _varied(
     leaves: Mapping[Path, Any], constants: Sequence[Any], draw: random.Random, spread: float
 ) -> dict[Path, Any]:
-    """Other values for some of the leaves: each scaled by a factor of its own, or all by the same."""
+    """Replace some leaves by other values, scaled each by its own factor or all by the same."""
     chance = draw.choice((0.2, 0.5, 1.0))
     together = 10 ** draw.uniform(-spread, spread)
     at_once = draw.random() < 0.3
@@ -194,7 +195,7 @@ def _varied(
 
 
 def _other(value: Any, factor: float, constants: Sequence[Any], values: Sequence[Any], draw: random.Random) -> Any:
-    """Another value of the same type."""
+    """Return another value of the same type."""
     if isinstance(value, bool):
         return draw.random() < 0.5
     if value is None:

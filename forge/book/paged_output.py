@@ -1,4 +1,4 @@
-"""The output of a command in a chapter, a screen at a time: after each screen it waits for a key.
+"""Shows a command's output in a chapter a screen at a time, and waits for a key after each.
 
 It stands in place of standard output, so that streamed text, colours and live views stay as they are. A view that moves
 the cursor draws over itself and is not counted.
@@ -22,14 +22,14 @@ MORE = "-- any key: more   q: no more --"
 
 
 class EnoughRead(KeyboardInterrupt):
-    """The reader wants to see no more of a command's output: it ends as with Ctrl-C."""
+    """Raised when the reader quits a command's output; the command ends as with Ctrl-C."""
 
 
 class PagedOutput:
-    """A text file that waits after `height` lines of `width` columns. Everything else is the file's below it."""
+    """A text file that waits after `height` lines of `width` columns, and otherwise behaves as the file below it."""
 
     def __init__(self, file: IO[str], height: int, width: int, goes_on: Callable[[], bool]):
-        """goes_on: waits for the reader; false if they want no more, which is raised as `EnoughRead`."""
+        """goes_on: waits for the reader and returns false if they quit, which raises `EnoughRead`."""
         self._file, self._height, self._width, self._goes_on = file, max(2, height), max(1, width), goes_on
         self._lines = self._column = 0
 

@@ -74,7 +74,7 @@ class Pager:
         self._redraws = can_redraw(console)
 
     def read(self, page: int = 0) -> int:
-        """Show pages from `page` on until the reader has had enough. Returns the exit status."""
+        """Show pages from `page` on until the reader quits. Returns the exit status."""
         self._page = min(page, len(self._steps) - 1)
         with open_keys(self._console) as keys:
             while True:
@@ -119,12 +119,12 @@ class Pager:
 
     @property
     def _identity(self) -> str:
-        """Of the chapter's text and the version of forge."""
+        """A digest of the chapter's text and the version of forge."""
         return f"{__version__} {hashlib.sha256(self._entry.path.read_bytes()).hexdigest()[:16]}"
 
     def resume(self) -> None:
-        """Take over what the runs of the session before found, if it was of this chapter as it is now, with the options
-        that the reader gives now, if any."""
+        """Take over the results of the previous session, if it was of this text and this version, with the options that
+        the reader gives now or none."""
         saved = self._progress.session
         typed = {run.command: command for run, command in self._session.commands.items()}
         is_same = self._progress.last == self._entry.command and saved.get("of") == self._identity
@@ -142,7 +142,7 @@ class Pager:
         return [run for run in runs if not self._session.leaves_out(run)]
 
     def _catch_up(self, keys: Keys) -> None:
-        """Run what this page or one before it needs and has not been run."""
+        """Run every experiment that this page needs and that has not run."""
         for run in self._session.unperformed(self._steps[: self._page + 1]):
             self._perform(keys, run)
 
@@ -158,7 +158,7 @@ class Pager:
     # Showing
 
     def _screens(self) -> list[list[str]]:
-        """The page's lines, as many to a screen as fit."""
+        """Split the page's lines into screens."""
         if not self._redraws:
             return [lines_of(self._console, lambda console: draw_step(console, self._step, self._session))]
         height = max(LEAST, self._console.height - AROUND)
@@ -188,7 +188,7 @@ class Pager:
         self._console.print(last_line, end="" if self._redraws else "\n")
 
     def _leave_line(self) -> None:
-        """Go on below the last line of a page, at whose end the cursor stands."""
+        """Move from the end of a page's last line to the line below."""
         if self._redraws:
             self._console.print()
 
@@ -204,7 +204,7 @@ class Pager:
             self._console.print()
 
     def _prompt(self) -> Text:
-        """The last line of a page that asks."""
+        """Return the last line of a page that asks, with the answer typed so far."""
         before = Text.assemble(("[n]", ACCENT), ("o answer  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
         if self._typed:
             before = Text.assemble(("[Enter]", ACCENT), (" answers  ", QUIET))
@@ -228,11 +228,11 @@ class Pager:
     # Going on
 
     def _asks(self) -> bool:
-        """Whether the page ends with a question that has not been answered."""
+        """True if the page ends with an unanswered question."""
         return isinstance(self._step[-1], Predict) and self._step[-1] not in self._session.guesses
 
     def _go_on(self, keys: Keys, num_screens: int) -> bool:
-        """Do what the reader asks for; False if that is to stop."""
+        """Obey the reader's key. Returns False to stop."""
         key = keys.read_key() if keys.single or not self._asks() else self._read_answer()
         if self._asks() and self._screen == num_screens - 1 and self._types(key):
             return True
@@ -266,7 +266,7 @@ class Pager:
             self._screen = len(self._screens()) - 1
 
     def _read_answer(self) -> str:
-        """Where keys come as lines: the key that stands for the line, or `enter` after an answer was taken down."""
+        """Read a line where single keys cannot be read: return its key, or `enter` after an answer was noted."""
         line = read_line("")
         if line is None:
             return EOF
@@ -276,8 +276,8 @@ class Pager:
         return "enter"
 
     def _types(self, key: str) -> bool:
-        """Take `key` as part of the answer to the page's question, if it is: a digit begins one, Enter ends it. A key
-        that would go on without an answer is asked back once."""
+        """Take `key` as part of the answer to the page's question if it can be: a digit begins one, Enter ends it. A
+        key that would go on without an answer is asked back once."""
         predict = self._step[-1]
         assert isinstance(predict, Predict), "only a page that asks takes an answer"
         passes, self._passed, self._objection = self._passed, False, ""
@@ -298,7 +298,7 @@ class Pager:
         return True
 
     def _answer(self, predict: Predict) -> None:
-        """Note down what was typed as the guess and go on; say what it should be where it is none."""
+        """Note the typed answer as the guess and go on; if it is not valid, say what would be."""
         try:
             self._session.guesses[predict] = parse_guess(predict, self._typed)
             self._page, self._screen = min(self._page + 1, len(self._steps) - 1), 0
@@ -307,7 +307,7 @@ class Pager:
         self._typed = ""
 
     def _again(self, keys: Keys, run: Run) -> None:
-        """Run the page's experiment with options that the reader chooses."""
+        """Run the page's experiment again with options that the reader types."""
         before = self._session.command(run)
         self._leave_line()
         try:
@@ -327,7 +327,7 @@ class Pager:
         self._screen = 0
 
     def _shell_line(self, keys: Keys) -> None:
-        """Run a command of the reader's, as their shell would; `?TERM` looks a term up."""
+        """Run a command of the reader's as their shell would; `?TERM` looks up a term."""
         self._leave_line()
         with keys.paused():
             try:
@@ -343,7 +343,7 @@ class Pager:
             keys.read_key()
 
     def _help(self, keys: Keys) -> None:
-        """Every key and what it does, until the next one."""
+        """Show every key and what it does, until the next key."""
         self._clear()
         self._draw_title()
         width = max(len(name) for name, _ in _KEYS) + 2
@@ -358,13 +358,13 @@ class Pager:
 
 
 def _glossary_line(line: str) -> str | None:
-    """`glossary TERM` for `?TERM`, with or without forge before it."""
+    """Translate `?TERM` or `forge ?TERM` into `glossary TERM`."""
     match = re.match(r"^\s*(?:forge\s+)?\?\s*(.*\S)\s*$", line)
     return None if match is None else shlex.join(["glossary", match[1]])
 
 
 def split_paragraphs(lines: Sequence[str]) -> list[list[str]]:
-    """`lines` cut where they are empty, but for the empty line below a heading."""
+    """Split `lines` at empty lines, except the one below a heading."""
     paragraphs: list[list[str]] = [[]]
     for line in lines:
         if not _is_empty(line):
@@ -378,7 +378,8 @@ def split_paragraphs(lines: Sequence[str]) -> list[list[str]]:
 
 
 def on_screens(paragraphs: Sequence[Sequence[str]], most: int) -> list[list[str]]:
-    """Screens of at most `most` lines with an empty one between paragraphs; a paragraph is cut only if it is higher."""
+    """Fill screens of at most `most` lines with paragraphs, and split a paragraph only if it is higher than a
+    screen."""
     screens: list[list[str]] = [[]]
     for paragraph in paragraphs:
         used = len(screens[-1]) + 1 if screens[-1] else 0
@@ -397,7 +398,7 @@ def on_screens(paragraphs: Sequence[Sequence[str]], most: int) -> list[list[str]
 
 
 def _is_rule(line: str) -> bool:
-    """The line below a heading."""
+    """True for the line below a heading."""
     plain = _ESCAPES.sub("", line).strip()
     return bool(plain) and set(plain) == {"─"}
 

@@ -17,7 +17,7 @@ from forge.views.json_output import to_json
 
 @dataclass
 class Progress:
-    """Chapters by their command."""
+    """A reader's progress; chapters are named by their command."""
 
     pages: dict[str, int] = field(default_factory=dict)
     """The page on which a chapter was left, counted from 0."""
@@ -30,7 +30,8 @@ class Progress:
     """Of the last chapter, if it was left in the middle: `Session.saved`, and what identifies its text."""
 
     def reach(self, command: str, page: int, num_pages: int) -> None:
-        """The reader is on a page. The last one finishes the chapter, which begins anew when it is opened again."""
+        """Note that the reader is on this page. The last page finishes the chapter, which then begins anew when it is
+        opened."""
         self.last = command
         if page >= num_pages - 1:
             self.finished.add(command)

@@ -24,7 +24,7 @@ class Question:
 
     @property
     def key(self) -> str:
-        """How it is noted down."""
+        """The question's key in the file."""
         return f"{self.entry.command}: {self.predict.question}"
 
     @property
@@ -42,7 +42,7 @@ def questions(entries: tuple[Entry, ...]) -> list[Question]:
 
 
 def note_answers(progress: Progress, entry: Entry, guesses: Mapping[Predict, Guess], today: date) -> None:
-    """Note which of a chapter's questions were answered wrong. One that is due already stays due."""
+    """Note which of a chapter's questions were answered wrong. A question that is already due stays due."""
     for question in questions((entry,)):
         guess = guesses.get(question.predict)
         if guess is not None and guess.value != question.right:
@@ -50,15 +50,15 @@ def note_answers(progress: Progress, entry: Entry, guesses: Mapping[Predict, Gue
 
 
 def due(progress: Progress, entries: tuple[Entry, ...], today: date) -> Iterator[Question]:
-    """The questions to be asked today."""
+    """Return the questions to ask today."""
     for question in questions(entries):
         if progress.review.get(question.key, "9") <= today.isoformat():
             yield question
 
 
 def settle(progress: Progress, question: Question, guess: Guess, today: date) -> bool:
-    """Take an answer in a review: right, and the question is done; wrong, and it is asked again tomorrow. Returns
-    whether it was right."""
+    """Take an answer in a review: a right one removes the question, a wrong one asks it again tomorrow. Returns whether
+    it was right."""
     is_right = guess.value == question.right
     if is_right:
         progress.review.pop(question.key, None)

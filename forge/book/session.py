@@ -51,7 +51,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim held against what was measured."""
+    """A claim and whether the measurement confirms it."""
 
     claim: Claim
     holds: bool | None
@@ -83,32 +83,33 @@ class Session:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """The facts of each named run that has happened, and `GIVEN`, which are there in any case."""
+        """The facts of each named run that has happened, and the names of `GIVEN`, which always exist."""
         named = {run.name: report.facts for run, report in self.reports.items() if run.name}
         return {"machine": {"busy": self.machine_was_busy}, "model": self.model, "given": list(self.given)} | named
 
     @property
     def machine_was_busy(self) -> bool:
-        """Whether other programs disturbed one of the runs so far."""
+        """True if other programs disturbed one of the runs so far."""
         return any(load.is_busy for load in self.loads.values())
 
     def command(self, run: Run) -> str:
         return self.commands.get(run, run.command)
 
     def perform(self, run: Run) -> Report:
-        """Run it, again if need be. Raises whatever the command raises, with what was measured before still there."""
+        """Run the experiment, again if it has run. Raises whatever the command raises, and then keeps the earlier
+        result."""
         meter = LoadMeter()
         report = self.run_command(self.command(run))
         self.reports[run], self.loads[run] = report, meter.read()
         return report
 
     def unperformed(self, steps: Sequence[Step]) -> list[Run]:
-        """The runs of `steps` that have not happened and are not left out."""
+        """Return the runs of `steps` that have not happened and are not left out."""
         runs = [block for step in steps for block in step if isinstance(block, Run)]
         return [run for run in runs if run not in self.reports and not self.leaves_out(run)]
 
     def leaves_out(self, block: Block) -> bool:
-        """Whether the block is a run whose condition does not hold, or depends on one."""
+        """True if the block is a run whose condition does not hold, or depends on one."""
         if isinstance(block, Run):
             return bool(block.condition) and not evaluate(block.condition, self.measured)
         left_out = {run.name for run in self.chapter.runs() if self.leaves_out(run)}
@@ -116,7 +117,7 @@ class Session:
         return bool(left_out) and bool(names_of(predict) & left_out)
 
     def steps(self) -> tuple[Step, ...]:
-        """The chapter's steps without the blocks that are left out; of a run that is, its place stays."""
+        """Return the chapter's steps without the blocks that are left out; a run that is left out keeps its place."""
         kept = (
             tuple(block for block in step if isinstance(block, Run) or not self.leaves_out(block))
             for step in self.chapter.steps()
@@ -140,15 +141,15 @@ class Session:
         return judged
 
     def right_choice(self, predict: Predict) -> int | None:
-        """The index of the choice that turned out right; None where nothing tells."""
+        """Return the index of the right choice; None if nothing was measured that decides."""
         return right_choice(predict, self.measured)
 
     def answer(self, predict: Predict) -> float | None:
-        """The number that turned out right; None where nothing tells."""
+        """Return the right number; None if nothing was measured that decides."""
         return right_answer(predict, self.measured)
 
     def is_right(self, predict: Predict) -> bool | None:
-        """Whether the guess was right, or close; None without a guess or an answer."""
+        """True if the guess was right or close; None without a guess or an answer."""
         guess = self.guesses.get(predict)
         actual = self.right_choice(predict) if predict.choices else self.answer(predict)
         if guess is None or actual is None:
@@ -156,12 +157,12 @@ class Session:
         return guess.value == actual if predict.choices else is_close(float(guess.value), actual)
 
     def score(self) -> tuple[int, int]:
-        """(Guesses that were right or close, guesses whose answer is known)."""
+        """Count (guesses that were right or close, guesses whose answer is known)."""
         judged = [self.is_right(predict) for predict in self.guesses]
         return judged.count(True), sum(verdict is not None for verdict in judged)
 
     def saved(self) -> dict[str, Any]:
-        """What `restore` needs to go on without running anything again; plain data."""
+        """Return, as plain data, what `restore` needs to go on without running anything again."""
         return {
             "model": self.model,
             "given": list(self.given),
@@ -202,7 +203,7 @@ class Session:
                 self.guesses[block] = parse_guess(block, saved["guesses"][block.question])
 
     def verdict(self, predict: Predict) -> str | None:
-        """What the reader said, what the answer is, and how close that was; None where this run does not tell."""
+        """Say what the reader guessed, the answer, and how close that was; None if this run does not decide."""
         return self._choice_verdict(predict) if predict.choices else self._number_verdict(predict)
 
     def _choice_verdict(self, predict: Predict) -> str | None:
@@ -228,11 +229,11 @@ class Session:
         return f"You said {guess.text}. It is {answer}: your guess was {nearness}."
 
     def explanation(self, predict: Predict) -> str:
-        """What is said after the verdict, as this run turned out; empty where it does not tell."""
+        """Return the text that follows the verdict for this run; empty if it does not decide."""
         return explanation(predict, self.measured)
 
     def finding(self, finding: Finding) -> str | None:
-        """The sentences that this run bears out; None where it does not tell."""
+        """Return the sentences that this run confirms; None if it does not decide."""
         measured = self.measured
         outcome = chosen(finding.outcomes, measured)
         return None if outcome is None else fill(outcome.text, measured)
@@ -246,7 +247,7 @@ def _print_lines(lines: Sequence[str], console: Console) -> None:
 
 
 def chosen(outcomes: Sequence[Outcome], measured: Mapping[str, Any], touch: Touch | None = None) -> Outcome | None:
-    """The first outcome whose condition holds; None where nothing tells."""
+    """Return the first outcome whose condition holds; None if nothing was measured that decides."""
     for outcome in outcomes:
         try:
             if outcome.condition is None or evaluate(outcome.condition, measured, touch):
@@ -277,7 +278,7 @@ def right_answer(predict: Predict, measured: Mapping[str, Any], touch: Touch | N
 
 
 def explanation(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> str:
-    """The chosen outcome's text, that of the right choice, and what is true of every run."""
+    """Join the chosen outcome's text, the right choice's text, and the text that holds for every run."""
     texts = []
     if predict.choices:
         right = right_choice(predict, measured, touch)
@@ -296,12 +297,12 @@ def explanation(predict: Predict, measured: Mapping[str, Any], touch: Touch | No
 
 
 def choice_name(index: int) -> str:
-    """What a choice is called: 1, 2, 3, …"""
+    """Return a choice's name: 1, 2, 3, …"""
     return str(index + 1)
 
 
 def parse_guess(predict: Predict, text: str) -> Guess:
-    """What a reader's answer means. Raises `UsageError`, saying what would do, if it means nothing."""
+    """Parse a reader's answer. Raises `UsageError`, which says what is valid, if it is not."""
     text = text.strip()
     if predict.choices:
         names = [choice_name(index) for index in range(len(predict.choices))]
@@ -323,14 +324,14 @@ def parse_guess(predict: Predict, text: str) -> Guess:
 
 
 def is_close(guess: float, actual: float) -> bool:
-    """Off by no more than the factor `CLOSE`."""
+    """True if the guess is off by no more than the factor `CLOSE`."""
     if guess <= 0 or actual <= 0:
         return guess == actual
     return max(guess / actual, actual / guess) <= CLOSE
 
 
 def closeness(guess: float, actual: float) -> str:
-    """In words, how far off a guess is."""
+    """Say in words how far off a guess is."""
     if guess == actual:
         return "exact"
     side = "low" if guess < actual else "high"

@@ -19,12 +19,12 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class SourceError(ForgeError):
-    """A chapter asks for source that is not there (any more)."""
+    """A chapter refers to source that does not exist (any more)."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Lines of a definition: from the next that contains `start` to the next that contains `stop`."""
+    """Lines of a definition: from the next line that contains `start` to the next that contains `stop`."""
 
     start: str | None = None
     stop: str | None = None
@@ -50,7 +50,7 @@ class Excerpt:
     """Indices of the lines that stand for others: `… the checks`."""
 
     def shortened(self, most: int) -> "Excerpt":
-        """About `most` lines of it: the first, those that matter and those around them, with elisions for the rest."""
+        """Keep about `most` lines: the first, the highlighted ones and those around them. Elisions replace the rest."""
         matter = {0, *self.lit, *self.elided}
         by_distance = sorted(
             range(len(self.lines)), key=lambda index: min(abs(index - kept_index) for kept_index in matter)
@@ -67,7 +67,7 @@ class Excerpt:
 
 
 class _Shown:
-    """Lines of an excerpt in the making."""
+    """An excerpt under construction."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -80,7 +80,7 @@ class _Shown:
         self.lines.append(line)
 
     def elide(self, lines: Sequence[str], words: str = "") -> None:
-        """One line that stands for `lines`: `… the checks`, or how many they are."""
+        """Replace `lines` by one line: `… the checks`, or their number."""
         written = [line for line in lines if line.strip()]
         if written:
             indent = " " * (len(written[0]) - len(written[0].lstrip()))
@@ -88,7 +88,7 @@ class _Shown:
 
 
 def excerpt(dotted: str, light: Sequence[str] = (), spans: Sequence[Span] = (Span(),), omitted: str = "") -> Excerpt:
-    """The definition that `dotted` names, or `spans` of it; of a docstring its first paragraph.
+    """Return the definition that `dotted` names, or `spans` of it, with the first paragraph of its docstring.
 
     omitted: in a few words, what is left out after the last span. Raises `SourceError` if there is no such definition,
     or one of the patterns is in no line of it.
@@ -126,7 +126,7 @@ def excerpt(dotted: str, light: Sequence[str] = (), spans: Sequence[Span] = (Spa
 
 
 def _details(node: _Definition, lines: Sequence[str], first: int) -> range:
-    """Where the docstring's second paragraph and all after it stand, its closing marks left out."""
+    """Return the range of the docstring's lines from its second paragraph on, without its closing quotes."""
     begin = node.body[0]
     if ast.get_docstring(node) is None or begin.end_lineno is None:
         return range(0)
@@ -136,7 +136,7 @@ def _details(node: _Definition, lines: Sequence[str], first: int) -> range:
 
 
 def _locate(dotted: str) -> tuple[Path, list[str]]:
-    """The file of the longest module in `dotted`, and what is left of the name."""
+    """Split `dotted` into the file of its longest module and the rest of the name."""
     package, *parts = dotted.split(".")
     if package != PACKAGE.name:
         raise SourceError(f"{dotted}: only source of the package {PACKAGE.name} can be shown")
@@ -148,7 +148,7 @@ def _locate(dotted: str) -> tuple[Path, list[str]]:
 
 
 def _definition(tree: ast.Module, qualified: Sequence[str], dotted: str) -> _Definition:
-    """`qualified` has at least one name (`_locate`)."""
+    """Find a definition by its qualified name, which has at least one part (`_locate`)."""
     body = tree.body
     for name in qualified:
         inside = [child for child in body if isinstance(child, _Definition) and child.name == name]

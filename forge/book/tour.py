@@ -1,4 +1,4 @@
-"""A poster of one request: from HTTP through both processes to a token, and back. `forge tour` draws it.
+"""Follows one request from HTTP through both processes to a token, and back. `forge tour` draws it.
 
 A real server answers a real request. What a station says comes from the records of its steps and from what the client
 saw; each station names the function that does the work there, found in its source as it is now.
@@ -41,7 +41,7 @@ _WIDTH = 96
 
 @dataclass(frozen=True)
 class Station:
-    """A place that the request comes through."""
+    """A place that the request passes."""
 
     process: str
     title: str
@@ -123,7 +123,7 @@ def _visit(url: str, prompt: str, max_tokens: int, model: str, steps_of: StepsOf
 
 
 def _stream(url: str, body: dict[str, Any]) -> tuple[float, tuple[tuple[float, bytes], ...]]:
-    """When the request was sent, and each line of data of the answer with its time."""
+    """Stream one request. Returns when it was sent, and each line of data with its time."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=PATIENCE_SECONDS)
     try:
@@ -154,7 +154,7 @@ def _ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def tour_of(visit: Visit) -> Tour:
-    """The stations, with what this request did at each."""
+    """Return the stations, with what this request did at each."""
     texts = [(moment, line) for moment, line in visit.events if line.startswith(b"data: {")]
     return Tour(
         visit.model,
@@ -166,7 +166,7 @@ def tour_of(visit: Visit) -> Tour:
 
 
 def _stations(visit: Visit) -> Iterator[Station]:
-    """In the order in which the request comes through them."""
+    """Yield the stations in the order in which the request passes them."""
     first, last = visit.records[0], visit.records[-1]
     seq_id = first.items[0].seq_id
     later = visit.records[1:]

@@ -10,7 +10,7 @@ from forge.exercises.cost import Measured
 
 
 def compare_costs(entry: Entry, path: Path) -> list[Measured] | None:
-    """The benchmark, in a process of its own; None if the reader's code did not end it."""
+    """Run the benchmark in a process of its own. None if the reader's code did not end it."""
     ended = session.in_child("cost", entry, path)
     if ended.result is None:
         return None
@@ -21,7 +21,7 @@ def compare_costs(entry: Entry, path: Path) -> list[Measured] | None:
 
 
 def source_of(path: Path, functions: Sequence[str]) -> str:
-    """The reader's functions as they stand in the file, without docstrings."""
+    """Return the source of the reader's functions, without docstrings."""
     text = path.read_text(encoding="utf-8")
     lines, shown = text.splitlines(), []
     for node in ast.parse(text).body:

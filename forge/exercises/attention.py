@@ -60,7 +60,7 @@ class AttentionTrial(Trial):
         self._same(rule, output, expected)
 
     def rows(self, rule: str, heads: int, kv_heads: int, positions: list[int], further: int = 2) -> None:
-        """further: how many positions have keys behind the last row's own."""
+        """Check rows at these positions. further: number of keys behind the last position."""
         del self.calls[self.setup :]
         n, dim = max(positions) + 1 + further, 8
         q, keys, values = (
@@ -99,7 +99,7 @@ class AttentionTrial(Trial):
 
 
 def _all_rows(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: list[int]) -> np.ndarray:
-    """The reference's result where each row sees so many positions."""
+    """Compute the reference's attention, row r over the first `seen[r]` positions."""
     return np.array([_attend(row, keys[:number], values[:number]) for row, number in zip(q, seen, strict=True)])
 
 

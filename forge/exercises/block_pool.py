@@ -1,4 +1,4 @@
-"""Exercise 4: a block pool. Random operations on it, held against the tables; then a paged cache on it."""
+"""Exercise 4: a block pool. The check runs random operations on it beside block tables, then a paged cache on it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +23,7 @@ _KINDS = {"allocate": 6, "share": 3, "release": 5, "misuse": 1, "recount": 1}
 
 
 class PoolBase(BlockPool):
-    """What exercise 4 gives: the pool's check of itself, and what exercise 6 needs of it."""
+    """Given with exercise 4: the pool's invariant check, and what exercise 6 calls on a pool."""
 
     def allocate(self, number: int) -> tuple[int, ...]:
         raise NotImplementedError("allocate")
@@ -144,7 +144,7 @@ class PoolTrial(Trial):
         return f"{gone} of {len(free)} free blocks are gone" if gone > 0 else f"the free list is {self.pool.free}"
 
     def _share(self, which: int, count: int, word: int) -> None:
-        """A fork: another table has the same blocks."""
+        """Fork a table: a second table holds the same blocks."""
         if len(self.tables) < 4:
             table = self.tables[which % len(self.tables)]
             for block in table:
@@ -153,7 +153,7 @@ class PoolTrial(Trial):
             self.tables.append(table)
 
     def _release(self, which: int, count: int, word: int) -> None:
-        """A sequence ends: its blocks go back, the last one first."""
+        """End a sequence: its blocks return to the pool, the last one first."""
         place = which % len(self.tables)
         while table := self.tables[place]:
             *rest, block = table
@@ -261,7 +261,7 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
 
 
 def _drive(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> tuple[list[RequestOutput], list[StepRecord]]:
-    """A run that an exception interrupts: the engine then counts all references again from the tables."""
+    """Run requests that an exception interrupts, so that the engine recounts all references from the tables."""
     run, model = llm.start(list(prompts), params), llm.engine.model
     steps = iter(run)
     records = [next(steps) for _ in range(6)]

@@ -37,10 +37,10 @@ Words = Sequence[tuple[str, str]]
 
 
 class CacheTrial(Trial):
-    """One cache, one oracle, and the calls so far."""
+    """Runs a reader's cache beside an oracle and records the calls."""
 
     def __init__(self, piece: ModuleType, line: str, new_cache: Callable[[], KvCache], num_blocks: int, words: Words):
-        """line: how the cache is made, in Python."""
+        """line: Python that creates the cache."""
         super().__init__(piece, line)
         self.words = words
         self.state: BlockMap | None = None
@@ -60,7 +60,7 @@ class CacheTrial(Trial):
             raise self.mistake_of(error) from None
 
     def named(self, error: BaseException, line: str | None = None) -> Mistake:
-        """The mistake, under the rule of the exercise that the words belong to."""
+        """Translate a conformance failure into the exercise's own rule and message."""
         message = str(error)
         rule = next((rule for pattern, rule in self.words if re.search(pattern, message)), "conforms")
         if message == "blocks_needed was wrong":
@@ -74,7 +74,7 @@ class CacheTrial(Trial):
         return super().broken(rule, finding, line)
 
     def record(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A call of the reader's code, from outside of it."""
+        """Make one call of the reader's code, write it down, and check what it returns or raises."""
         self.state, self.available = self.cache.block_map(), self.cache.num_available
         self.calls.append(f"cache.{name}({', '.join(map(_literal, arguments))})")
         copies = [copied(argument) for argument in arguments]
@@ -103,7 +103,7 @@ def _literal(value: Any) -> str:
 
 
 def _observed(cache: KvCache, trial: CacheTrial) -> KvCache:
-    """The same object, of a class that records its calls: the oracle asks what kind it is."""
+    """Give the cache a subclass of its class that records its calls; the oracle checks the kind of the cache."""
     kind = type(cache)
     depth = [0]
 

@@ -55,12 +55,12 @@ ENTRIES = (
 
 
 def available() -> tuple[Entry, ...]:
-    """The exercises that have a template."""
+    """List the exercises that have a template."""
     return tuple(entry for entry in ENTRIES if entry.template.is_file())
 
 
 def find_entry(name: str) -> Entry:
-    """The exercise of this number or name. Raises `UsageError` if there is none."""
+    """Return the exercise of this number or name. Raises `UsageError` if there is none."""
     for entry in available():
         if name.replace("-", "_") in (str(entry.number), f"{entry.number:02}", entry.name):
             return entry

@@ -62,7 +62,7 @@ def _run_part(piece: ModuleType, check: Any) -> None:
 
 
 def loaded(exercise: Exercise, path: Path) -> ModuleType:
-    """The file as a module. Raises `Mistake`."""
+    """Import the reader's file. Raises `Mistake` if the import fails."""
     where = str(path.resolve())
     try:
         with time_limit(_IMPORT_SECONDS):
@@ -78,7 +78,7 @@ def loaded(exercise: Exercise, path: Path) -> ModuleType:
 
 
 def _unforeseen(piece: ModuleType, error: BaseException) -> BaseException:
-    """What an exception of the check itself says of the reader's code, on which everything in it runs."""
+    """Translate an exception that the check itself raised because of what the reader's code returned."""
     trial = Trial(piece)
     if line_in(trial.path, error) or isinstance(error, Endless | SystemExit | MemoryError):
         return trial.mistake_of(error)

@@ -1,4 +1,4 @@
-"""Exercise 3: a contiguous KV cache. The conformance operations on it, then the engine."""
+"""Exercise 3: a contiguous KV cache. The check runs the conformance operations on it, then the engine."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,11 +21,11 @@ Run = _Run
 
 
 class ContiguousBase(BasicKvCache):
-    """What exercise 3 gives: everything of a `KvCache` that follows from the runs."""
+    """Given with exercise 3: every method of a `KvCache` that follows from the runs."""
 
     @property
     def runs(self) -> dict[int, _Run]:
-        """The run of each sequence, by its id."""
+        """Each sequence's run, by sequence id."""
         return self._sequences
 
     def free_run(self) -> range:

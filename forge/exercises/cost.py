@@ -1,4 +1,4 @@
-"""What the reader's piece costs beside the engine's own: the same work at three sizes, in turns."""
+"""The cost of the reader's part and of the engine's own: the same work at three sizes, in turns."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _ROUND_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Measured:
-    """One size: microseconds of each round."""
+    """One size: the microseconds of each round, for the reader's part and the engine's own."""
 
     size: str
     yours: tuple[float, ...]
@@ -24,19 +24,19 @@ class Measured:
 
     @property
     def ratio(self) -> float:
-        """How many times as long the reader's takes, by the medians."""
+        """Median time of the reader's part over that of the engine's own."""
         return median(self.yours) / median(self.reference)
 
     @property
     def is_noise(self) -> bool:
-        """Whether the middle halves of the two sides' rounds overlap: then the medians say nothing."""
+        """True if the middle halves of the two sides' rounds overlap, so that their medians cannot be compared."""
         yours, reference = sorted(self.yours), sorted(self.reference)
         quarter = len(yours) // 4
         return yours[quarter] <= reference[-1 - quarter] and reference[quarter] <= yours[-1 - quarter]
 
 
 def measure(entry: Entry, path: Path) -> list[Measured]:
-    """All sizes of an exercise's benchmark."""
+    """Time all sizes of an exercise's benchmark."""
     measured = []
     for cost in entry.exercise().costs(load(path)):
         sides = [(work, _repeats(work)) for work in (cost.yours, cost.reference)]

@@ -27,7 +27,7 @@ class EngineTrial(Trial):
         return f"running {running}   waiting {waiting}   free blocks {self.llm.engine.cache.num_available}"
 
     def run(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        """The tokens of each sample, with every rule of the scheduler looked at after each step."""
+        """Run the requests, check every rule of the scheduler after each step, and return each sample's tokens."""
         params = SamplingParams(**GREEDY, n=self.n)
         run = self.llm.start(prompts, params)
         self.calls.append(f"run = llm.start({prompts}, SamplingParams(**{GREEDY}, n={self.n}))".replace("'", '"'))
@@ -64,7 +64,7 @@ class EngineTrial(Trial):
 
 @cache
 def _alone(prompts: tuple[tuple[int, ...], ...], n: int) -> list[tuple[int, ...]]:
-    """The tokens of each sample without a cache, one request after another."""
+    """Generate each request alone and without a cache, and return its samples' tokens."""
     llm = LLM("hash", kv="off", max_num_seqs=1)
     outputs = llm.generate([list(prompt) for prompt in prompts], SamplingParams(**GREEDY, n=n))
     return [tuple(sample.token_ids) for output in outputs for sample in output.outputs]

@@ -31,7 +31,7 @@ BROKEN = (Exception, Endless, SystemExit)
 
 @dataclass(frozen=True)
 class Rule:
-    """One promise of an exercise."""
+    """One promise of an exercise, with the question that a reader gets when it is broken."""
 
     sentence: str
     question: str
@@ -65,7 +65,7 @@ UNIVERSAL = {
 
 @dataclass(frozen=True)
 class Part:
-    """Functions that are checked together, as soon as all of them are written."""
+    """A group of functions that is checked as soon as all of them are written."""
 
     functions: tuple[str, ...]
     """Names as in the file: `greedy`, `MyBlockPool.allocate`."""
@@ -113,7 +113,7 @@ class Exercise:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """What the template defines, in its order."""
+        """The functions that the template defines, in its order."""
         return tuple(dict.fromkeys(name for part in self.parts for name in part.functions))
 
     def rule(self, name: str) -> Rule:
@@ -138,27 +138,27 @@ class Mistake(Exception):
 
 
 class Trial:
-    """Calls of the reader's code, each written down as a line of Python that can be pasted."""
+    """Calls the reader's code and writes down each call as a line of Python that can be pasted."""
 
     def __init__(self, piece: ModuleType, *setup: str):
-        """setup: lines in front of the calls. Each line of the calls knows the reader's module as `piece`."""
+        """setup: lines that precede the calls. In each line `piece` is the reader's module."""
         self.path = str(piece.__file__)
         self.calls = [f'from forge.exercises import load; piece = load("{_shown(self.path)}")', *setup]
         self.before: Callable[[], str] = str
         """Draws the state before the last call."""
 
     def draw(self) -> str:
-        """The state, as the chapter's picture has it."""
+        """Draw the state in the form of the chapter's picture."""
         return ""
 
     def capture(self) -> Callable[[], str]:
-        """The state as it is now, to be drawn later if it is needed."""
+        """Capture the present state and return a function that draws it."""
         drawn = self._drawn()
         return lambda: drawn
 
     def call(self, line: str, function: Callable[..., Any], *arguments: Any, expect: tuple[type, ...] = ()) -> Any:
-        """What the function returns. Raises `Mistake` for any exception but those of `expect`, and for an argument that
-        the call has changed."""
+        """Call the function and return its result. Raises `Mistake` for any exception that is not in `expect`, and if
+        the call has changed an argument."""
         self.before = self.capture()
         self.calls.append(line)
         copies = [copied(argument) for argument in arguments]
@@ -202,7 +202,8 @@ class Trial:
     def require_growth(
         self, line: str, work: Callable[[int], Callable[[], object]], small: int, large: int, most: float
     ) -> None:
-        """The work on `large` takes at most `most` times as long as that on `small`, each the fastest of several.
+        """Require that the work on `large` takes at most `most` times as long as that on `small`; of several tries the
+        fastest counts.
 
         line: the work on `large` as Python. work: prepares it. By the processor's clock, which a busy machine does not
         change; `most` is several times what a right solution needs.
@@ -221,7 +222,7 @@ class Trial:
         self.calls.pop()
 
     def _fastest(self, prepared: Callable[[], object], size: int) -> float:
-        """Seconds of the fastest of several calls."""
+        """Return the seconds of the fastest of several calls."""
         best, spent, repeats = float("inf"), 0.0, 0
         while repeats < 2 or (spent < 0.03 and repeats < 40):
             started = time.thread_time()
@@ -247,7 +248,7 @@ class Trial:
 
 
 def _shown(path: str) -> str:
-    """From the working folder, where it lies below that."""
+    """Shorten a path to one relative to the working folder if it lies below that."""
     below = os.path.relpath(path)
     return path if below.startswith("..") else below
 
@@ -258,7 +259,7 @@ def _short(value: object) -> str:
 
 
 def copied(value: Any) -> Any:
-    """A copy of lists, arrays and plain dataclasses, however deep; anything else is itself."""
+    """Copy lists, arrays and plain dataclasses at any depth; return any other value itself."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -277,7 +278,7 @@ def _is_frozen(value: Any) -> bool:
 
 
 def same(value: Any, copy: Any) -> bool:
-    """Whether a value is what it was when `copied` was called."""
+    """True if a value still equals the copy that `copied` took."""
     if value is copy:
         return True
     if type(value) is not type(copy):
@@ -296,7 +297,7 @@ def same(value: Any, copy: Any) -> bool:
 
 
 def search(new: Callable[[], Any], weighted: Mapping[str, int], lists: int = 60) -> None:
-    """Raise the `Mistake` of the shortest list of random operations that is found; return if all lists go well."""
+    """Run random lists of operations. Raises the `Mistake` of the shortest list that fails."""
     for length in _LENGTHS:
         for seed in range(lists if length <= 16 else lists // 4):
             operations = random_operations(seed + 1000 * length, length, weighted)
@@ -310,7 +311,7 @@ def search(new: Callable[[], Any], weighted: Mapping[str, int], lists: int = 60)
 
 
 def _with_small_numbers(new: Callable[[], Any], error: Exception, operations: list[Operation]) -> Exception:
-    """The failure of the same list with the smallest counts that still fail."""
+    """Run the failing list with ever smaller counts and return the failure of the smallest that still fails."""
     for index, (kind, which, count, word) in enumerate(operations):
         for smaller in range(count):
             changed = [*operations[:index], (kind, which, smaller, word), *operations[index + 1 :]]
@@ -322,7 +323,7 @@ def _with_small_numbers(new: Callable[[], Any], error: Exception, operations: li
 
 
 def drawing(block_map: BlockMap) -> str:
-    """The pool and the tables as `--show blocks` draws them."""
+    """Draw the pool and the tables as `--show blocks` does."""
     from forge.views.block_map import SequenceNames, pool_lines, table_lines
 
     names = SequenceNames()

@@ -94,7 +94,7 @@ def complete(text: bytes) -> bool:
 
 
 class MaskTrial(Trial):
-    """Compares the reader's states and masks with all lists that there are."""
+    """Compares the reader's states and masks with those that follow from enumerating all lists."""
 
     def __init__(self, piece: ModuleType):
         super().__init__(piece)
@@ -102,7 +102,8 @@ class MaskTrial(Trial):
         self.setup = len(self.calls)
 
     def state(self, pieces: Sequence[bytes]) -> Any:
-        """The reader's state after these pieces, each of which has to be refused or not as it should."""
+        """Advance the reader's state by these pieces, and check after each that it is refused exactly if no list begins
+        so."""
         del self.calls[self.setup :]
         state, text = self.call("state = piece.start()", self.piece.start), b""
         self.require(state is not None, "result", "it returned None")

@@ -32,7 +32,7 @@ class Endless(BaseException):
 
 
 class _Watch:
-    """The one call that is timed, and the thread that ends it."""
+    """Times one call and ends it from another thread."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -83,7 +83,8 @@ _watch = _Watch()
 
 @contextmanager
 def time_limit(seconds: float | None = None) -> Iterator[None]:
-    """Raise `Endless` in what runs for longer (None: `CALL_SECONDS`). Inside another limit it changes nothing."""
+    """Raise `Endless` in the block if it runs longer than this (None: `CALL_SECONDS`). Inside another limit it has no
+    effect."""
     if _watch.wall and _watch.caller == get_ident():
         yield
         return

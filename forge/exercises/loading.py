@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def load(path: str | Path) -> ModuleType:
-    """The file as a module, which may import the files beside it. Raises what the file raises."""
+    """Import the file as a module that may import the files beside it. Raises what the file raises."""
     path = Path(path).resolve()
     spec = spec_from_file_location(f"exercise_{path.stem}", path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
@@ -23,7 +23,7 @@ def load(path: str | Path) -> ModuleType:
 
 
 def unwritten(path: str | Path, functions: Sequence[str]) -> tuple[str, ...]:
-    """Those functions whose body is the template's `raise NotImplementedError`."""
+    """List the functions whose body is still the template's `raise NotImplementedError`."""
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     bodies: dict[str, list[ast.stmt]] = {}
     for node in tree.body:
@@ -45,7 +45,7 @@ def _is_stub(body: list[ast.stmt]) -> bool:
 
 
 def is_missing(piece: ModuleType, function: str) -> bool:
-    """Whether the file has no such function of its own: none at all, or one that it inherits or imports from forge."""
+    """True if the file does not define this function itself, but lacks it, inherits it or imports it from forge."""
     name, _, method = function.partition(".")
     holder = getattr(piece, name, None)
     if not method or holder is None:
@@ -59,7 +59,7 @@ def _is_of_forge(value: object) -> bool:
 
 
 def line_in(path: str, error: BaseException) -> str | None:
-    """`file.py:12: the line`, the last line of this file that the exception passed through; None if it was in none."""
+    """Return `file.py:12: the line` for the last line of this file in the traceback; None if none is in it."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return f"{Path(path).name}:{error.lineno}: {(error.text or '').strip()}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
@@ -69,7 +69,7 @@ def line_in(path: str, error: BaseException) -> str | None:
 
 
 def line_at(path: str, number: int) -> str:
-    """`file.py:12: the line`."""
+    """Return `file.py:12: the line`."""
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     text = lines[number - 1].strip() if 0 < number <= len(lines) else ""
     return f"{Path(path).name}:{number}: {text}"

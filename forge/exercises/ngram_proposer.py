@@ -110,7 +110,8 @@ class ProposerTrial(Trial):
         self.setup = len(self.calls)
 
     def propose(self, texts: Sequence[list[int]], max_tokens: int, seq_id: int | None = None) -> list[tuple[int, ...]]:
-        """seq_id: of a text that has grown since it was asked about under this id; None for new texts."""
+        """Propose for these texts. seq_id: set if the text has grown since the last call under this id; None for new
+        texts."""
         del self.calls[self.setup :]
         first = self.next_id if seq_id is None else seq_id
         self.next_id += len(texts)
@@ -135,7 +136,7 @@ class ProposerTrial(Trial):
         return tuple(map(int, token_ids))
 
     def known(self, rule: str, text: list[int], max_tokens: int, seq_id: int | None = None) -> None:
-        """Where the answer is known: its first tokens must be those of forge's own lookup."""
+        """Check that the first proposed tokens are those of forge's own lookup."""
         (proposed,) = self.propose([text], max_tokens, seq_id)
         self._compare(rule, text, max_tokens, proposed)
 
@@ -156,7 +157,7 @@ class ProposerTrial(Trial):
                 self.require(False, "follows" if rule == "missed" else rule, _instead(text, ours, theirs))
 
     def alone(self, texts: list[list[int]]) -> None:
-        """Each text together with the others, and then alone."""
+        """Check that a text gets the same proposal alone as in a batch."""
         together = self.propose(texts, _K)
         for text, beside in zip(texts, together, strict=True):
             (proposed,) = self.propose([text], _K)
@@ -220,7 +221,7 @@ def _check_proposer(piece: ModuleType) -> None:
 
 
 def _accepted(proposer: Proposer, text: list[int]) -> int:
-    """How many draft tokens the text itself agrees with, asked at many of its places."""
+    """Count the draft tokens that agree with the text, over proposals at many of its positions."""
     total = 0
     for place in range(200, len(text) - _K, _STRIDE):
         (proposal,) = proposer.propose([_request(text[:place], _K)])
@@ -237,7 +238,7 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
 
 
 class PlainIds(Proposer):
-    """The reader's proposer, with ids as Python's own whole numbers, which records and JSON need."""
+    """Wraps the reader's proposer and converts its ids to `int`, which records and JSON need."""
 
     def __init__(self, proposer: Proposer):
         self._proposer, self.name = proposer, proposer.name

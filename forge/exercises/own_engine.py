@@ -49,7 +49,7 @@ _PROBE = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
 def engine_entries(folder: Path) -> tuple[Entry, ...]:
-    """The passed exercises that an engine can be built of. Raises `UsageError` if there are none."""
+    """List the passed exercises that an engine can be assembled from. Raises `UsageError` if there are none."""
     entries = tuple(entry for entry in passed_entries(folder) if entry.name not in ELSEWHERE)
     if not entries:
         raise UsageError(f"no exercise in {folder} has passed yet: forge build check NUMBER")
@@ -57,7 +57,7 @@ def engine_entries(folder: Path) -> tuple[Entry, ...]:
 
 
 def with_defaults(entries: Sequence[Entry], arguments: Sequence[str]) -> list[str]:
-    """The command's arguments, with options that bring in as many of the parts as can be: those not given."""
+    """Add options that bring in as many of the parts as possible, except those that the command line has already."""
     names = {entry.name for entry in entries}
     command, *rest = arguments
     options = {argument.partition("=")[0] for argument in rest}
@@ -78,8 +78,8 @@ def title(entries: Sequence[Entry]) -> str:
 
 @contextmanager
 def assembled(folder: Path) -> Iterator[dict[str, dict[str, int]]]:
-    """Every engine that is made in the meantime has the reader's parts. Returns how often each function of each part
-    was called."""
+    """Within this context every new engine has the reader's parts. Yields how often each part's functions were
+    called."""
     entries = engine_entries(folder)
     parts = {entry.name: load(folder / entry.file_name) for entry in entries}
     with ExitStack() as stack:
@@ -102,7 +102,7 @@ def assembled(folder: Path) -> Iterator[dict[str, dict[str, int]]]:
 
 
 def _caches(parts: dict[str, ModuleType]) -> Callable[[str | CacheFactory, CacheSize], tuple[KvCache, int]]:
-    """`create_kv_cache` with the reader's caches in the place of the engine's own."""
+    """Return `create_kv_cache` with the reader's caches in place of the engine's own."""
 
     def create(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache, int]:
         forge_cache, num_blocks = create_kv_cache(mode, size)
@@ -132,7 +132,7 @@ def _caches(parts: dict[str, ModuleType]) -> Callable[[str | CacheFactory, Cache
 
 @dataclass
 class Ran:
-    """What ran on the engines of one `LLM`."""
+    """Requests and tokens of the engines of one `LLM`."""
 
     args: EngineArgs
     requests: list[tuple[tuple[int, ...], SamplingParams, tuple[int, ...]]] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Ran:
 
 @contextmanager
 def observed() -> Iterator[list[Ran]]:
-    """What runs in the meantime, to be run again."""
+    """Record what runs within this context, so that it can run again on forge's own engine."""
     runs: list[Ran] = []
     create, add_request, step = LLM.from_engine_args, Engine.add_request, Engine.step
 
@@ -181,7 +181,7 @@ def observed() -> Iterator[list[Ran]]:
 
 
 def print_beside_own(ran: Ran) -> bool:
-    """The same requests on forge's own engine; whether the tokens are the same."""
+    """Run the same requests on forge's own engine and compare. Returns whether the tokens are identical."""
     requests = [request for request in ran.requests[-_MOST_COMPARED:] if request[1].structured is None]
     if not requests:
         return True
@@ -209,7 +209,7 @@ def print_beside_own(ran: Ran) -> bool:
 
 
 class Assembling(str):
-    """A `--kv` that assembles the reader's engine in the process to which it is sent, and is plain text there."""
+    """A `--kv` value that assembles the reader's engine in the process that receives it, and is plain text there."""
 
     folder: str
 
@@ -227,7 +227,7 @@ def _assemble_for_good(folder: str, kind: str) -> str:
 
 
 def _serve(folder: Path) -> Callable[..., int]:
-    """`serving.serve` for an engine of the reader's, which runs in another process."""
+    """Return `serving.serve` for the reader's engine, which runs in another process."""
     from forge.server import serving
 
     serve_forge = serving.serve
@@ -245,7 +245,7 @@ def _serve(folder: Path) -> Callable[..., int]:
 
 
 def run_command(folder: Path, arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
-    """Run a command line on the reader's engine, then its requests on forge's own; the exit status."""
+    """Run a command line on the reader's engine, then its requests on forge's own. Returns the exit status."""
     from forge.server import serving
 
     where = folder.resolve()

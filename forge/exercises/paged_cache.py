@@ -1,4 +1,5 @@
-"""Exercise 5: a paged KV cache with copy-on-write. The conformance operations on it, then four forks of a story."""
+"""Exercise 5: a paged KV cache with copy-on-write. The check runs the conformance operations, then four forks of a
+story."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,11 +24,11 @@ _KINDS = {"add": 3, "fill": 6, "reserve": 3, "commit": 3, "truncate": 2, "fork":
 
 
 class PagedBase(PagedKvCache):
-    """What exercise 5 gives: everything of a paged cache that follows from the tables."""
+    """Given with exercise 5: every method of a paged cache that follows from the tables."""
 
     @property
     def tables(self) -> dict[int, BlockTable]:
-        """The block table of each sequence, by its id."""
+        """Each sequence's block table, by sequence id."""
         return self._tables
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -36,7 +37,7 @@ class PagedBase(PagedKvCache):
         """The arguments of each `note_split`."""
 
     def note_split(self, seq_id: int, old: int, new: int) -> None:
-        """Tell the views of a copy-on-write."""
+        """Report a copy-on-write to the views."""
         self.noted.append((seq_id, old, new))
         self._counts["splits"] += 1
         self._events.append(BlockSplit(seq_id, old, new, self.pool.reference_counts[old] + 1))
@@ -266,7 +267,7 @@ _NAMES = {
 
 
 def _part(*kinds: str) -> Part:
-    """While the others are not written: only these, and reserve needs blocks_needed."""
+    """Check only these functions while others are unwritten; `reserve` needs `blocks_needed`."""
     return Part(tuple(_NAMES[kind] for kind in kinds), lambda piece: _check(piece, *kinds), True)
 
 

@@ -1,4 +1,4 @@
-"""The reader's other parts: what has passed in the same folder."""
+"""The reader's other parts: the exercises that have passed in the same folder."""
 
 from pathlib import Path
 from types import ModuleType
@@ -9,13 +9,13 @@ from forge.exercises.session import load_builds
 
 
 def passed_entries(folder: Path) -> tuple[Entry, ...]:
-    """The exercises of this folder that have passed and are still there."""
+    """List the exercises of this folder that have passed and whose files still exist."""
     passed = load_builds(folder).passed
     return tuple(entry for entry in ENTRIES if entry.number in passed and (folder / entry.file_name).is_file())
 
 
 def passed_part(piece: ModuleType, name: str) -> ModuleType | None:
-    """Another exercise's file beside this one, if it has passed."""
+    """Import another exercise's file from this folder; None if it has not passed."""
     folder = Path(str(piece.__file__)).parent
     entry = next((passed for passed in passed_entries(folder) if passed.name == name), None)
     return None if entry is None else load(folder / entry.file_name)

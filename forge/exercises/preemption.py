@@ -1,5 +1,5 @@
-"""Exercise 8: a victim policy, and what preemption does. Requests in pools that are too small, looked at after each
-preemption and after each step, and compared with what each request says alone."""
+"""Exercise 8: a victim policy, and preemption itself. The check runs requests in pools that are too small, looks at the
+engine after each preemption and each step, and compares the tokens with those of each request alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ _BLOCK = 4
 
 
 class PreemptionBase(Preemption):
-    """What exercise 8 gives: the scheduler's own containers."""
+    """Given with exercise 8: the scheduler's own containers."""
 
     def reserve(self, sequence: TokenSequence, num_tokens: int, plan: PlanBuilder) -> bool:
         raise NotImplementedError("reserve")
@@ -92,16 +92,16 @@ RULES = {
 
 
 def new_llm(preemption: type[Preemption], num_blocks: int, policy: VictimPolicy = lifo) -> LLM:
-    """A small engine that preempts as this class does."""
+    """Create a small engine that preempts with this class."""
     with patch.object(scheduler_module, "Preemption", preemption):
         return LLM("hash", kv="paged", block_size=_BLOCK, num_blocks=num_blocks, preempt=policy)
 
 
 class PreemptionTrial(EngineTrial):
-    """An engine in a small pool, with the reader's preemption under observation."""
+    """Runs the reader's preemption in a small pool and checks each of its calls."""
 
     def __init__(self, piece: ModuleType, num_blocks: int, n: int = 1, policy: VictimPolicy | None = None):
-        """policy: one in place of the reader's."""
+        """policy: replaces the reader's."""
         super().__init__(
             piece,
             "from forge import SamplingParams; from forge.exercises.preemption import new_llm, oldest_first",
@@ -183,7 +183,7 @@ class PreemptionTrial(EngineTrial):
     def preempting(
         self, preempt: Any, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder
     ) -> None:
-        """Call `_preempt`, and look at everything that it has to change."""
+        """Call `_preempt` and check everything that it has to change."""
         scheduler, cache = self.llm.engine.scheduler, self.llm.engine.cache
         seq_id, times, before = victim.seq_id, victim.times_preempted, cache.num_available
         computed, table = cache.computed_length(seq_id), cache.block_table(seq_id)
@@ -218,7 +218,7 @@ class PreemptionTrial(EngineTrial):
         return plan.exhausted.count(sequence.seq_id) == 1 and sequence.length_limit == limit
 
     def copies_into_a_victim(self) -> None:
-        """A plan with copies into the blocks of several sequences, one of which is preempted."""
+        """Preempt one of several sequences whose blocks are destinations of the plan's copies."""
         steps = iter(self.llm.start([[97 + number] * 5 for number in range(3)], SamplingParams(**GREEDY)))
         next(steps)
         scheduler, cache = self.llm.engine.scheduler, self.llm.engine.cache
@@ -240,7 +240,7 @@ class PreemptionTrial(EngineTrial):
             raise self.mistake_of(error) from None
 
     def outgrow(self) -> None:
-        """A single sequence asks for more than the pool has."""
+        """Let a single sequence request more than the pool has."""
         run = self.llm.start([[97] * 5], SamplingParams(**GREEDY))
         next(iter(run))
         self.calls += [
@@ -262,7 +262,7 @@ def _is(left: object, right: object) -> bool:
 
 
 def oldest_first(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:
-    """Of the others the first: mostly one that the plan has scheduled already."""
+    """Choose the first of the other sequences, which the plan has usually scheduled already."""
     return next((sequence for sequence in running if sequence is not requester), None)
 
 
@@ -284,7 +284,7 @@ def _check_preemption(piece: ModuleType) -> None:
 
 
 def _ask_policy(piece: ModuleType) -> None:
-    """The policy alone, on made-up sequences."""
+    """Check the policy alone, on made-up sequences."""
     trial = Trial(piece, "from types import SimpleNamespace as S")
     running = [
         SimpleNamespace(seq_id=number, arrival=number, num_output_tokens=7 - number, token_ids=[1] * (9 - number))
@@ -312,7 +312,7 @@ def _ask_policy(piece: ModuleType) -> None:
 
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    """On the reader's own scheduler, if exercise 7 has passed."""
+    """Use the reader's own scheduler if exercise 7 has passed."""
     part = passed_part(piece, "scheduler")
     scheduler = scheduler_module.Scheduler if part is None else part.MyScheduler
     with (

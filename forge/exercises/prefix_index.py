@@ -1,5 +1,5 @@
-"""Exercise 6: a prefix index, and eviction. The index alone; then a prefix cache on it under the conformance
-operations, with exact hits and the exact order of eviction."""
+"""Exercise 6: a prefix index, and eviction. The check tests the index alone, then runs the conformance operations on a
+prefix cache with it, where hits and the order of eviction must be exact."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ _KINDS = {"begin": 8, "add": 2, "fill": 8, "commit": 3, "truncate": 1, "fork": 2
 
 
 class IndexBase(PrefixIndex):
-    """What exercise 6 gives: the roots, the hash, and the index's check of itself."""
+    """Given with exercise 6: the roots, the hash and the index's invariant check."""
 
     def keys(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
         raise NotImplementedError("keys")
@@ -38,7 +38,7 @@ class IndexBase(PrefixIndex):
 
 
 class PrefixBase(PrefixKvCache):
-    """What exercise 6 gives: a prefix cache that asks the reader in which order blocks go."""
+    """Given with exercise 6: a prefix cache that asks the reader in which order to release blocks."""
 
     def release_order(self, blocks: Sequence[int]) -> Sequence[int]:
         raise NotImplementedError("release_order")
@@ -116,7 +116,7 @@ _WORDS = (
 
 
 class IndexTrial(Trial):
-    """The index alone."""
+    """Checks the index alone."""
 
     def __init__(self, piece: ModuleType, *arguments: Any, line: str = ""):
         super().__init__(piece, f"index = piece.MyPrefixIndex({line})", "root = index.root('')")
@@ -153,7 +153,7 @@ class IndexTrial(Trial):
         self.require_growth("index.keys(list(range(128_000)), 4)", work, 1_000, 32_000, 120)
 
     def deep(self) -> None:
-        """A prompt of thousands of blocks: no recursion, and no time that grows with the square."""
+        """Insert and drop a prompt of thousands of blocks: recursion and quadratic time fail here."""
 
         def work(blocks: int) -> Callable[[], None]:
             def steps() -> None:
@@ -190,7 +190,7 @@ class IndexTrial(Trial):
         return steps
 
     def beside_a_tree(self, seed: int, chain: ChainHash) -> None:
-        """Random blocks come and go; the engine's own index is told the same."""
+        """Insert and drop random blocks in the reader's index and in the engine's own, and compare both."""
         random_, reference = random.Random(seed), PrefixIndex(chain)
         ours: dict[str, Node] = {"root": self.root}
         theirs = {"root": reference.root("")}
@@ -291,7 +291,7 @@ class PrefixTrial(CacheTrial):
 
 
 def cache_of(piece: ModuleType, num_blocks: int, block_size: int) -> PrefixBase:
-    """The reader's cache, on the reader's index."""
+    """Create the reader's cache with the reader's index."""
     cache = piece.MyPrefixCache(num_blocks, block_size)
     cache.index = piece.MyPrefixIndex()
     return cache

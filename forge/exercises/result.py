@@ -9,7 +9,7 @@ State = Literal["right", "wrong", "not written", "not checked"]
 
 @dataclass(frozen=True)
 class Result:
-    """Of one check."""
+    """The outcome of one check."""
 
     number: int
     name: str

@@ -1,5 +1,5 @@
-"""Exercise 11: a router. Fleets whose right choice is known, random ones, and then engines: every request ends once, on
-a replica that runs, and little is computed twice."""
+"""Exercise 11: a router. The check asks it about fleets whose right choice is known and about random ones, then runs
+engines behind it: every request ends once, on a running replica, and little is computed twice."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,7 +95,7 @@ class RouterTrial(Trial):
     def ask(
         self, fleet: Mapping[str, tuple[int, int, str]], function: str, arguments: Callable[[Fleet], tuple[str, tuple]]
     ) -> Any:
-        """The result of a call on this fleet, which has to stay as it is."""
+        """Call a function of the router on this fleet, and check that the fleet has not changed."""
         del self.calls[self.setup :]
         filled = _fleet(fleet)
         self.calls += [
@@ -132,7 +132,7 @@ class RouterTrial(Trial):
             self.require(returned == expected, "gap", finding)
 
     def known(self, rule: str, fleet: Mapping[str, tuple[int, int, str]], prompt: str, among: str) -> None:
-        """One fleet: the choice must be the one that the template states."""
+        """Check that the choice for one fleet is the one that the template states."""
         request = RouteRequest("r", _keys(prompt), 16 * len(prompt) + 8, _BLOCK)
         left_out = frozenset(fleet) - frozenset(among)
         shown = f'RouteRequest("r", {request.keys}, {request.num_prompt_tokens}, 16), fleet.candidates({left_out})'
@@ -159,7 +159,7 @@ class RouterTrial(Trial):
         why: str,
         record: RouteRecord,
     ) -> str:
-        """The rule that a wrong choice breaks. For a random fleet it follows from the two decisions."""
+        """Return the rule that a wrong choice breaks. For a random fleet it follows from the two decisions."""
         if rule in ("random", "longest") and "holder_busy" in (why, record.why):
             return "threshold"
         if rule not in ("random", "candidate"):
@@ -170,14 +170,14 @@ class RouterTrial(Trial):
 
 
 def _held(blocks: str, prompt: str) -> int:
-    """How many of the prompt's first blocks are there."""
+    """Count the prompt's leading blocks that are among these."""
     return next((number for number, block in enumerate(prompt) if block not in blocks), len(prompt))
 
 
 def _expected(
     fleet: Mapping[str, tuple[int, int, str]], prompt: str, among: str, threshold: int
 ) -> tuple[tuple[str, ...], str]:
-    """The replicas of which any is right, and why."""
+    """Return the replicas that are right choices, and why."""
 
     def least_busy(names: Sequence[str]) -> tuple[str, ...]:
         least = min(fleet[name][:2] for name in names)
@@ -199,7 +199,7 @@ def _state(fleet: Fleet) -> tuple[Any, ...]:
 
 
 def _keys(blocks: str) -> tuple[int, ...]:
-    """Letters as keys of blocks."""
+    """Turn letters into block keys."""
     return tuple(map(ord, blocks))
 
 
@@ -213,7 +213,7 @@ def _fleet(described: Mapping[str, tuple[int, int, str]]) -> Fleet:
 
 
 def _shown(fleet: Mapping[str, tuple[int, int, str]]) -> str:
-    """`a: 50 tokens, blocks xy`."""
+    """Format a fleet as `a: 50 tokens, blocks xy`."""
     return "; ".join(
         f"{name}: {tokens} tokens ({routed} so far), blocks {blocks or 'none'}"
         for name, (tokens, routed, blocks) in fleet.items()
@@ -275,7 +275,7 @@ def _check_choose(piece: ModuleType) -> None:
 
 
 def drive(llm: LLM, router: Any, prompts: Sequence[str], params: SamplingParams) -> tuple[list[Any], list[Any]]:
-    """The prompts on two engines of this model behind a router: outputs in order, and all steps."""
+    """Run the prompts on two engines behind a router. Returns the outputs in order and all steps."""
     cluster = LocalCluster([llm.new_engine(), llm.new_engine()], router)
     records: list[StepRecord] = []
     cluster.on_step = lambda name, record: records.append(record)

@@ -38,7 +38,7 @@ class BrokenRun(ForgeError):
 
 @dataclass(frozen=True)
 class Shown:
-    """What came of a run in a process of its own."""
+    """The facts and the screen of a run in a process of its own."""
 
     facts: Mapping[str, Any]
     screen: str
@@ -48,7 +48,7 @@ class Shown:
 def run(
     entry: Entry, path: Path, console: Console, model: str | None = None, deadline: float = session.DEADLINE
 ) -> Shown:
-    """Raises `BrokenRun`, with the reader's line, if the engine cannot run on the reader's code."""
+    """Run the engine on the reader's code. Raises `BrokenRun`, with the reader's line, if it cannot."""
     options = {
         "model": model,
         "width": console.width,
@@ -65,7 +65,7 @@ def run(
 
 
 def run_here(entry: Entry, path: Path, options: Mapping[str, Any], limit: Callable[[], None]) -> dict[str, Any]:
-    """The same in this process. limit: called before the reader's file is loaded."""
+    """Do the same in this process. limit: called before the reader's file is loaded."""
     try:
         comparison = compare(entry, path, options["model"], limit)
     except (Exception, SystemExit) as error:
@@ -87,7 +87,8 @@ def run_here(entry: Entry, path: Path, options: Mapping[str, Any], limit: Callab
 
 
 def compare(entry: Entry, path: Path, model: str | None = None, limit: Callable[[], None] = lambda: None) -> Comparison:
-    """Run both. Raises `BrokenRun`, with the reader's line, if the reader's code raises something."""
+    """Run the engine with its own part and with the reader's. Raises `BrokenRun`, with the reader's line, if the
+    reader's code raises."""
     exercise = entry.exercise()
     reference = _run(exercise, exercise.reference, model)
     limit()
@@ -103,7 +104,7 @@ def compare(entry: Entry, path: Path, model: str | None = None, limit: Callable[
 
 @contextmanager
 def counted(piece: ModuleType, functions: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Count the calls of the reader's functions, each of which has to end."""
+    """Count the calls of the reader's functions, each under a time limit."""
     calls = dict.fromkeys(functions, 0)
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,5 @@
-"""Exercise 1: greedy choice, the filters of sampling, one draw. Exact sets of tokens, and draws with given noise."""
+"""Exercise 1: greedy choice, the filters of sampling, one draw. The check compares exact sets of tokens, and draws with
+given noise."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -124,7 +125,7 @@ class SamplingTrial(Trial):
         self.require(self._listed(again[0]) == ids and self._listed(again[1]) == scores, "again", f"then {again!r}")
 
     def _listed(self, values: Any) -> list[Any]:
-        """Plain lists and arrays of one dimension alike."""
+        """Convert a list or a one-dimensional array to plain Python numbers."""
         listed = values.tolist() if isinstance(values, np.ndarray) else values
         is_flat = isinstance(listed, list | tuple) and not any(isinstance(value, list | tuple) for value in listed)
         self.require(is_flat, "result", f"{values!r} has not one dimension")

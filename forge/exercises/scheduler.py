@@ -1,4 +1,5 @@
-"""Exercise 7: a scheduler's decision. Workloads on the hash model, each step's plan held against the rules."""
+"""Exercise 7: a scheduler's decision. The check runs workloads on the hash model and holds each step's plan against the
+rules."""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
@@ -25,7 +26,7 @@ _BLOCK, _BUDGET, _MAX_SEQS = 4, 12, 4
 
 
 class SchedulerBase(Scheduler):
-    """What exercise 7 gives: everything of a scheduler but its decision."""
+    """Given with exercise 7: everything of a scheduler except its decision."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -67,12 +68,12 @@ class SchedulerBase(Scheduler):
 
 
 def first_of_others(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """A victim that the plan may have been made for already."""
+    """Choose a victim that the plan may already contain."""
     return next((sequence for sequence in running if sequence is not requester), None)
 
 
 def new_llm(scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPolicy = "lifo") -> LLM:
-    """A small engine on which this class schedules."""
+    """Create a small engine that this class schedules."""
     with patch.object(engine_module, "Scheduler", scheduler):
         return LLM(
             "hash",
@@ -128,12 +129,12 @@ RULES = {
 
 
 class SchedulerTrial(EngineTrial):
-    """An engine whose plans are looked at as they are made."""
+    """Runs an engine and checks each plan while the reader's scheduler builds it."""
 
     def __init__(
         self, piece: ModuleType, num_blocks: int, kind: type | None = None, policy: str | VictimPolicy = "lifo"
     ):
-        """kind: a class in the place of the reader's."""
+        """kind: a class that replaces the reader's."""
         super().__init__(
             piece,
             "from forge import SamplingParams; from forge.exercises.scheduler import first_of_others, new_llm",
@@ -198,7 +199,7 @@ class SchedulerTrial(EngineTrial):
         return Observed
 
     def reorder(self, scheduler: Any) -> None:
-        """Put prompts under way in front of the running sequences: decodes come first wherever they stand."""
+        """Move running prompts in front of decodes: decodes must be scheduled first at any position."""
         cache, running = scheduler.cache, scheduler.running
         one_left = {
             name: len(sequence.token_ids) - cache.computed_length(name) == 1 for name, sequence in running.items()
@@ -207,7 +208,7 @@ class SchedulerTrial(EngineTrial):
             running[seq_id] = running.pop(seq_id)
 
     def admit_after_preemption(self) -> None:
-        """A plan that has preempted a sequence, and a queue whose first would fit."""
+        """Call `admit` on a plan that has preempted a sequence, with a queue whose first sequence would fit."""
         self.llm.start([[97] * 3], SamplingParams(max_tokens=2))
         self.calls += [
             "run = llm.start([[97] * 3], SamplingParams(max_tokens=2))",
@@ -221,7 +222,7 @@ class SchedulerTrial(EngineTrial):
         self.require(returned is None, "result", f"it returned {returned!r}")
 
     def ask(self, waiting: int, running: int, budget: int) -> None:
-        """`reason_to_wait` alone, with sequences that forge's own scheduler has admitted."""
+        """Check `reason_to_wait` alone, with sequences that forge's own scheduler has admitted."""
         scheduler: Any = self.llm.engine.scheduler
         prompts = [[97 + number] * 3 for number in range(running)]
         steps = iter(self.llm.start(prompts, SamplingParams(max_tokens=9, ignore_eos=True)) if prompts else ())
@@ -271,7 +272,7 @@ class SchedulerTrial(EngineTrial):
 
 def _check_reason(piece: ModuleType) -> None:
     class Partial(piece.MyScheduler):  # type: ignore[name-defined, misc]
-        """The reader's reasons; what is scheduled and admitted forge's own scheduler decides."""
+        """Gives the reader's reasons; forge's own scheduler decides what is scheduled and admitted."""
 
         def schedule_running(self, plan: PlanBuilder) -> None:
             Scheduler._schedule_running(self, plan)

@@ -69,7 +69,7 @@ def print_started(console: Console, entry: Entry, path: str, kept: str | None = 
 
 
 def print_result(console: Console, entry: Entry, result: Result, height: int | None = None) -> None:
-    """What a check found. height: lines at most; the calls and the pictures are cut then, the rule never."""
+    """Print a check's result. height: at most so many lines; calls and pictures are cut to fit, the rule never."""
     with console.capture() as captured:
         _print_result(console, entry, result)
     lines = captured.get().splitlines()
@@ -168,7 +168,7 @@ def _microseconds(value: float) -> str:
 
 
 def screen_lines(screen: str) -> Text:
-    """What another process has drawn, with its colours."""
+    """Return what another process has drawn, with its colours."""
     return Text.from_ansi(screen)
 
 
@@ -205,7 +205,7 @@ def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def _view(comparison: "Comparison", width: int) -> Iterator[Text]:
-    """What the chapter shows of a run."""
+    """Draw the run as its chapter does."""
     yours = comparison.yours
     for text in yours.texts[:4]:
         shown = Text(one_line(text), no_wrap=True)

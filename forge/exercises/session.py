@@ -45,7 +45,7 @@ class Builds:
 
 
 def load_builds(folder: Path) -> Builds:
-    """What cannot be read counts as empty."""
+    """Read the progress of a folder. A file that cannot be read counts as empty."""
     try:
         state = _load_state()["folders"][str(folder.resolve())]
         hints = {int(number): int(read) for number, read in state["hints"].items()}
@@ -56,7 +56,7 @@ def load_builds(folder: Path) -> Builds:
 
 
 def save_builds(folder: Path, builds: Builds) -> None:
-    """What cannot be written is not written."""
+    """Write the progress of a folder. An error of the file system is ignored."""
     state = _load_state()
     folders = state.get("folders")
     state["folders"] = folders if isinstance(folders, dict) else {}
@@ -83,8 +83,8 @@ def _file() -> Path:
 
 
 def find_folder(chosen: Path | None = None) -> Path:
-    """Where the reader's files are: what was given; else the working folder, `exercises` in it or in a folder above it,
-    whichever has such a file; else the folder that was used last; else `exercises` in the working folder."""
+    """Return the reader's folder: the chosen one; else the working folder, or the nearest `exercises` in it or above
+    it, that contains such a file; else the folder used last; else `exercises` in the working folder."""
     if chosen is not None:
         return chosen
     here = Path.cwd()
@@ -96,13 +96,13 @@ def find_folder(chosen: Path | None = None) -> Path:
 
 
 def next_entry(builds: Builds) -> Entry | None:
-    """The exercise to go on with: the last one, until it has passed; then the first that has not."""
+    """Return the exercise to go on with: the last one until it has passed, then the first that has not."""
     unfinished = [entry for entry in available() if entry.number not in builds.passed]
     return next((entry for entry in unfinished if entry.number == builds.last), next(iter(unfinished), None))
 
 
 def start(entry: Entry, folder: Path) -> Path:
-    """Write the template. Raises `UsageError` where there is a file already."""
+    """Write the template. Raises `UsageError` if the file exists."""
     path = folder / entry.file_name
     text = entry.template.read_text(encoding="utf-8")
     try:
@@ -137,7 +137,7 @@ def reset(entry: Entry, folder: Path) -> tuple[Path, Path]:
 
 
 def has_changed(entry: Entry, builds: Builds) -> bool:
-    """Whether the exercise is another one than when the reader's file was begun."""
+    """True if the template has changed since the reader's file was begun."""
     begun = builds.templates.get(entry.number)
     return begun is not None and begun != _fingerprint(entry.template.read_text(encoding="utf-8"))
 
@@ -147,7 +147,7 @@ def _fingerprint(text: str) -> str:
 
 
 def path_of(entry: Entry, folder: Path) -> Path:
-    """Raises `UsageError` if the exercise was not started."""
+    """Return the reader's file. Raises `UsageError` if the exercise was not started."""
     path = folder / entry.file_name
     if not path.is_file():
         raise UsageError(f"{path}: no such file. forge build start {entry.number} writes it")
@@ -169,8 +169,8 @@ class Ended:
 
     @property
     def failure(self) -> tuple[str, str]:
-        """Of a process without a result: the rule that is broken, and what happened. Raises `ForgeError` for a mistake
-        that is not the reader's."""
+        """Return the broken rule and what happened, for a process that left no result. Raises `ForgeError` for a
+        mistake that is not the reader's."""
         if self.status is None:
             return "endless", "it had not ended at the deadline, and was stopped"
         if "Timeout (" in self.stderr:
@@ -183,7 +183,7 @@ class Ended:
 
 
 def in_child(task: str, entry: Entry, path: Path, options: str = "", deadline: float = DEADLINE) -> Ended:
-    """Run a task of `child` in a process of its own. When it ends so do all processes that it has started."""
+    """Run a task of `child` in a process of its own. When it ends, every process that it started is killed."""
     with tempfile.TemporaryDirectory() as folder:
         result, traces, out, err = (Path(folder, name) for name in ("result.json", "traces", "out", "err"))
         command = [sys.executable, "-m", "forge.exercises.child", task, str(entry.number), str(path)]
@@ -214,7 +214,7 @@ def in_child(task: str, entry: Entry, path: Path, options: str = "", deadline: f
 
 
 def run_engine(folder: Path, arguments: Sequence[str]) -> int:
-    """A command on the reader's own engine, in a process of its own on this terminal; its exit status."""
+    """Run a command on the reader's own engine, in a process of its own on this terminal. Returns its exit status."""
     command = [sys.executable, "-m", "forge.cli.build_engine", str(folder), *arguments]
     process = subprocess.Popen(command)
     while True:
@@ -237,7 +237,7 @@ def _text(path: Path) -> str:
 
 
 def _line_in_trace(trace: str, path: Path) -> str | None:
-    """The reader's line that is nearest to where the process was."""
+    """Return the reader's line that is innermost in the dumped traceback."""
     from forge.exercises.loading import line_at
 
     where = re.search(rf'File "{re.escape(str(path.resolve()))}", line (\d+)', trace)
@@ -245,7 +245,7 @@ def _line_in_trace(trace: str, path: Path) -> str | None:
 
 
 def check(entry: Entry, path: Path, deadline: float = DEADLINE) -> Result:
-    """Check a file in a process of its own, and keep what came of it."""
+    """Check a file in a process of its own, and note down the result."""
     ended = in_child("check", entry, path, deadline=deadline)
     if ended.result is not None:
         result = Result(**dict(ended.result) | {"calls": tuple(ended.result["calls"]), "printed": ended.printed})

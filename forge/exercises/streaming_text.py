@@ -1,5 +1,5 @@
-"""Exercise 12: streaming text. Every way to cut texts into tokens, held against the engine's own text, and the "
-"engine."""
+"""Exercise 12: streaming text. The check cuts texts into tokens in every way and compares with the engine's own text,
+then runs the engine."""
 
 import random
 from codecs import getincrementaldecoder
@@ -58,7 +58,7 @@ _INVALID = (
 
 
 class _Bytes:
-    """A detokenizer whose tokens are numbers of a list of bytes."""
+    """A detokenizer whose token ids are indices into a list of bytes."""
 
     def __init__(self, tokens: Sequence[bytes]):
         self._tokens = tokens
@@ -127,14 +127,14 @@ class TextTrial(Trial):
 
 
 def _num_held(data: bytes) -> int:
-    """How many bytes at the end may still become a character."""
+    """Count the bytes at the end that may still become a character."""
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(data)
     return len(decoder.getstate()[0])
 
 
 def _cuts(data: bytes) -> Iterator[list[bytes]]:
-    """Every way to cut a few bytes into tokens, and some ways for more."""
+    """Yield every way to cut a few bytes into tokens, and some ways for longer data."""
     places = range(1, len(data))
     random_ = random.Random(len(data))
     ways = range(1 << len(places)) if len(data) <= 6 else [random_.getrandbits(len(places)) for _ in range(40)]
@@ -193,10 +193,10 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
 
 
 def _text_of(piece: ModuleType) -> Callable[..., Any]:
-    """`OutputText` by the reader's class. Options that the exercise does not know are the engine's own."""
+    """Return `OutputText` built on the reader's class. Options unknown to the exercise stay the engine's own."""
 
     class ReadersText:
-        """The reader's text of one sequence."""
+        """One sequence's text, assembled by the reader's class."""
 
         def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
             self._tokenizer, self._text = tokenizer, piece.MyText(stop)

@@ -1,5 +1,5 @@
-"""Exercise 9: verification. Every draft over small vocabularies, with every outcome of every decision: what is emitted,
-and from which distribution the last token is drawn, is compared exactly."""
+"""Exercise 9: verification. The check runs every draft over small vocabularies with every outcome of every decision,
+and compares the emitted tokens and the last token's distribution exactly."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,8 +129,8 @@ class VerificationTrial(Trial):
         self.require(same, "nothing-left" if is_p else "residual", finding)
 
     def sampled(self, p: list[Distribution], q: list[Distribution]) -> None:
-        """Every draft that q can propose, and for each of its tokens a draw on either side of p / q: all that can
-        happen, and exactly what has to."""
+        """Verify every draft that q can propose, with a draw on either side of p / q for each token: every possible
+        outcome, compared exactly."""
         shown = f"p = [{', '.join(map(_shown, p))}]; q = [{', '.join(map(_shown, q))}]"
         for draft in product(*(proposed.token_ids.tolist() for proposed in q)):
             odds = [p[i].probability(token) / q[i].probability(token) for i, token in enumerate(draft)]
@@ -185,7 +185,7 @@ class VerificationTrial(Trial):
 
 
 def _draw(ratio: float, stands: bool) -> float | None:
-    """A draw that decides so; None if no draw does."""
+    """Return a draw that accepts, or rejects, at this ratio; None if no draw does."""
     if stands:
         return None if ratio == 0 else min(ratio, 1.0) * 0.75
     return None if ratio >= 1 else ratio + (1 - ratio) * 0.25
@@ -200,7 +200,7 @@ def _shown(distribution: Any) -> str:
 
 
 def _distribution(**probabilities: float) -> Distribution:
-    """t3=0.5 is token 3 with probability 0.5."""
+    """Build a distribution: t3=0.5 gives token 3 probability 0.5."""
     ids = sorted((int(name[1:]), value) for name, value in probabilities.items())
     return Distribution(np.array([token for token, _ in ids]), np.array([value for _, value in ids]))
 
@@ -278,8 +278,8 @@ _verified: dict[int, tuple[int, int]] = {}
 
 
 def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
-    """`Speculator.verify` by the reader's functions. The engine's own decides where there are several proposers, or a
-    token was not drawn from a distribution."""
+    """Return `Speculator.verify` with the reader's functions. The engine's own decides if there are several proposers,
+    or if a token was not drawn from a distribution."""
     verify_forge = Speculator.verify
 
     def verify(
@@ -324,7 +324,8 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
 def _sampled(
     piece: ModuleType, sequence: TokenSequence, proposal: Proposal, rows: np.ndarray
 ) -> tuple[list[int], list[TokenVerdict]]:
-    """The tokens that the reader's `verify_sampled` emits, drawn with the noise that the engine's own would use."""
+    """Return the tokens that the reader's `verify_sampled` emits, drawn with the noise that the engine's own would
+    use."""
     params, draft, history = sequence.params, list(proposal.token_ids), list(sequence.token_ids)
     scores = [
         penalized(row, [*history, *draft[:index]], params, sequence.num_prompt_tokens) for index, row in enumerate(rows)
@@ -349,7 +350,7 @@ def _sampled(
 
 
 def roll_back_with(piece: ModuleType, cache: Any) -> None:
-    """Let rejected tokens leave the cache as the reader's `kept_length` says."""
+    """Truncate the cache to the reader's `kept_length` after rejected tokens."""
     truncate = cache.truncate
 
     def rolled_back(seq_id: int, length: int) -> None:
