@@ -13,8 +13,8 @@ PACKED_WEIGHTS = "FORGE_PACKED_WEIGHTS"
 
 
 def packed_weights_wanted() -> bool:
-    """Whether packed weights may be kept in a file: unless FORGE_PACKED_WEIGHTS says off. Raises `UsageError` for
-    another value."""
+    """True if packed weights may be kept in a file: always, except if FORGE_PACKED_WEIGHTS is off. Raises `UsageError`
+    for another value."""
     value = os.environ.get(PACKED_WEIGHTS, "")
     if value.lower() not in ("", "on", "1", "off", "0"):
         raise UsageError(f"{PACKED_WEIGHTS}={value}: give on or off")

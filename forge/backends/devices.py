@@ -55,7 +55,7 @@ def check_device(device: str, quantize: str | None = None, kernels: str | None =
 
 
 def kv_dtypes_of(device: str) -> tuple[str, ...]:
-    """What keys and values can be rounded to on a device."""
+    """List the dtypes that a device can store keys and values in."""
     from forge.cache.kv_storage import KV_DTYPES
 
     return tuple(kv_dtype for kv_dtype in KV_DTYPES if device != "cuda" or kv_dtype != "int8")
@@ -71,12 +71,12 @@ def check_kv_dtype(kv_dtype: str, device: str) -> None:
 
 
 def is_gpu(device: str) -> bool:
-    """Whether it is a GPU that can be used."""
+    """True for a GPU that can be used."""
     return device == "cuda" and why_not_cuda() is None
 
 
 def is_large_gpu(device: str) -> bool:
-    """Whether it is a GPU with memory to spare: one for servers, say."""
+    """True for a GPU with plenty of memory, such as a server's."""
     if not is_gpu(device):
         return False
     import torch
@@ -85,7 +85,7 @@ def is_large_gpu(device: str) -> bool:
 
 
 def why_not_cuda() -> str | None:
-    """What `--device cuda` lacks here and what to do about it, in one line; None if it can run."""
+    """Say in one line what `--device cuda` lacks here and what to do about it; None if it can run."""
     if find_spec("torch") is None:
         return "--device cuda needs PyTorch, which is not installed: pip install 'forge-llm[cuda]'"
     import torch

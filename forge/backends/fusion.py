@@ -52,15 +52,15 @@ class FusedOperations(ABC):
     """The steps of a forward pass as a backend computes them."""
 
     def begin_layer(self, index: int) -> None:  # noqa: B027 (optional)
-        """As in `Operations`."""
+        """Begin a layer, as in `Operations`."""
 
     @abstractmethod
     def embed(self, table: Array) -> Array:
-        """The embeddings of the batch's tokens: `[T, hidden]`, the residual stream."""
+        """Return the embeddings of the batch's tokens: `[T, hidden]`, the residual stream."""
 
     @abstractmethod
     def products(self, source: Source, matrices: Sequence[Array]) -> Sequence[Array]:
-        """The products of one source with several matrices."""
+        """Return the products of one source with several matrices."""
 
     @abstractmethod
     def attention(self, qkv: Sequence[Array], q_norm: Norm, k_norm: Norm, rope: Rope, layer: int) -> Array:
@@ -69,19 +69,19 @@ class FusedOperations(ABC):
 
     @abstractmethod
     def gated(self, source: Source, gate: Array, up: Array, reader: Array) -> Array:
-        """silu(source · gateᵀ) * (source · upᵀ), for a product with the matrix `reader`."""
+        """Return silu(source · gateᵀ) * (source · upᵀ), for a product with the matrix `reader`."""
 
     @abstractmethod
     def add_product(self, x: Array, source: Source, matrix: Array) -> Array:
-        """x + source · matrixᵀ."""
+        """Return x + source · matrixᵀ."""
 
     def add_experts(self, x: Array, source: Norm, experts: Experts) -> Array:
-        """x + the weighted sum of each row's experts."""
+        """Return x + the weighted sum of each row's experts."""
         raise UsageError(NO_EXPERTS)
 
     @abstractmethod
     def result(self, source: Source, matrix: Array | None) -> None:
-        """The pass ends in `source` times that matrix, or without one in `source`."""
+        """End the pass in `source` times that matrix, or in `source` if there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ class _Routed:
 
 
 class Fusion(Operations):
-    """A forward pass's operations, passed on as fused ones. It runs a pass once, without a batch or a storage."""
+    """Translates a forward pass's operations into fused ones. It runs a pass once, without a batch or a storage."""
 
     def __init__(self, fused: FusedOperations):
         self._fused = fused
@@ -184,7 +184,7 @@ class Fusion(Operations):
             self._fused.result(x, None)
 
     def _source(self, product: _Product) -> Source:
-        """What a product reads, computed if it is the gate of a feed-forward."""
+        """Return what a product reads, and compute it first if it is the gate of a feed-forward."""
         source = product.source
         if isinstance(source, _Gated):
             return self._fused.gated(source.source, source.gate, source.up, product.matrix)

@@ -54,7 +54,7 @@ class ReferenceBackend(Backend):
 
 
 class ReferenceOperations(Operations):
-    """Every operation computes at once, on NumPy arrays."""
+    """Computes every operation at once, on NumPy arrays."""
 
     def embed(self, table: np.ndarray, batch: ForwardBatch) -> np.ndarray:
         return table[batch.token_ids]
@@ -150,7 +150,7 @@ class ReferenceOperations(Operations):
 
 
 def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """softmax(q · Kᵀ / sqrt(head_dim)) · V for one row.
+    """Return softmax(q · Kᵀ / sqrt(head_dim)) · V for one row.
 
     q `[heads, head_dim]`; keys and values `[n, kv_heads, head_dim]` → `[heads, head_dim]`.
     """

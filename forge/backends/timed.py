@@ -11,10 +11,10 @@ from forge.model.backend import Array, Operations, OperationTime
 
 
 class TimedOperations(Operations):
-    """Every operation timed under its name; `linear` under the name of its weight."""
+    """Times every operation under its name; `linear` under the name of its weight."""
 
     def __init__(self, inner: Operations, matrix_names: dict[int, str]):
-        """`matrix_names` has the tensor's name for the id of each loaded matrix."""
+        """`matrix_names` maps the id of each loaded matrix to its tensor's name."""
         self.inner = inner
         self._layer = -1
         self._seconds: dict[tuple[int, str], float] = defaultdict(float)
@@ -22,7 +22,7 @@ class TimedOperations(Operations):
         self._matrix_names = matrix_names
 
     def times(self) -> tuple[OperationTime, ...]:
-        """In the order in which the operations first ran."""
+        """The times, in the order in which the operations first ran."""
         return tuple(
             OperationTime(layer, operation, seconds * 1e3, self._calls[layer, operation])
             for (layer, operation), seconds in self._seconds.items()
@@ -78,6 +78,6 @@ class TimedOperations(Operations):
 
 
 def short_name(tensor_name: str) -> str:
-    """`blk.3.ffn_gate.weight` → `ffn_gate`; the output matrix, tied to the embedding or not, is the `output head`."""
+    """Shorten `blk.3.ffn_gate.weight` to `ffn_gate`; the output matrix, tied or not, is the `output head`."""
     name = tensor_name.removesuffix(".weight").split(".")[-1]
     return "output head" if name in ("output", "token_embd") else name

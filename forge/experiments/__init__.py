@@ -19,7 +19,7 @@ def summaries() -> dict[str, str]:
 
 
 def load(command: str) -> tuple[Callable[..., Any], str]:
-    """The function that `forge COMMAND` runs, and its help."""
+    """Return the function that `forge COMMAND` runs, and its help."""
     name = command.replace("-", "_")
     module = import_module(f"{__name__}.{name}")
     return getattr(module, name), module.__doc__ or ""

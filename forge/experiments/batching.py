@@ -57,7 +57,7 @@ _WIDE = 94
 
 @dataclass(frozen=True)
 class BatchingArgs:
-    """What is run together."""
+    """The workload, and how much of it runs at once."""
 
     requests: int = option(96, "How many requests.", _WORKLOAD, flags="--requests -n")
     budgets: str | None = option(
@@ -88,7 +88,7 @@ def batching(
 
 
 def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
-    """One at a time, then each size static and continuous."""
+    """List the ways: one at a time, then each size static and continuous."""
     larger = [batch for batch in batches if batch > 1]
     ways: list[tuple[How, int]] = [("continuous", 1)]
     for batch in larger:
@@ -119,7 +119,7 @@ def measure_ways(
 
 @dataclass(frozen=True)
 class BudgetRun:
-    """Stories that decode while long prompts come, with one limit of tokens a step."""
+    """One run under one token budget per step: stories decode while long prompts arrive."""
 
     name: str
     budget: int | None
@@ -139,7 +139,7 @@ class BudgetRun:
 
 
 def parse_numbers(text: str, flag: str, example: str) -> list[int]:
-    """`32,128,512`. Raises `UsageError`."""
+    """Parse `32,128,512`. Raises `UsageError` for anything else."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) >= 1 for word in words):
         raise UsageError(f"{flag} takes numbers with commas between them, such as {example}, not {text!r}")
@@ -147,7 +147,7 @@ def parse_numbers(text: str, flag: str, example: str) -> list[int]:
 
 
 def measure_budgets(engine: EngineArgs, budgets: Sequence[int], seed: int) -> Report:
-    """The same stories and prompts with every budget, and with whole prompts."""
+    """Run the same stories and prompts under every budget, and with whole prompts."""
     llm = load_model(engine)
     stories = make_workload(llm.tokenizer, NUM_STORIES, Range(16, 16), Range(STORY_TOKENS, STORY_TOKENS), seed=seed)
     length = min(LONG_PROMPT, llm.max_model_len - 8)
@@ -198,7 +198,7 @@ def _all_of(values: Sequence[float | None]) -> Percentiles:
 
 
 def budgets_screen(about: str, runs: Sequence[BudgetRun]) -> Iterator[Part]:
-    """A row per budget: what the stories notice, and what the prompts do."""
+    """Draw a row per budget: the stories' gaps, and the prompts' time to first token."""
     yield from question(BUDGET_QUESTION, f"{about}, the best of {TURNS} turns")
     columns = ["tokens a step: {shown}", "steps: {num_steps:count}", "tok/s: {tokens_per_second:rate}"]
     columns += ["rows between: {rows.p50:,.0f}", "most: {rows.maximum:,.0f}"]
@@ -214,7 +214,7 @@ def budgets_screen(about: str, runs: Sequence[BudgetRun]) -> Iterator[Part]:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """Requests that arrive at random, at a share of what the slots can serve."""
+    """One run under one load: requests arrive at random, at a share of what the slots can serve."""
 
     load: int
     """Of that, in percent."""
@@ -228,7 +228,7 @@ class LoadRun:
 
 
 def measure_loads(engine: EngineArgs, loads: Sequence[int], number: int, seed: int) -> Report:
-    """The same requests at every load. They arrive on the engine's clock of steps, so that every machine sees the same
+    """Run the same requests at every load. They arrive on the engine's clock of steps, so every machine sees the same
     queue; milliseconds are this machine's."""
     llm = load_model(engine, max_num_seqs=LOAD_SLOTS)
     workload = make_workload(llm.tokenizer, number, Range(16, 16), Range(8, 64), seed=seed)
@@ -244,7 +244,8 @@ def measure_loads(engine: EngineArgs, loads: Sequence[int], number: int, seed: i
 
 
 def _run_load(llm: "LLM", workload: Workload, load: int, seed: int) -> LoadRun:
-    """Interarrival times are exponential, with the mean at which the slots are busy for `load` percent of the time."""
+    """Run at one load: interarrival times are exponential, with a mean that keeps the slots busy `load` percent of the
+    time."""
     every = workload.output_tokens / len(workload.requests) / LOAD_SLOTS / (load / 100)
     times = Arrival("poisson", 1 / every).times(len(workload.requests), Random(seed))
     requests = tuple(replace(request, arrival=at) for request, at in zip(workload.requests, times, strict=True))
@@ -264,7 +265,7 @@ def _run_load(llm: "LLM", workload: Workload, load: int, seed: int) -> LoadRun:
 
 
 def _steps_in_queue(steps: Sequence[StepRecord]) -> list[float]:
-    """Of each request, in the order of arrival, the steps between its arrival and the first that computes it."""
+    """Return each request's steps between its arrival and the first step that computes it, in the order of arrival."""
     began: dict[int, int] = {}
     for number, step in enumerate(steps):
         for item in step.items:
@@ -274,7 +275,7 @@ def _steps_in_queue(steps: Sequence[StepRecord]) -> list[float]:
 
 
 def loads_screen(about: str, runs: Sequence[LoadRun]) -> Iterator[Part]:
-    """A row per load."""
+    """Draw a row per load."""
     yield from question(LOAD_QUESTION, f"{about} arrive at random, {LOAD_SLOTS} slots")
     columns = [
         "load: {load} %",
@@ -290,12 +291,12 @@ def loads_screen(about: str, runs: Sequence[LoadRun]) -> Iterator[Part]:
 
 
 def way_name(way: Measured) -> str:
-    """How facts name it: `sequential`, `static_4`, `continuous_16`."""
+    """Return the name of a way in the facts: `sequential`, `static_4`, `continuous_16`."""
     return way.how if way.how == "sequential" else f"{way.how}_{way.batch}"
 
 
 def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
-    """The experiment as facts: one object per way, under its name."""
+    """Return the experiment as facts: one object per way, under its name."""
     return {
         **as_object(label),
         "requests": len(workload.requests),
@@ -313,7 +314,7 @@ def _way_object(way: Measured, baseline: Measured) -> dict[str, Any]:
 
 
 def screen(about: str, measured: Sequence[Measured]) -> Iterator[Part]:
-    """The table, what it shows, and whether the tokens are the same."""
+    """Draw the table, its sentences, and whether the tokens are identical."""
     yield from question(QUESTION, about)
     yield lambda width: [ways_table(measured, width)]
     yield from (None, *sentences(batching_sentences(measured)), identity_text(measured))
@@ -339,7 +340,7 @@ def ways_table(measured: Sequence[Measured], width: int) -> Table:
 
 
 def batching_sentences(measured: Sequence[Measured]) -> list[str]:
-    """What the table shows, as measured."""
+    """Say in sentences what the table shows."""
     first, best = measured[0], max(measured, key=lambda way: way.tokens_per_second)
     lines = [
         "ms/req: the whole time by the number of requests. TTFT, TPOT, end to end: medians, from the request's arrival."

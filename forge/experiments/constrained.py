@@ -69,7 +69,7 @@ _FORM = "Structured output (one of these)"
 
 @dataclass(frozen=True)
 class RecordArgs:
-    """Which record, where no other form is asked for."""
+    """The JSON record that `--ask record` requests by default."""
 
     fields: str = option(
         "hero,place,mood", "The record's fields, with commas, in their order.", "Structured output (one of these)"
@@ -79,7 +79,7 @@ class RecordArgs:
     )
 
     def prompt(self) -> str:
-        """The bundled story and what is asked about it."""
+        """Return the bundled story and the request for a record of it."""
         fields = field_names(self.fields)
         listed = " and ".join(filter(None, (", ".join(fields[:-1]), fields[-1])))
         asked = {"ending": "Is the ending happy or sad?", "record": f"Write a JSON object with {listed}."}
@@ -104,7 +104,7 @@ def constrained(
 
 
 def field_names(text: str) -> list[str]:
-    """The fields that `--fields` names. Raises `UsageError` for one that a record cannot have."""
+    """Parse `--fields`. Raises `UsageError` for a field that a record cannot have."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or {*names} - {*FIELDS}:
         raise UsageError(f"--fields takes some of {', '.join(FIELDS)}, with commas, and {text!r} is something else")
@@ -112,15 +112,15 @@ def field_names(text: str) -> list[str]:
 
 
 def record_schema(fields: str) -> dict[str, Any]:
-    """The schema of a story's record with these fields."""
+    """Return the JSON schema of a story's record with these fields."""
     names = field_names(fields)
     properties = {name: {"enum": FIELDS[name]} for name in names}
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
 def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: EngineArgs) -> Report:
-    """The same question without the form, with it, and with its forced text proposed; and once more with a look at
-    every row of logits."""
+    """Answer the question without the form, with it, and with its forced text proposed; then once more to record every
+    row of logits."""
     plain, params = load_model(engine), SamplingParams(max_tokens, structured=form)
     proposing = load_model(engine, speculate="grammar", k=PROPOSED, speculate_fixed=True)
     token_ids = plain.tokenizer.encode_chat([{"role": "user", "content": prompt}])[1]
@@ -140,7 +140,7 @@ def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: Engin
 
 @dataclass(frozen=True)
 class Place:
-    """One token of a constrained output, and what the model had to say at its place."""
+    """One token of a constrained output, with the distribution at its position."""
 
     text: str
     forced: bool
@@ -218,7 +218,7 @@ def _places(llm: "LLM", token_ids: Sequence[int], params: SamplingParams) -> tup
 
 
 def _is_forced(llm: "LLM", mask: np.ndarray, forced: Sequence[int], token_id: int) -> bool:
-    """Whether a token writes only text that had to come, or the output had to end."""
+    """True if the token writes only text that the grammar forced, or if only the end of the output was allowed."""
     if llm.tokenizer.is_hidden(token_id):
         return all(map(llm.tokenizer.is_hidden, np.flatnonzero(mask).tolist()))
     return b"".join(map(llm.tokenizer.token_bytes, forced)).startswith(llm.tokenizer.token_bytes(token_id))
@@ -229,7 +229,7 @@ def _shown(llm: "LLM", token_id: int) -> str:
 
 
 def constrained_object(result: Constrained) -> dict[str, Any]:
-    """The experiment as facts."""
+    """Return the experiment as facts."""
     places = result.places
     record = _parsed(result.text)
     return {
@@ -263,14 +263,14 @@ def _parsed(text: str) -> Any:
 
 
 def ms_per_token(run: RunResult) -> float | None:
-    """Of the steps after the first, which reads the prompt."""
+    """Return the milliseconds per token of the steps after the first, which reads the prompt."""
     num_tokens = len(run.output.outputs[0].token_ids) - sum(len(record.tokens) for record in run.records[:1])
     spent = sum(record.ended - record.started for record in run.records[1:])
     return spent * 1e3 / num_tokens if num_tokens else None
 
 
 def screen(result: Constrained) -> Iterator[Part]:
-    """The whole experiment: both answers, the tokens with what might have come, the choices, the cost."""
+    """Draw the whole experiment: both answers, the tokens with their alternatives, the choices, the cost."""
     yield from question(QUESTION, str(result.label))
     for name, text in (("without", result.free_text), ("with the form", result.text)):
         yield Hanging(Text.assemble((name.ljust(_INDENT), QUIET), one_line(text)), _INDENT)
@@ -298,8 +298,8 @@ def screen(result: Constrained) -> Iterator[Part]:
 
 
 def token_lines(places: Sequence[Place], width: int) -> list[Text]:
-    """The tokens in order, and under each how many might have come at its place. Chosen ones are in brackets, which
-    says it without colour too."""
+    """Draw the tokens in order, and under each how many the mask allowed. Brackets mark the chosen ones without colour
+    too."""
     lines: list[Text] = []
     tokens, counts = Text(), Text()
     for place in places:
@@ -316,7 +316,7 @@ def token_lines(places: Sequence[Place], width: int) -> list[Text]:
 
 
 def sentences(result: Constrained) -> list[str]:
-    """What the pictures show, in figures of this run."""
+    """Say in sentences what the pictures show in this run."""
     if not result.places:
         return ["Nothing came: ask for more tokens."]
     first, per_token = result.places[0], result.given_up / len(result.places)
@@ -331,10 +331,10 @@ def sentences(result: Constrained) -> list[str]:
 
 
 def small(share: float) -> str:
-    """A probability that may be very small."""
+    """Format a probability that may be very small."""
     return f"{share * 100:.1f} %" if share >= 0.001 else f"{share:.0e}"
 
 
 def visible(text: str) -> str:
-    """A token's text with its spaces and line ends to be seen."""
+    """Return a token's text with visible spaces and line ends."""
     return one_line(text.replace(" ", "␣").replace("\n", "↵"))

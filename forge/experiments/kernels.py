@@ -56,7 +56,7 @@ _MARKS = "●○◆◇■□"
 
 @dataclass(frozen=True)
 class KernelArgs:
-    """What is measured."""
+    """The models and batch sizes to measure."""
 
     model: str | None = option(
         None,
@@ -89,7 +89,7 @@ def kernels(asked: KernelArgs, engine: Annotated[EngineArgs, Takes("threads")]) 
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward passes with one number of rows."""
+    """Timed forward passes with one number of rows."""
 
     rows: int
     bytes_read: int
@@ -121,14 +121,13 @@ class Pass:
         return self.products / self.seconds
 
     def against(self, limits: Limits) -> Roofline:
-        """Which limit is nearer, and how much of it is used: more than 1 where weights come from a cache and not from
-        memory."""
+        """Return the nearer limit and its share in use: more than 1 if weights come from a cache instead of memory."""
         return Roofline.of(Needs(self.bytes_read, self.products), self.seconds, limits)
 
 
 @dataclass(frozen=True)
 class LongPass:
-    """Forward passes with one row, after a number of tokens whose keys and values it reads."""
+    """Timed forward passes of one row that attends to this many earlier tokens."""
 
     context: int
     kv_bytes: int
@@ -140,7 +139,7 @@ class LongPass:
 
 @dataclass(frozen=True)
 class Measured:
-    """One model."""
+    """One model's passes."""
 
     name: str
     size: ModelSize
@@ -154,7 +153,7 @@ class Measured:
 
     @property
     def fits_in_cache(self) -> bool:
-        """The weights may stay in the processor's last cache between two passes."""
+        """True if the weights may stay in the processor's last-level cache between two passes."""
         return self.size.weight_bytes < self.cache_bytes
 
 
@@ -172,7 +171,7 @@ def run(
     threads: int | None = None,
     on_progress: Progress = lambda text: None,
 ) -> KernelsResult:
-    """Measure the machine, models that are made up in each of `types`, and `model`.
+    """Measure the machine, synthetic models in each of `types`, and `model`.
 
     Without types and without a model, models in each of `DEFAULT_TYPES`.
 
@@ -194,7 +193,7 @@ def run(
 
 
 def _limits(threads: int | None) -> list[Limits]:
-    """What the machine can do, measured `LIMIT_TURNS` times."""
+    """Measure the machine's bandwidth and arithmetic `LIMIT_TURNS` times."""
     from forge.backends.cpu.features import usable_cpus
     from forge.bench.limits_worker import product_rate, read_bandwidth
 
@@ -252,7 +251,7 @@ def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Me
 
 
 def last_cache_bytes(caches: Path = CACHES) -> int:
-    """The size of the processor's last cache, as Linux tells it; `CACHE_BYTES` elsewhere."""
+    """Return the size of the processor's last-level cache from Linux; `CACHE_BYTES` elsewhere."""
     try:
         sizes = [int(path.read_text().strip().removesuffix("K")) << 10 for path in caches.glob("index*/size")]
     except (OSError, ValueError):
@@ -261,7 +260,8 @@ def last_cache_bytes(caches: Path = CACHES) -> int:
 
 
 def _shortest_by_turn(works: Sequence[Callable[[], object]], on_progress: Progress) -> list[list[float]]:
-    """For each of `works` the seconds of the shortest pass of every turn, after one that is not counted."""
+    """Time `works` in turns, after a warm-up pass of each. Returns for each the seconds of every turn's shortest
+    pass."""
     shortest: list[list[float]] = [[] for _ in works]
     for work in works:
         work()
@@ -276,7 +276,8 @@ def _shortest_by_turn(works: Sequence[Callable[[], object]], on_progress: Progre
 
 
 def kernels_object(result: KernelsResult) -> dict[str, Any]:
-    """The experiment as facts. Rates are per second; `memory` and `arithmetic` are shares of the machine's limits."""
+    """Return the experiment as facts. Rates are per second; `memory` and `arithmetic` are shares of the machine's
+    limits."""
     limits = result.limits
     models = [
         {
@@ -299,7 +300,7 @@ _OF_A_PASS = ("bytes_per_second", "products_per_second", "intensity", "ms", "ms_
 
 
 def screen(result: KernelsResult) -> Iterator[Part]:
-    """The limits, a table per model, the roofline with every pass on it, and what it shows."""
+    """Draw the limits, a table per model, the roofline with every pass on it, and sentences on it."""
     limits = result.limits
     yield from (title(QUESTION), None, *sentences([limits_sentence(limits)]))
     shown = {
@@ -323,7 +324,7 @@ def screen(result: KernelsResult) -> Iterator[Part]:
 
 
 def picture(result: KernelsResult, width: int) -> list[Text]:
-    """The roofline with a mark for every pass."""
+    """Draw the roofline with a mark for every pass."""
     points = [
         Point(
             _MARKS[index % len(_MARKS)],
@@ -347,7 +348,7 @@ def limits_sentence(limits: Limits) -> str:
 
 
 def reads(model: Measured) -> str:
-    """The weights that a pass reads: of a mixture of experts more, the more rows there are."""
+    """Say how many weight bytes a pass reads: of a mixture of experts more, the more rows there are."""
     single, most = model.passes[0], model.passes[-1]
     if not model.size.expert_bytes or most is single:
         return f"every pass reads {size(single.bytes_read)} of weights"
@@ -359,7 +360,7 @@ def reads(model: Measured) -> str:
 
 
 def growth_sentence(model: Measured) -> str:
-    """How long rows take alone and together."""
+    """Say how long rows take alone and together."""
     single, most = model.passes[0], model.passes[-1]
     if most is single:
         return f"{model.name}: one row takes {ms(single.seconds * 1e3)} ms."
@@ -371,7 +372,7 @@ def growth_sentence(model: Measured) -> str:
 
 
 def comparison_sentences(models: Sequence[Measured]) -> list[str]:
-    """The second model and on against the first, with one row and with many."""
+    """Compare each further model with the first, with one row and with many."""
     lines = []
     for model in models[1:]:
         first = models[0]
@@ -386,7 +387,7 @@ def comparison_sentences(models: Sequence[Measured]) -> list[str]:
 
 
 def cache_sentences(result: KernelsResult) -> list[str]:
-    """A word where weights came faster than memory delivers."""
+    """Explain passes whose weights arrived faster than memory delivers."""
     memory = result.limits.bytes_per_second
     return [
         f"More than memory delivers: {model.name} stays in the processor's own cache between two passes."

@@ -52,7 +52,7 @@ def _measure(prompt: str, max_tokens: int, engine: EngineArgs, observer: StepObs
 
 @dataclass(frozen=True)
 class KvShape:
-    """What one token leaves in the cache: a key and a value of `head_dim` numbers per layer and KV head."""
+    """What one token adds to the cache: a key and a value of `head_dim` numbers per layer and KV head."""
 
     num_layers: int
     num_kv_heads: int
@@ -76,7 +76,7 @@ class KvShape:
 
 
 def kv_cache_object(result: RunResult, shape: KvShape, token_text) -> dict[str, Any]:
-    """The experiment as facts: the run, what its forwards cost, what is held for them."""
+    """Return the experiment as facts: the run, the cost of its forwards, the bytes held for them."""
     forwards = result.forwards
     return run_object(result, token_text) | {
         "num_forwards": len(forwards),
@@ -91,7 +91,7 @@ def kv_cache_object(result: RunResult, shape: KvShape, token_text) -> dict[str, 
 
 
 def screen(result: RunResult, shape: KvShape, prompt: str) -> Iterator[Part]:
-    """The whole experiment: the text, the flat chart with what is held, the arithmetic of the bytes."""
+    """Draw the whole experiment: the text, the flat chart with the bytes held, their arithmetic."""
 
     def note(forward: Forward) -> str:
         return f"holds {size(held_bytes(result.records[forward.number - 1], shape))}"
@@ -102,12 +102,12 @@ def screen(result: RunResult, shape: KvShape, prompt: str) -> Iterator[Part]:
 
 
 def held_bytes(record: StepRecord, shape: KvShape) -> int:
-    """What the step's sequences hold once its rows are written, before an ended one gives it back."""
+    """Return the bytes that the step's sequences hold after its rows are written, before a finished one frees them."""
     return sum(item.start + item.num_tokens for item in record.items) * shape.bytes_per_token
 
 
 def cache_sentences(result: RunResult, shape: KvShape) -> list[str]:
-    """What the chart shows, in figures of this run."""
+    """Say in sentences what the chart shows in this run."""
     forwards = result.forwards
     if len(forwards) < 3:
         return ["Too few forwards to see a shape: ask for more tokens."]
@@ -124,5 +124,5 @@ def cache_sentences(result: RunResult, shape: KvShape) -> list[str]:
 
 
 def tokens_without_cache(forwards: Sequence[Forward]) -> int:
-    """What the same forwards would have computed if each had begun at the first token."""
+    """Count the tokens that the same forwards would have computed had each begun at the first token."""
     return sum(forwards[0].tokens + index for index in range(len(forwards)))

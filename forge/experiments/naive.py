@@ -62,7 +62,7 @@ def _measure(prompt: str, max_tokens: int, engine: EngineArgs, observer: StepObs
 
 @dataclass(frozen=True)
 class Share:
-    """An operation or a layer, with its part of the time of all."""
+    """An operation or a layer, with its share of the total time."""
 
     name: str
     ms: float
@@ -71,7 +71,7 @@ class Share:
 
 
 def naive_object(result: RunResult, operations: "Sequence[OperationTime]", token_text) -> dict[str, Any]:
-    """The experiment as facts: the run, its slope, what was computed again, and where the time went."""
+    """Return the experiment as facts: the run, its slope, the repeated work, and the time per operation."""
     shares = shares_by_operation(operations)
     layers = [share for share in shares_by_layer(operations) if share.name != "outside"]
     new = distinct_tokens(result)
@@ -92,7 +92,7 @@ def naive_object(result: RunResult, operations: "Sequence[OperationTime]", token
 
 
 def screen(result: RunResult, operations: "Sequence[OperationTime]", prompt: str) -> Iterator[Part]:
-    """The whole experiment: the text, the climbing chart, time by operation, time by layer."""
+    """Draw the whole experiment: the text, the climbing chart, time by operation, time by layer."""
     yield from (title(QUESTION), None, *run_parts(result, prompt, climb_sentences(result)))
     if operations:
         shares = shares_by_operation(operations)
@@ -105,7 +105,7 @@ def screen(result: RunResult, operations: "Sequence[OperationTime]", prompt: str
 
 
 def climb_sentences(result: RunResult) -> list[str]:
-    """What the chart shows, in figures of this run."""
+    """Say in sentences what the chart shows in this run."""
     forwards = result.forwards
     if len(forwards) < 3:
         return ["Too few forwards to see a slope: ask for more tokens."]
@@ -122,12 +122,12 @@ def climb_sentences(result: RunResult) -> list[str]:
 
 
 def shares_by_operation(operations: "Iterable[OperationTime]") -> list[Share]:
-    """All layers together, longest first."""
+    """Sum the time per operation over all layers, longest first."""
     return sorted(_shares((entry.operation, entry) for entry in operations), key=lambda share: -share.ms)
 
 
 def shares_by_layer(operations: "Iterable[OperationTime]") -> list[Share]:
-    """Layer by layer in order, what lies outside the layers last."""
+    """Sum the time per layer, in order; the time outside the layers comes last."""
     ordered = sorted(operations, key=lambda entry: entry.layer if entry.layer >= 0 else 1 << 30)
     return _shares((str(entry.layer) if entry.layer >= 0 else "outside", entry) for entry in ordered)
 
@@ -143,12 +143,12 @@ def _shares(named: "Iterable[tuple[str, OperationTime]]") -> list[Share]:
 
 
 def distinct_tokens(result: RunResult) -> int:
-    """Tokens that had to go through the model at least once: the prompt's, and all but the last of the output."""
+    """Count the tokens that must pass the model at least once: the prompt, and all but the last of the output."""
     return result.forwards[0].tokens + len(result.forwards) - 1 if result.forwards else 0
 
 
 def slope(forwards: Sequence[Forward]) -> float | None:
-    """Milliseconds per token by least squares; None where all forwards have as many."""
+    """Return milliseconds per token by least squares; None if all forwards have equally many tokens."""
     if not forwards:
         return None
     mean_tokens = sum(forward.tokens for forward in forwards) / len(forwards)
@@ -160,7 +160,7 @@ def slope(forwards: Sequence[Forward]) -> float | None:
 
 
 def operations_sentence(shares: Sequence[Share]) -> str:
-    """Which operations the time goes to."""
+    """Say which operations take the time."""
     matrices, attention = percent(matrices_share(shares)), percent(attention_share(shares))
     return (
         f"{matrices} of the time is matrix products, {attention} attention over the sequence. Every forward after the "
@@ -169,7 +169,7 @@ def operations_sentence(shares: Sequence[Share]) -> str:
 
 
 def matrices_share(shares: Sequence[Share]) -> float:
-    """Of the time, what products with a weight matrix take."""
+    """Return the share of the time spent in products with a weight matrix."""
     return sum(share.share for share in shares if MATRICES.intersection(share.name.split(", ")))
 
 
@@ -196,13 +196,13 @@ def _layers(shares: Sequence[Share]) -> Iterator[Part]:
 
 
 def layers_spread(layers: Sequence[Share]) -> float:
-    """How many times as long the slowest layer takes as the fastest; 1 for a model without layers."""
+    """Return the slowest layer's time over the fastest's; 1 for a model without layers."""
     times = [layer.ms for layer in layers] or [1.0]
     return max(times) / max(min(times), 1e-9)
 
 
 def layers_sentence(layers: Sequence[Share], outside: float) -> str:
-    """Whether the layers cost alike."""
+    """Say whether the layers take equally long."""
     if not layers:
         return "No layer was timed."
     inside = sum(share.ms for share in layers)

@@ -38,7 +38,7 @@ _ENGINE = "model kv device threads num_blocks max_num_seqs prefill_only_tokens p
 
 @dataclass(frozen=True)
 class JudgeArgs:
-    """The requests."""
+    """The requests to judge."""
 
     requests: int = option(64, "How many requests.", "Requests", flags="--requests -n")
     max_tokens: int = option(1, "Of each answer; above 1 both are generations.", "Requests")
@@ -50,7 +50,7 @@ def oneshot(asked: JudgeArgs, engine: Annotated[EngineArgs, Takes(_ENGINE, kv="p
 
 
 def _measure(args: EngineArgs, requests: int, max_tokens: int) -> Report:
-    """The same requests through each life once, on one model, after a few that are not timed."""
+    """Run the same requests through each life once, on one model, after a few that are not timed."""
     llm = load_model(args)
     prompts = judge_prompts(llm.tokenizer, requests)
     lives = []
@@ -69,7 +69,7 @@ def _measure(args: EngineArgs, requests: int, max_tokens: int) -> Report:
 
 @dataclass(frozen=True)
 class Life:
-    """The requests in one of their lives."""
+    """One run of the requests: as generations or as prefill-only requests."""
 
     name: str
     run: JudgeRun
@@ -78,7 +78,7 @@ class Life:
 
 @dataclass(frozen=True)
 class TwoLives:
-    """The same judge's request as a generation and as a prefill-only request."""
+    """The same judge's requests as generations and as prefill-only requests."""
 
     label: RunLabel
     prompt_tokens: int
@@ -99,7 +99,7 @@ class TwoLives:
 
 
 def lives_object(result: TwoLives) -> dict[str, Any]:
-    """For `--json`: both sides, and each of their steps in short."""
+    """Return both sides and a summary of each step, for `--json`."""
     facts = judging_object(result.label, [life.name for life in result.lives], result.runs, result.prompt_tokens)
     for side, life in zip(facts["sides"], result.lives, strict=True):
         side["per_step"] = [step_object(record) for record in life.records]
@@ -137,7 +137,7 @@ def screen(result: TwoLives) -> Iterator[Part]:
 
 
 def _strips(result: TwoLives) -> Iterator[Text]:
-    """Step by step, what goes through the model and what is held, each pair on one scale."""
+    """Draw rows computed and tokens held per step, each pair on one scale."""
     figures = {
         "rows in a step": lambda record: record.tokens_computed,
         "blocks held": lambda record: record.cache.used_blocks,
@@ -152,7 +152,7 @@ def _strips(result: TwoLives) -> Iterator[Text]:
 
 
 def _waits(facts: dict[str, Any]) -> str:
-    """`63, while seq 0 computes their prefix`."""
+    """Format a wait: `63, while seq 0 computes their prefix`."""
     owners: Sequence[int] = facts["prefix_owners"]
     if not owners:
         return NOTHING

@@ -74,7 +74,7 @@ def _measure(prompt: str, sequences: int, engine: EngineArgs, pace: float, quiet
 
 
 def _stories(llm: "LLM", prompt: str, sequences: int) -> list[Arrival]:
-    """Requests that grow to different lengths and come one after another."""
+    """Make requests that grow to different lengths and arrive one after another."""
     room = llm.max_model_len - len(llm.tokenizer.encode(prompt))
     params = [
         SamplingParams(
@@ -87,21 +87,21 @@ def _stories(llm: "LLM", prompt: str, sequences: int) -> list[Arrival]:
 
 @dataclass(frozen=True)
 class PoolRun(WatchedRun):
-    """All stories in one kind of cache."""
+    """One run of all stories in one kind of cache."""
 
     @property
     def most_running(self) -> int:
-        """Sequences that had a part in one step."""
+        """The most sequences that one step computed."""
         return max(len(record.items) for record in self.watched.records)
 
     @property
     def most_tokens(self) -> int:
-        """Held at once."""
+        """The most tokens held at once."""
         return max(record.cache.tokens_held for record in self.watched.records)
 
     @property
     def steps_with_waiting(self) -> int:
-        """Steps after which a sequence was in the queue."""
+        """The number of steps after which a sequence was in the queue."""
         return sum(bool(record.queues.waiting) for record in self.watched.records)
 
     @property
@@ -134,18 +134,18 @@ class PagedExperiment:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that each story had in the end, its prompt included."""
+        """Each story's final length in tokens, including its prompt."""
         outputs = self.paged.watched.outputs
         return [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in outputs]
 
     @property
     def identical(self) -> bool:
-        """Every story is the same in both, timed or watched."""
+        """True if every story is the same in both caches, timed or watched."""
         return len({result.token_ids for run in self.runs for result in (run.watched, run.timed)}) == 1
 
 
 def paged_object(experiment: PagedExperiment) -> dict[str, Any]:
-    """The experiment as facts."""
+    """Return the experiment as facts."""
     basic, paged = (_run_object(run) for run in experiment.runs)
     figures = experiment.paged.figures
     return {
@@ -180,7 +180,7 @@ def _run_object(run: PoolRun) -> dict[str, Any]:
 
 
 def screen(experiment: PagedExperiment, facts: dict[str, Any]) -> Iterator[Part]:
-    """Both pools at their fullest, the figures side by side, and what they say."""
+    """Draw both pools at their fullest, the figures side by side, and sentences on them."""
     stories = f"{plural(facts['sequences'], 'story', 'stories')} of {facts['shortest']} to {facts['longest']} tokens"
     pool = f"{plural(facts['num_blocks'], 'block')} of {facts['block_size']} tokens, {size(facts['pool_bytes'])}"
     yield from question(QUESTION, f"{stories} · {pool}", one_line(tail(experiment.prompt, 200)))
@@ -214,7 +214,7 @@ _ROWS = (
 
 
 def paged_sentences(facts: dict[str, Any]) -> list[str]:
-    """What the figures say."""
+    """Say in sentences what the figures show."""
     basic, paged = facts["basic"], facts["paged"]
     queued = f", and in {plural(basic['steps_with_waiting'], 'step')} others waited for it"
     return [

@@ -62,7 +62,7 @@ _SHOWN = 160
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many continuations and requests there are, and where the continuations branch."""
+    """The numbers of continuations and requests, and where the continuations branch."""
 
     branches: int = option(3, "Ways in which the story goes on.", _SIZES)
     branch_at: int | None = option(
@@ -115,7 +115,7 @@ def prefix(
 def _fork_story(
     llm: "LLM", prompt: str, max_tokens: int, branches: int, place: int, pace: float, quiet: bool
 ) -> "Fork":
-    """Let a story run, and others begin as it did when it is a little past the branching point."""
+    """Run a story, and start others with the same beginning when it is a little past the branching point."""
     greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     story = whole(drive_arrivals(llm, [Arrival(prompt, greedy, 0)])).outputs[0]  # what it will say
     beginning = [*story.prompt_token_ids, *story.outputs[0].token_ids[:place]]
@@ -129,7 +129,7 @@ def _fork_story(
 
 
 def _middle_of_a_block(start: int, max_tokens: int, block_size: int) -> int:
-    """About half of the story; where that shares only whole blocks, half a block further on or back.
+    """Return about half of the story; if that shares only whole blocks, half a block more or less.
 
     The last of the tokens that are shared is computed anew, for its logits.
     """
@@ -140,7 +140,7 @@ def _middle_of_a_block(start: int, max_tokens: int, block_size: int) -> int:
 
 
 def _share_rubric(llm: "LLM", texts: list[str], pace: float, quiet: bool) -> WatchedRun:
-    """Requests that come one step after another, once to be seen and then to be timed."""
+    """Run requests that arrive one step after another, once to be shown and once to be timed."""
     params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     arrivals = [Arrival(text, params, step) for step, text in enumerate(texts)]
     return WatchedRun.of(llm, arrivals, RUBRIC_QUESTION, pace, quiet)
@@ -148,7 +148,7 @@ def _share_rubric(llm: "LLM", texts: list[str], pace: float, quiet: bool) -> Wat
 
 @dataclass(frozen=True)
 class Fork:
-    """A story, and others that begin with its first tokens while it goes on."""
+    """A story, and others that start with its first tokens while it still runs."""
 
     screen: BlockScreen
     result: RunsResult
@@ -159,7 +159,7 @@ class Fork:
 
     @property
     def hit(self) -> PrefixHit | None:
-        """What the branches found."""
+        """The branches' cache hit."""
         return next((event for event in self._events if isinstance(event, PrefixHit)), None)
 
     @property
@@ -168,7 +168,7 @@ class Fork:
 
     @property
     def tokens_without(self) -> int:
-        """What would have been computed if every branch had computed its beginning."""
+        """The tokens that would have been computed had every branch computed its beginning."""
         branches = self.result.outputs[1]
         branch_tokens = sum(len(sample.token_ids) - 1 for sample in branches.outputs)
         story = self.result.outputs[0]
@@ -203,7 +203,7 @@ class PrefixExperiment:
 
 
 def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
-    """The experiment as facts."""
+    """Return the experiment as facts."""
     fork, alone, shared = experiment.fork, experiment.alone, experiment.shared
     story, branches = fork.result.outputs
     return {
@@ -259,7 +259,7 @@ def _run_object(run: WatchedRun) -> dict[str, Any]:
 
 
 def screen(experiment: PrefixExperiment) -> Iterator[Part]:
-    """The fork with the moment of its first split, then the rubric request by request, then both caches."""
+    """Draw the fork with the moment of its first split, then the rubric request by request, then both caches."""
     yield from (*_fork_parts(experiment.fork), None, *_rubric_parts(experiment), leads_on(LEADS_ON))
 
 
@@ -276,7 +276,7 @@ def _fork_parts(fork: Fork) -> Iterator[Part]:
 
 
 def fork_sentences(fork: Fork) -> list[str]:
-    """What the branches shared, and what was copied."""
+    """Say what the branches shared, and what was copied."""
     if fork.hit is None:
         return ["The branches found nothing: they begin with less than the story had computed of its first block."]
     computed, without = fork.result.tokens_computed, fork.tokens_without
@@ -306,7 +306,7 @@ def _rubric_parts(experiment: PrefixExperiment) -> Iterator[Part]:
 
 
 def _request_lines(shared: WatchedRun, width: int) -> Iterator[Text]:
-    """Of each prompt, what was found and what was computed."""
+    """Draw each prompt's cached and computed tokens."""
     every = [output.metrics for output in shared.timed.outputs]
     longest = max(metrics.num_prompt_tokens for metrics in every)
     for number, metrics in enumerate(every):

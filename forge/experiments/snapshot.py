@@ -30,7 +30,7 @@ _RESTORED = -1
 
 @dataclass(frozen=True)
 class Moment:
-    """The cache after something has happened to the story or to its snapshot."""
+    """The cache at one moment of the story or its snapshot."""
 
     event: str
     story: str
@@ -44,7 +44,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class SnapshotStory:
-    """A snapshot from the moment at which it is taken to its release."""
+    """A snapshot's life from its creation to its release."""
 
     beginning: str
     tokens: int
@@ -57,7 +57,7 @@ class SnapshotStory:
 
 
 def snapshot_report(llm: "LLM", prompt: str, max_tokens: int, place: int) -> Report:
-    """Tell the story of a snapshot that is taken when `place` tokens of the output are there."""
+    """Run the story of a snapshot that is taken after `place` tokens of output."""
     story = _run(llm, prompt, max_tokens, place)
     about = f"kv prefix · block size {llm.engine.cache.block_size} · {llm.model_name}"
     return report(asdict(story), lambda: _screen(story, about))
@@ -107,7 +107,7 @@ def _moment(llm: "LLM", event: str, seq_id: int) -> Moment:
 
 
 def _keys_and_values(llm: "LLM", table: TableRecord) -> "list[np.ndarray]":
-    """Of every layer, in the blocks of a table."""
+    """Return every layer's keys and values in the blocks of a table."""
     layers = range(llm.engine.storage.layout.num_layers)
     gathered = (llm.engine.storage.gather(layer, table.blocks, table.computed) for layer in layers)
     return [array for pair in gathered for array in pair]

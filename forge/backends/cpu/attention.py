@@ -40,7 +40,7 @@ LOWEST = np.float32(-3.0e38)
 
 @numba.njit
 def _store_kind(address, index, vector, kind):
-    """16 floats at element `index` of an array of `kind`, rounded to it."""
+    """Round 16 floats to `kind` and store them at element `index` of an array."""
     if kind == FLOAT32:
         store_f32(address + 4 * index, vector)
     elif kind == FLOAT16:
@@ -51,7 +51,7 @@ def _store_kind(address, index, vector, kind):
 
 @numba.njit
 def _norm_rope_head(x, width, weight, eps, cos, sin):
-    """One query or key head, in place: RMSNorm, then rotation of element i with i + width / 2."""
+    """Normalize one query or key head in place (RMSNorm), then rotate element i with i + width / 2."""
     total = splat_f32(ZERO)
     for offset in range(0, width, 16):
         value = mask_lanes(load_f32(x + 4 * offset), width - offset, ZERO)
@@ -96,7 +96,7 @@ def _store_head(ctx, address, layer, row, head, source, width):
 
 @numba.njit
 def _store_int8(place, source, width, scale):
-    """A query, key or value as int8 to `place`, and its scale to `scale` (`kv_storage.quantized`)."""
+    """Store a query, key or value as int8 at `place`, and its scale at `scale` (`kv_storage.quantized`)."""
     highest = splat_f32(ZERO)
     for offset in range(0, width, 16):
         highest = maximum(highest, absolute(mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO)))
@@ -110,7 +110,7 @@ def _store_int8(place, source, width, scale):
 
 @numba.njit
 def _quantize_query(query, width, scale):
-    """A query in place as int8, zeros up to a multiple of 64, and its scale."""
+    """Quantize a query in place to int8, with zeros up to a multiple of 64, and store its scale."""
     _store_int8(query, query, width, scale)
     for offset in range(width, (width + 63) // 64 * 64, 16):
         store_i8(query + offset, round_to_int(splat_f32(ZERO)))
@@ -150,7 +150,7 @@ def norm_rope_store(op, ctx, thread, threads):
 
 @numba.njit
 def _find_rows(ctx, table, start, count, rows):
-    """Where `count` positions from `start` on lie in a head: offsets from the head's first block, int64, to `rows`.
+    """Write to `rows` where `count` positions from `start` on lie in a head: int64 offsets from the head's first block.
 
     The last is repeated until there are `CHUNK`, because keys are read up to 16 at a time, and asked for 64 ahead.
     """
@@ -173,14 +173,14 @@ def _find_rows(ctx, table, start, count, rows):
 
 @numba.njit
 def _gather_scales(head, rows, row_bytes, scales):
-    """The scales of a chunk's keys or values, from behind each."""
+    """Collect the scales of a chunk's keys or values; each scale lies behind its row."""
     for number in range(CHUNK):
         put_f32(scales + 4 * number, get_f32(head + get_i64(rows + 8 * number) + row_bytes - 4))
 
 
 @numba.njit
 def _fetch(ctx, head, rows, first, last):
-    """Ask for the keys or values of a head whose offsets are numbers `first` to `last` - 1 of `rows`.
+    """Prefetch a head's keys or values at the offsets number `first` to `last` - 1 of `rows`.
 
     A block of a head is a page of its own, at whose end the processor stops fetching ahead by itself.
     """
@@ -192,7 +192,8 @@ def _fetch(ctx, head, rows, first, last):
 
 @numba.njit
 def _together(visible, group, query, num_queries):
-    """How many queries from number `query` on can share a pass over a chunk of which the first sees `visible` keys.
+    """Return how many queries from number `query` on can share a pass over a chunk of which the first sees `visible`
+    keys.
 
     Those that see the same keys: all of the rows to come where a row sees the whole chunk, else those of its own row.
     """
@@ -202,7 +203,7 @@ def _together(visible, group, query, num_queries):
 
 @numba.njit
 def _softmax_chunk(weights, together, count, scale, states, scales, query_scales, shifts):
-    """Scores of queries over a chunk, in place, to softmax numerators; their states to what the chunk makes of them.
+    """Turn scores of queries over a chunk into softmax numerators, in place, and update the queries' states.
 
     A state is (maximum, sum) of all chunks so far, then what the output so far and this chunk's sum of values are to
     be multiplied by. The first chunk meets the lowest maximum there is, and exp's smallest value times nothing.
@@ -328,7 +329,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
 
 @numba.njit
 def _head_offset(op, ctx, kv_head):
-    """Where in the storage a head in block 0 of an operation's layer lies."""
+    """Return the offset in the storage of a head in block 0 of an operation's layer."""
     return op.layer * ctx.cache.layer_bytes + kv_head * ctx.cache.head_bytes
 
 
@@ -339,7 +340,7 @@ def _table_address(ctx, sequence):
 
 @numba.njit
 def _find_item(ctx, kv_heads, item, sequence, before):
-    """Which rows and which head an item is, searched from `sequence` on, whose first item is number `before`.
+    """Find an item's rows and head, searching from `sequence` on, whose first item is number `before`.
 
     (sequence, its first item, first row, last row + 1, head); the sequence is their number if there is no such item.
     """

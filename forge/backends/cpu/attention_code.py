@@ -50,7 +50,8 @@ Body = Callable[[ir.Value, Values], Values]
 def _loop(
     b: ir.IRBuilder, end: ir.Value, step: int, start: Values, body: Callable[[ir.Value, Values], Values]
 ) -> Values:
-    """for index in range(0, end, step): values = body(index, values). At least once; the last values."""
+    """Emit `for index in range(0, end, step): values = body(index, values)`, run at least once. Returns the last
+    values."""
     entry, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
     b.branch(loop)
     b.position_at_end(loop)
@@ -69,7 +70,7 @@ def _loop(
 
 
 def _each(b: ir.IRBuilder, number: ir.Value, cases: dict[int, Callable[[], None]]) -> None:
-    """Run the code that `cases` has for `number`."""
+    """Emit a switch that runs the code of `cases` for `number`."""
     end = b.append_basic_block("end")
     switch = b.switch(number, end)
     for case, emit in cases.items():
@@ -82,7 +83,7 @@ def _each(b: ir.IRBuilder, number: ir.Value, cases: dict[int, Callable[[], None]
 
 
 def _for_each_kind(b: ir.IRBuilder, kind: ir.Value, together: ir.Value, emit: Callable[[str, int], None]) -> None:
-    """Code for every kind of stored number and every number of queries together."""
+    """Emit code for every kind of stored number and every number of queries together."""
 
     def of_kind(name: str) -> Callable[[], None]:
         return lambda: _each(b, together, {count: partial(emit, name, count) for count in (1, 2, 4)})
@@ -95,14 +96,14 @@ def _row(b: ir.IRBuilder, base: ir.Value, rows: ir.Value, number: ir.Value) -> i
 
 
 def _stored(b: ir.IRBuilder, address: ir.Value, kind: str) -> ir.Value:
-    """16 stored numbers as float32; of int8 without their scale."""
+    """Load 16 stored numbers as float32; int8 without its scale."""
     if kind == "int8":
         return b.sitofp(b.sext(load(b, address, ir.VectorType(I8, LANES)), V_I32), V_F32)
     return widen(b, load(b, address, STORED[kind]), kind)
 
 
 def _fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
-    """Ask for `size` bytes to be in the second-level cache when they are read."""
+    """Prefetch `size` bytes into the second-level cache."""
     for line in range(0, size, 64):
         pointer = b.inttoptr(b.add(address, I64(line)), I8.as_pointer())
         call_intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
@@ -126,7 +127,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
             return b.add(queries, b.add(b.mul(b.mul(I64(query), width), I64(4)), offset))
 
         def sums_of(addresses: Values, upcoming: Values, together: int, kind: str) -> Values:
-            """Of each query with each key 16 lanes, whose sum is their product."""
+            """Emit, for each query with each key, 16 lanes whose sum is their dot product."""
             step, item = LANES // together, I64(_ITEM_BYTES[kind])
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
@@ -145,7 +146,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
             return _loop(b, width, LANES, [_ZEROS] * LANES, dimensions)
 
         def integer_sums_of(addresses: Values, upcoming: Values, together: int, start: Values) -> Values:
-            """The same of int8. What lies behind a key meets zeros."""
+            """Emit the same for int8. Bytes behind the end of a key are multiplied by zeros."""
             step = LANES // together
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
@@ -163,7 +164,8 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
             return _loop(b, width, 4 * LANES, [initial for initial in start for _ in range(step)], dimensions)
 
         def start_of(together: int) -> Values:
-            """Where integer sums start: unsigned bytes k + 128 stand for keys k, which adds 128 times a query's sum."""
+            """Emit the initial integer sums: unsigned bytes k + 128 stand for keys k, which adds 128 times a query's
+            sum."""
             if isa.signed_weights:
                 return [_INTEGER_ZEROS] * together
 
@@ -176,7 +178,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
             return [b.neg(total) for total in _loop(b, width, 4 * LANES, [_INTEGER_ZEROS] * together, dimensions)]
 
         def some_keys(kind: str, together: int, first: ir.Value, start: Values) -> None:
-            """The scores of 16 / together keys from number `first` on."""
+            """Emit the scores of 16 / together keys from number `first` on."""
             step = LANES // together
             addresses, upcoming = (
                 [_row(b, base, rows, b.add(first, I64(number))) for number in range(step)] for base in (keys, ahead)
@@ -219,7 +221,7 @@ def add_values(typingctx, kind, together, weights, count, values, rows, width, o
         kind, together, weights, count, values, rows, width, outs, states, ahead, ahead_rows = args
 
         def columns(kind: str, together: int, column: ir.Value, vectors: int) -> None:
-            """The sums of `16 * vectors` columns from `column` on, into the outputs."""
+            """Emit the sums of `16 * vectors` columns from `column` on, and store them in the outputs."""
             item = _ITEM_BYTES[kind]
             first, next_first = (b.add(base, b.mul(column, I64(item))) for base in (values, ahead))
 

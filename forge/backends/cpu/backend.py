@@ -98,7 +98,7 @@ class CpuKvStorage(KvStorage):
         return self._floats(self.keys[blocks, layer], length), self._floats(self.values[blocks, layer], length)
 
     def _floats(self, stored: np.ndarray, length: int) -> np.ndarray:
-        """`[blocks, kv_heads, block_size, row]` as stored → float32 `[length, kv_heads, head_dim]`."""
+        """Convert `[blocks, kv_heads, block_size, row]` as stored to float32 `[length, kv_heads, head_dim]`."""
         by_token = stored.transpose(0, 2, 1, 3).reshape(-1, self.layout.num_kv_heads, stored.shape[-1])[:length]
         tokens = by_token[..., : self.layout.head_dim]
         if self.layout.kv_dtype == "int8":
@@ -110,7 +110,7 @@ class CpuKvStorage(KvStorage):
 
 @dataclass
 class _Pass:
-    """A forward pass that was recorded, and where it is placed now."""
+    """A recorded forward pass, and the program that is placed for it now."""
 
     recording: Recording
     program: Program
@@ -168,7 +168,7 @@ class CpuBackend(Backend):
         return Matrix(short_name(tensor.name), self._packed(tensor, self._pack_matrix))
 
     def _packed(self, tensor: Tensor, make: Callable[[Tensor], PackedMatrix]) -> PackedMatrix:
-        """As it was kept, or made now."""
+        """Return the tensor's packed form from the cache, or pack it now."""
         cache = self._cache
         packed = cache.get(tensor.name) if cache is not None else None
         if packed is None:
@@ -239,7 +239,7 @@ class CpuBackend(Backend):
             return program.logits[: len(batch.logit_rows), : recorded.recording.logits.width].copy()
 
     def _runs_single_threaded(self, program: Program, batch: ForwardBatch) -> bool:
-        """Whether one thread will be done before several have waited for each other.
+        """True if one thread finishes before several would have waited for each other.
 
         A barrier costs about 2 µs on two cores, and a forward has one per operation. Against that stands what the other
         threads would take off: their share of streaming the weights or, with more rows, of multiplying. With the
@@ -272,7 +272,7 @@ class CpuBackend(Backend):
         self._context.scratch, self._context.scratch_bytes = scratch.ctypes.data, scratch.shape[1]
 
     def _fit(self, recorded: "_Pass", batch: ForwardBatch) -> None:
-        """Place the program for a larger batch, and extend the rotation tables, where this batch asks for it."""
+        """Place the program for a larger batch and extend the rotation tables, if this batch needs it."""
         rows, logit_rows = batch.num_rows, len(batch.logit_rows)
         program = recorded.program
         if rows > program.max_rows or logit_rows > program.max_logit_rows:
@@ -283,7 +283,7 @@ class CpuBackend(Backend):
             self._rotations(recorded.recording.rope, _doubled(len(self._cos), last))
 
     def _rotations(self, rope: Rope, positions: int) -> None:
-        """cos and sin of every position and frequency: float32 `[positions, head_dim / 2]`, computed in float64."""
+        """Compute cos and sin of every position and frequency in float64: float32 `[positions, head_dim / 2]`."""
         angles = np.arange(positions)[:, None] * rope.frequencies()
         scale = rope.attention_factor
         self._cos, self._sin = (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
@@ -298,7 +298,7 @@ class CpuBackend(Backend):
             self._input(name, getattr(batch, name))
 
     def _input(self, name: str, values: np.ndarray) -> None:
-        """Copy a batch array to where its address is already known; finding an array's address takes longer."""
+        """Copy a batch array to a buffer whose address is already known, because looking an address up takes longer."""
         room = self._inputs.get(name)
         if room is None or room.size < values.size:
             room = self._inputs[name] = np.zeros(_doubled(64, values.size), np.int32)
@@ -317,7 +317,7 @@ class CpuBackend(Backend):
         )
 
     def _run_timed(self, recorded: "_Pass", pool: ThreadPool, timed: dict[tuple[int, str], tuple[float, int]]) -> None:
-        """One operation at a time, each as a program of its own."""
+        """Run and time one operation at a time, each as a program of its own."""
         for number, operation in enumerate(recorded.recording.operations):
             entry = recorded.program.table[number : number + 1].copy()
             structure(OPERATION).from_buffer(entry).waits = 1
@@ -336,7 +336,7 @@ def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 
 
 def _doubled(start: int, least: int) -> int:
-    """`start` doubled until it is at least `least`."""
+    """Double `start` until it is at least `least`."""
     while start < least:
         start *= 2
     return start

@@ -57,7 +57,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 @cache
 def instruction_set() -> InstructionSet:
-    """The instruction set of this process. Chosen once, before anything is compiled; `UsageError` as in `features`."""
+    """Return the instruction set of this process, chosen once before anything is compiled. Raises `UsageError` as in
+    `features`."""
     chosen = choose_instruction_set()
     if chosen.converts_half_by_call:
         _provide_half_conversions()
@@ -66,7 +67,7 @@ def instruction_set() -> InstructionSet:
 
 @cache
 def cache_folder() -> Path | None:
-    """Where compiled code is kept, or None if nothing can be written."""
+    """Return the folder of compiled code; None if nothing can be written."""
     try:
         return _made_folder()
     except OSError:
@@ -74,7 +75,7 @@ def cache_folder() -> Path | None:
 
 
 def cache_problem() -> str | None:
-    """Why compiled code cannot be kept, and what to do; None if it can."""
+    """Say why compiled code cannot be kept, and what to do; None if it can."""
     try:
         with tempfile.TemporaryFile(dir=_made_folder()) as file:
             file.write(bytes(KERNEL_BYTES))  # a disk that is full takes an empty file
@@ -87,12 +88,12 @@ def cache_problem() -> str | None:
 
 
 def cache_root() -> Path:
-    """Where forge keeps what it can make again."""
+    """Return the folder of everything that forge can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge"
 
 
 def _made_folder() -> Path:
-    """The folder of compiled code, made if it has to be. OSError if it cannot be written."""
+    """Return the folder of compiled code, and make it if needed. Raises `OSError` if it cannot be written."""
     root = cache_root()
     folder = root / f"kernels-{_digest()}"
     is_new = not folder.exists()
@@ -105,7 +106,7 @@ def _made_folder() -> Path:
 
 
 def _forget_old_folders(root: Path) -> None:
-    """Remove the code of other versions that have not been used for a month."""
+    """Remove compiled code of other versions that has not been used for a month."""
     for folder in root.glob("kernels-*"):
         if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
@@ -132,7 +133,7 @@ class MachineCode:
 
     @property
     def is_cached(self) -> bool:
-        """Whether using it needs no compiling."""
+        """True if using it needs no compiling."""
         self._code = self._code or _read_object(self.name)
         return self._code is not None
 
@@ -149,7 +150,7 @@ class MachineCode:
         self._engine.finalize_object()
 
     def symbol(self, name: str) -> int:
-        """Where the machine code of one of its functions starts."""
+        """Return the address of the machine code of one of its functions."""
         self.compile()
         return self._address(name)
 
@@ -159,12 +160,12 @@ class MachineCode:
 
     @property
     def assembly(self) -> str:
-        """What it was compiled to, to be read."""
+        """Return its assembly."""
         machine = target_machine(instruction_set())
         return machine.emit_assembly(self._module(machine))
 
     def _module(self, machine: llvm.TargetMachine) -> llvm.ModuleRef:
-        """Its optimized intermediate code."""
+        """Return its optimized intermediate code."""
         raise NotImplementedError
 
 
@@ -176,13 +177,13 @@ class Kernel(MachineCode):
     """
 
     def __init__(self, module: str, name: str, arguments: Arguments, result: str = "void"):
-        """arguments: of each the name of a number's type, or the layout of the structure whose address it is."""
+        """arguments: for each, the name of a number's type, or the layout of the structure that it points to."""
         super().__init__(name)
         self._module_name, self._arguments, self._result = module, arguments, result
 
     @property
     def address(self) -> int:
-        """Where the machine code starts."""
+        """The address of the machine code."""
         return self.symbol(self.name)
 
     def _module(self, machine):
@@ -213,7 +214,7 @@ class TileSet(MachineCode):
 
 
 def target_machine(isa: InstructionSet, triple: str | None = None) -> llvm.TargetMachine:
-    """An LLVM code generator: for the processor in use, or as the set itself says when it is forced or foreign."""
+    """Create an LLVM code generator: for this processor, or for the set's own target if it is forced or foreign."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     for_host = triple is None and not (is_forced() and isa.target_cpu)
@@ -229,7 +230,7 @@ def target_machine(isa: InstructionSet, triple: str | None = None) -> llvm.Targe
 
 
 def _own_features(isa: InstructionSet) -> str:
-    """LLVM's list of this processor's features, with those of `isa` that it has and LLVM does not report."""
+    """List this processor's features for LLVM, with those of `isa` that it has and LLVM does not report."""
     features = llvm.get_host_cpu_features().flatten().split(",")
     return ",".join(
         [*features, *(feature for feature in isa.target_features.split(",") if is_arm() and feature not in features)]
@@ -237,7 +238,7 @@ def _own_features(isa: InstructionSet) -> str:
 
 
 def optimized_tiles(isa: InstructionSet, layout: TileLayout, machine: llvm.TargetMachine) -> llvm.ModuleRef:
-    """The tile functions of a layout as an optimized LLVM module. No fast-math flag is set anywhere."""
+    """Return the tile functions of a layout as an optimized LLVM module. No fast-math flag is set anywhere."""
     module = ir.Module(f"tiles_{layout.name}")
     module.triple = machine.triple
     integer = ir.IntType(64)
@@ -259,14 +260,14 @@ def _optimize(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
 
 
 def tile_assembly(isa: InstructionSet, layout: TileLayout, triple: str | None = None) -> str:
-    """The assembly of a layout's tiles, also for a machine that is not this one."""
+    """Return the assembly of a layout's tiles, for this or another machine."""
     machine = target_machine(isa, triple)
     return machine.emit_assembly(optimized_tiles(isa, layout, machine))
 
 
 @cache
 def tile_set(layout: TileLayout) -> TileSet:
-    """The one `TileSet` of a layout."""
+    """Return the one `TileSet` of a layout."""
     return TileSet(layout)
 
 
@@ -300,7 +301,7 @@ def compile_all(items: Iterable[Kernel | TileSet], on_progress: CompileProgress 
 
 
 def _helpers_for(missing: int) -> int:
-    """How many processes help: one per other CPU, where there is enough to do and a folder to leave it in."""
+    """Return how many processes help: one per other CPU, if there is enough to do and a folder for the results."""
     return min(usable_cpus() - 1, missing // _ITEMS_PER_HELPER) if cache_folder() is not None and sys.executable else 0
 
 
@@ -332,7 +333,7 @@ class _Helper(threading.Thread):
 
 
 def _read_object(name: str) -> bytes | None:
-    """A kept object file, if there is one and it is whole."""
+    """Read a kept object file; None if there is none or it is incomplete."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -345,7 +346,7 @@ def _read_object(name: str) -> bytes | None:
 
 
 def _write_object(name: str, code: bytes) -> None:
-    """Keep an object file, whole or not at all, whatever other process writes it; if the disk is full, do without."""
+    """Keep an object file atomically, though other processes may write it too. A full disk is ignored."""
     folder = cache_folder()
     if folder is None:
         return
@@ -429,7 +430,7 @@ _LIBRARY_NAMES = {"__extendhfsf2": "forge_half_to_float", "__truncsfhf2": "forge
 
 @cache
 def _provide_half_conversions() -> llvm.ExecutionEngine:
-    """Let compiled code find `_LIBRARY_NAMES`. Returns what must stay alive."""
+    """Let compiled code find `_LIBRARY_NAMES`. Returns the engine, which must stay alive."""
     module = llvm.parse_assembly(_HALF_CONVERSIONS)
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()

@@ -27,7 +27,7 @@ _X86, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
 
 @cache
 def host_features() -> frozenset[str]:
-    """LLVM's names of the features that the processor and the operating system offer."""
+    """Return LLVM's names of the features that the processor and the operating system offer."""
     import llvmlite.binding as llvm
 
     features = {name for name, present in llvm.get_host_cpu_features().items() if present}
@@ -39,7 +39,7 @@ def is_arm() -> bool:
 
 
 def has_arm_dot_product(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether an ARM processor has SDOT, which LLVM does not report: by the kernel's capability bits, else by
+    """True if an ARM processor has SDOT, which LLVM does not report: from the kernel's capability bits, else from
     /proc/cpuinfo. Every 64-bit processor of Apple's has it."""
     if platform.system() == "Darwin":
         return True
@@ -57,12 +57,13 @@ def has_arm_dot_product(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def runnable() -> tuple[str, ...]:
-    """The instruction sets that this machine can run, best first."""
+    """List the instruction sets that this machine can run, best first."""
     return runnable_with(host_features(), platform.machine())
 
 
 def runnable_with(features: Collection[str], machine: str) -> tuple[str, ...]:
-    """The instruction sets that a machine (by `platform.machine()`'s name) with these features can run, best first."""
+    """List the instruction sets that a machine (by `platform.machine()`'s name) with these features can run, best
+    first."""
     machines = {"avx512-vnni": _X86, "avx-vnni": _X86, "avx2": _X86, "neon-dot": _ARM}
     return tuple(
         name
@@ -72,7 +73,8 @@ def runnable_with(features: Collection[str], machine: str) -> tuple[str, ...]:
 
 
 def choose_instruction_set() -> InstructionSet:
-    """The best one, or the one that FORGE_CPU_KERNEL names. Raises `UsageError` if that one cannot run here."""
+    """Return the best instruction set, or the one that FORGE_CPU_KERNEL names. Raises `UsageError` if that one cannot
+    run here."""
     forced = os.environ.get(FORCE_VARIABLE)
     if not forced:
         return INSTRUCTION_SETS[runnable()[0]]()
@@ -88,7 +90,7 @@ def is_forced() -> bool:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity mask, cut by the control group's quota where there is one.
+    """Return the number of CPUs that this process may use: its affinity mask, limited by the control group's quota.
 
     A quota of 2.5 CPUs gives 2: a third thread would be stopped now and then, and the others would wait for it.
     """
@@ -98,7 +100,7 @@ def usable_cpus() -> int:
 
 
 def cgroup_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that the control groups grant (version 2, then 1); None without a limit.
+    """Return the CPUs' worth of time that the control groups grant (version 2, then 1); None without a limit.
 
     This process's group and all that it lies in; where a container hides their names, the one that it shows as root.
     """
@@ -116,7 +118,7 @@ def cgroup_quota(root: Path = Path("/")) -> float | None:
 
 
 def _with_parents(root: Path, path: str) -> list[Path]:
-    """The folder of the group `path` and of every group above it, up to `root`."""
+    """Return the folder of the group `path` and of every group above it, up to `root`."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     return [root.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
 

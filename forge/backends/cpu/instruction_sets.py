@@ -20,14 +20,14 @@ def _constant(type_: ir.VectorType, number: int) -> ir.Constant:
 
 
 def _part(builder: ir.IRBuilder, vector: ir.Value, index: int, width: int) -> ir.Value:
-    """Lanes `index * width` to `(index + 1) * width` - 1."""
+    """Return lanes `index * width` to `(index + 1) * width` - 1."""
     undefined = ir.Constant(vector.type, ir.Undefined)
     lanes = list(range(index * width, (index + 1) * width))
     return builder.shuffle_vector(vector, undefined, ir.Constant(ir.VectorType(I32, width), lanes))
 
 
 def _join(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """Vectors end to end."""
+    """Concatenate vectors."""
     while len(parts) > 1:
         count = 2 * parts[0].type.count
         lanes = ir.Constant(ir.VectorType(I32, count), list(range(count)))
@@ -36,7 +36,7 @@ def _join(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 
 
 class InstructionSet:
-    """`dot` emits the product; the rest says how to get and recognise it."""
+    """Emits the int8 dot product of one instruction set (`dot`), and names its target and the features it needs."""
 
     name: str
     instruction: str

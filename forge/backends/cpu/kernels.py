@@ -52,31 +52,31 @@ _PIECES = 8
 
 @numba.njit(inline="always")
 def num_rows(ctx, rows):
-    """How many `rows` the batch has."""
+    """Return how many `rows` the batch has."""
     return get_i64(address(ctx) + rows.count)
 
 
 @numba.njit(inline="always")
 def values_of(rows, row):
-    """Where the floats of a row begin."""
+    """Return the address of a row's floats."""
     return rows.values + 4 * row * rows.stride
 
 
 @numba.njit(inline="always")
 def quants_of(rows, row):
-    """Where the quants of a row begin."""
+    """Return the address of a row's quants."""
     return rows.quants + row * rows.stride
 
 
 @numba.njit(inline="always")
 def scales_of(rows, row):
-    """Where the scales of a row begin: 8 bytes for 32 columns."""
+    """Return the address of a row's scales: 8 bytes for 32 columns."""
     return rows.scales + row * (rows.stride // 4)
 
 
 @numba.njit(inline="always")
 def sums_of(rows, row):
-    """Where the sums of a row's quants begin: 4 bytes for 16 columns."""
+    """Return the address of the sums of a row's quants: 4 bytes for 16 columns."""
     return rows.sums + row * (rows.stride // 4)
 
 
@@ -85,7 +85,7 @@ def sums_of(rows, row):
 
 @numba.njit
 def _stored_number(array, index, kind):
-    """Element `index` of an array of float32, float16 or bfloat16."""
+    """Load element `index` of an array of float32, float16 or bfloat16."""
     if kind == FLOAT32:
         return get_f32(array + 4 * index)
     if kind == FLOAT16:
@@ -95,7 +95,7 @@ def _stored_number(array, index, kind):
 
 @numba.njit
 def _group_number(op, tile, lane, column, which):
-    """The scale (`which` 0) or minimum (1) of a weight, as it lies in a packed matrix."""
+    """Load the scale (`which` 0) or minimum (1) of a weight from a packed matrix."""
     columns, group = op.columns, op.group
     if op.superblock == 0:
         entry = (tile * (columns // group) + column // group) * 16 + lane
@@ -108,7 +108,7 @@ def _group_number(op, tile, lane, column, which):
 
 
 def embed_quantized(op, ctx, thread, threads):
-    """Rows of a quantized table, multiplied out. One item per row; the bytes lie as `tiles.py` draws them."""
+    """Dequantize rows of a quantized table. One item per row; the bytes lie as `tiles.py` draws them."""
     columns, bits, bias = op.columns, op.bits, op.bias
     while True:
         row = next_item(op, 1)
@@ -137,7 +137,7 @@ def embed_quantized(op, ctx, thread, threads):
 
 
 def embed_float(op, ctx, thread, threads):
-    """Rows of a float table `[tiles, columns, 16]`. One item per row."""
+    """Copy rows of a float table `[tiles, columns, 16]`. One item per row."""
     columns, kind = op.columns, op.kind
     while True:
         row = next_item(op, 1)
@@ -155,7 +155,8 @@ def embed_float(op, ctx, thread, threads):
 
 @numba.njit
 def _mean_square(x, width):
-    """mean(x²) of `width` floats, padded with zeros to a multiple of 16: 16 partial sums, then the fixed tree."""
+    """Return mean(x²) of `width` floats, padded with zeros to a multiple of 16: 16 partial sums, then the fixed
+    tree."""
     sums = splat_f32(ZERO)
     for offset in range(0, 4 * width, VECTOR):
         value = load_f32(x + offset)
@@ -165,7 +166,7 @@ def _mean_square(x, width):
 
 @numba.njit
 def _quantize_32(x, quants, scale, sums):
-    """32 floats to 32 int8, their scale and minus the scale times the sum of the quants, and two sums of 16.
+    """Quantize 32 floats to int8, with their scale, minus the scale times the sum of the quants, and two sums of 16.
 
     The largest magnitude becomes 127: scale = max|x| / 127, quant = round(x * 127 / max|x|), ties to even.
     """
@@ -186,14 +187,14 @@ def _quantize_32(x, quants, scale, sums):
 
 @numba.njit
 def quantize_group(x, rows, row, group):
-    """32 floats into group `group` of the quantized form of a row."""
+    """Quantize 32 floats into group `group` of a row's quantized form."""
     at = row * (rows.stride // 32) + group
     _quantize_32(x, rows.quants + 32 * at, rows.scales + 8 * at, rows.sums + 8 * at)
 
 
 @numba.njit
 def _quantize_row(rows, row):
-    """A whole row of floats, 32 at a time."""
+    """Quantize a whole row of floats, 32 at a time."""
     x, quants = values_of(rows, row), quants_of(rows, row)
     scales, sums = scales_of(rows, row), sums_of(rows, row)
     groups = rows.stride // 32
@@ -226,7 +227,7 @@ def rms_norm(op, ctx, thread, threads):
 
 
 def quantize(op, ctx, thread, threads):
-    """Rows of floats to int8. One item per row."""
+    """Quantize rows of floats to int8. One item per row."""
     while True:
         row = next_item(op, 1)
         if row >= num_rows(ctx, op.x):
@@ -239,7 +240,8 @@ def quantize(op, ctx, thread, threads):
 
 @numba.njit
 def own_share(count, threads):
-    """How many of an operation's `count` items are each thread's before it takes of the rest: three quarters, evenly.
+    """Return how many of an operation's `count` items each thread owns before it takes from the rest: three quarters,
+    evenly.
 
     A thread's own items lie side by side. Threads that read turn by turn from one place get 50 GB/s out of a memory
     that gives 75 to threads that each read a stretch of their own.
@@ -249,8 +251,8 @@ def own_share(count, threads):
 
 @numba.njit
 def next_range(op, thread, threads, chunk, count, piece):
-    """The items that a thread does next, first and behind the last, and the next piece of its own to look at (0 at the
-    beginning). The first is `count` or more if none are left.
+    """Return a thread's next items (the first, and one past the last) and the next piece of its own to look at (0 at
+    the beginning). The first is `count` or more if none are left.
 
     A thread does its own stretch in pieces, each claimed when its turn comes; then items that belong to no thread; then
     pieces of threads that have not come so far (the system may have given their core to another program).
@@ -276,7 +278,7 @@ def next_range(op, thread, threads, chunk, count, piece):
 
 @numba.njit
 def multiply_tile(matrix, tile, x, row, count, out, out_stride, adds, low, high):
-    """Rows `row` to `row + count` - 1 of x times the 16 weight rows of a tile: `[count, 16]`, `out_stride` apart.
+    """Multiply rows `row` to `row + count` - 1 of x by the 16 weight rows of a tile: `[count, 16]`, `out_stride` apart.
 
     `low` and `high` are the tile that is fetched meanwhile, in two halves (`tiles.py`); 0 for none.
     """
@@ -300,7 +302,8 @@ def multiply_tile(matrix, tile, x, row, count, out, out_stride, adds, low, high)
 
 @numba.njit
 def multiply_rows(matrix, tile, x, first, last, out, out_stride, adds, ahead):
-    """Rows `first` to `last` - 1 of x times the 16 weight rows of a tile: `[last - first, 16]`, `out_stride` apart.
+    """Multiply rows `first` to `last` - 1 of x by the 16 weight rows of a tile: `[last - first, 16]`, `out_stride`
+    apart.
 
     All of them pass over the tile while its weights are near: up to eight at a time, the rest in a tile made for
     exactly as many. The first two passes fetch the tile at `ahead`, half of it each, unless that is 0.
@@ -337,7 +340,8 @@ def matmul_quantized(op, ctx, thread, threads):
 
 @numba.njit
 def float_tile(load, weights, step, x, columns):
-    """16 outputs of one row: inputs 0, 4, 8, … in one sum, 1, 5, 9, … in the next, and so on; then the four sums."""
+    """Compute 16 outputs of one row: inputs 0, 4, 8, … in one sum, 1, 5, 9, … in the next, and so on; then the four
+    sums."""
     sum0 = sum1 = sum2 = sum3 = splat_f32(ZERO)
     for column in range(0, columns, 4):
         at, value = weights + step * column, x + 4 * column
@@ -409,7 +413,7 @@ def swiglu(op, ctx, thread, threads):
 
 @numba.njit
 def _two_tiles(matrix, pair, x, first, last, out, ahead):
-    """Rows `first` to `last` - 1 times 32 weight rows: float32 `[last - first, 32]`.
+    """Multiply rows `first` to `last` - 1 by 32 weight rows: float32 `[last - first, 32]`.
 
     `ahead` is the pair of tiles to fetch meanwhile, or -1.
     """
@@ -420,7 +424,7 @@ def _two_tiles(matrix, pair, x, first, last, out, ahead):
 
 @numba.njit
 def _quantize_column(x, rows, first, last, group):
-    """Floats `[last - first, 32]` into group `group` of the quantized form of rows `first` to `last` - 1."""
+    """Quantize floats `[last - first, 32]` into group `group` of rows `first` to `last` - 1."""
     together = (last - first) // 16 * 16
     for row in range(first, first + together, 16):
         quants, scales, sums = quants_of(rows, row), scales_of(rows, row) + 8 * group, sums_of(rows, row) + 8 * group

@@ -15,7 +15,7 @@ V_F32, V_I32 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
 def load(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type, align: int = 1) -> ir.Value:
-    """The value of `type_` at an int64 address."""
+    """Load a value of `type_` from an int64 address."""
     value = builder.load(builder.inttoptr(address, type_.as_pointer()))
     value.align = align
     return value
@@ -26,7 +26,7 @@ def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, align: int 
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """16 copies of a scalar."""
+    """Return 16 copies of a scalar."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first_lane = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first_lane, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
@@ -45,7 +45,7 @@ def fused_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Va
 
 
 def widen(builder: ir.IRBuilder, raw: ir.Value, kind: str) -> ir.Value:
-    """16 stored numbers (`f32`, `f16` or `bf16`) as float32, exactly."""
+    """Convert 16 stored numbers (`f32`, `f16` or `bf16`) exactly to float32."""
     if kind == "f32":
         return raw
     if kind == "f16":
@@ -63,7 +63,7 @@ STORED = {
 
 
 def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
-    """float32 to what is stored, rounded to nearest, ties to even."""
+    """Convert float32 to the stored kind, rounded to nearest, ties to even."""
     if kind == "f32":
         return value
     if kind == "f16":
@@ -78,7 +78,8 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
 def reduce_each(
     builder: ir.IRBuilder, vectors: list[ir.Value], combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> ir.Value:
-    """16 vectors to the vector of their reductions: of each, lanes 0 to 7 with 8 to 15, then 0 to 3 with 4 to 7, …
+    """Reduce 16 vectors to the vector of their reductions: in each, lanes 0 to 7 with 8 to 15, then 0 to 3 with 4 to 7,
+    …
 
     Level by level, two vectors become one that holds the halves of both, so that each operation serves two of them.
     """

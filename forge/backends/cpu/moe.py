@@ -45,8 +45,8 @@ _QUARTERS = 4
 
 @numba.njit
 def _argmax(logits, experts, below, after):
-    """The expert with the largest logit among those that come after (`below`, `after`) in order of falling logits, the
-    lower number first of equals."""
+    """Return the expert with the largest logit among those that come after (`below`, `after`) in order of falling
+    logits, the lower number first of equals."""
     best, best_expert = ZERO, -1
     for expert in range(experts):
         logit = get_f32(logits + 4 * expert)
@@ -57,7 +57,7 @@ def _argmax(logits, experts, below, after):
 
 
 def route(op, ctx, thread, threads):
-    """The `num_used` experts of each row with the largest logits, and their softmax. One item per row."""
+    """Choose each row's `num_used` experts with the largest logits, and their softmax. One item per row."""
     experts, used = op.num_experts, op.num_used
     while True:
         row = next_item(op, 1)
@@ -90,7 +90,8 @@ def route(op, ctx, thread, threads):
 
 
 def sort_by_expert(op, ctx, thread, threads):
-    """A counting sort of all (row, expert) by expert: where an expert's rows start, and each pair's place. One item."""
+    """Sort all (row, expert) by expert (counting sort): where an expert's rows start, and each pair's place. One
+    item."""
     if next_item(op, 1) == 0:
         experts, used, rows, starts = op.num_experts, op.num_used, ctx.num_rows, op.starts
         for expert in range(experts + 1):
@@ -114,7 +115,8 @@ def sort_by_expert(op, ctx, thread, threads):
 
 @numba.njit
 def _share(op, ctx, item):
-    """The rows of an item's expert, and which quarter of its tiles is the item's: first and behind the last of both."""
+    """Return the rows of an item's expert and the item's quarter of its tiles: the first, and one past the last, of
+    both."""
     expert, quarter, tiles = item // _QUARTERS, item % _QUARTERS, op.tiles_each
     starts = op.starts + 4 * (expert + 1)  # where it begins: see the end of `sort_by_expert`
     is_last = expert + 1 == op.num_experts
@@ -124,13 +126,13 @@ def _share(op, ctx, item):
 
 @numba.njit
 def _copy(source, target, count):
-    """`count` bytes, a multiple of 8: that is what the scales of 32 columns take, and their sums."""
+    """Copy `count` bytes, a multiple of 8, as the scales of 32 columns and their sums are."""
     for offset in range(0, count, 8):
         put_i64(target + offset, get_i64(source + offset))
 
 
 def gather(op, ctx, thread, threads):
-    """Copies of rows in the order of their experts: floats, or quants, scales and sums. One item per row."""
+    """Copy rows in the order of their experts: floats, or quants, scales and sums. One item per row."""
     stride = op.x.stride
     while True:
         at = next_item(op, 1)

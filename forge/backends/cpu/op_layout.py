@@ -20,12 +20,12 @@ Field = str | tuple[str, Any]
 
 
 def fields(*names: Field) -> np.dtype:
-    """A structured type of those fields, one after another."""
+    """Return a structured type of those fields, one after another."""
     return np.dtype([(name, np.int64) if isinstance(name, str) else name for name in names], align=True)
 
 
 def _with_lines(itemsize: int, **lines: np.dtype) -> np.dtype:
-    """The fields of several types, of which each begins at a cache line; the names are for the reader."""
+    """Join the fields of several types, each of which begins at a cache line; the names are for the reader."""
     names: list[str] = []
     formats: list[np.dtype] = []
     offsets: list[int] = []
@@ -42,7 +42,7 @@ def _with_lines(itemsize: int, **lines: np.dtype) -> np.dtype:
 
 @cache
 def structure(dtype: np.dtype) -> Any:
-    """The ctypes structure with the same fields, which is faster to write from Python than an array's entry."""
+    """Return the ctypes structure with the same fields, which is faster to write from Python than an array's entry."""
     return np.ctypeslib.as_ctypes_type(dtype)
 
 
@@ -115,7 +115,7 @@ HEADER = fields(
 
 
 def operation(*names: Field) -> np.dtype:
-    """An operation with those arguments."""
+    """Return the layout of an operation with those arguments."""
     dtype = _with_lines(OPERATION_BYTES, header=HEADER, arguments=fields(*names))
     assert dtype.itemsize == OPERATION_BYTES, "its arguments need more room"
     return dtype

@@ -50,7 +50,7 @@ _START = struct.Struct("<8sQ32s")
 
 
 class PackedCache:
-    """The packed matrices of one model on its way into memory."""
+    """The packed matrices of one model while it is loaded."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -58,15 +58,15 @@ class PackedCache:
         self._made: dict[str, PackedMatrix] = {}
 
     def get(self, name: str) -> PackedMatrix | None:
-        """The packed form of the tensor called `name`, mapped; None if it has to be made."""
+        """Return the mapped packed form of the tensor `name`; None if it has to be made."""
         return self._mapped.get(name)
 
     def put(self, name: str, packed: PackedMatrix) -> None:
-        """Keep what was made, for `write`."""
+        """Keep a packed matrix for `write`."""
         self._made[name] = packed
 
     def write(self) -> None:
-        """Write what was made; without a word do without where the disk has no room or may not be written."""
+        """Write the new matrices. A full or write-protected disk is silently ignored."""
         if self._mapped or not self._made:
             return
         needed = sum(packed.nbytes for packed in self._made.values())
@@ -79,8 +79,8 @@ class PackedCache:
 
 @contextmanager
 def packed_cache(path: Path | None, nbytes: int, quantize: str | None) -> Iterator[PackedCache | None]:
-    """The cache of the model at `path`, whose tensors take `nbytes`: filled when the block ends without an exception.
-    None where nothing is to be kept."""
+    """Open the cache of the model at `path`, whose tensors take `nbytes`; it is written if the block ends without an
+    exception. Yields None if nothing is to be kept."""
     if path is None or nbytes < LEAST_BYTES or not packed_weights_wanted():
         yield None
         return
@@ -90,7 +90,7 @@ def packed_cache(path: Path | None, nbytes: int, quantize: str | None) -> Iterat
 
 
 def _key(path: Path, quantize: str | None) -> str:
-    """What the packed form of a model depends on, as a digest."""
+    """Return a digest of everything that the packed form of a model depends on."""
     digest = hashlib.sha256(repr(quantize).encode())
     for module in (packing, tiles):
         digest.update(Path(module.__file__ or "").read_bytes())
@@ -147,7 +147,7 @@ def _write(path: Path, matrices: dict[str, PackedMatrix]) -> None:
 
 
 def _map(path: Path) -> dict[str, PackedMatrix]:
-    """The matrices of a kept file, mapped; none if there is none. One that is not whole is removed."""
+    """Map the matrices of a kept file; none if it does not exist. An incomplete file is removed."""
     try:
         with path.open("rb") as file:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -93,7 +93,7 @@ class QuantizedMatrix:
         return self.quants.nbytes + self.scales.nbytes + (0 if self.minimums is None else self.minimums.nbytes)
 
     def dequantize(self) -> np.ndarray:
-        """What the packed form stands for: float32 `[rows, columns]`. For tests."""
+        """Return the numbers that the packed form stands for: float32 `[rows, columns]`. For tests."""
         layout, (tiles, groups) = self.layout, self.quants.shape[:2]
         lines = self.quants
         if layout.bits in (4, 6):
@@ -115,7 +115,7 @@ class QuantizedMatrix:
         return values.reshape(tiles * LANES, -1)[: self.rows, : self.columns]
 
     def _group_scales(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Scales and minimums by weight row: float32 `[T * 16, groups]`."""
+        """Return scales and minimums by weight row: float32 `[T * 16, groups]`."""
         if self.layout.scale_kind == "f16":
             return _by_row(self.scales), None if self.minimums is None else _by_row(self.minimums)
         layout, tiles = self.layout, self.num_tiles
@@ -133,7 +133,7 @@ class QuantizedMatrix:
 
 
 def _by_row(per_group: np.ndarray) -> np.ndarray:
-    """`[T, groups, 16]` → float32 `[T * 16, groups]`."""
+    """Reorder `[T, groups, 16]` to float32 `[T * 16, groups]`."""
     return per_group.astype(np.float32).transpose(0, 2, 1).reshape(-1, per_group.shape[1])
 
 
@@ -161,7 +161,7 @@ PackedMatrix = QuantizedMatrix | FloatMatrix
 
 
 class Arena:
-    """Large pieces of memory from which arrays are cut.
+    """Cuts arrays from large pieces of memory.
 
     The operating system gives huge pages (2 MB) to large allocations only, and how fast weights stream from memory
     depends on them: with 4 KB pages a decode step reads at about half the speed. So arrays share pieces of 64 MB.
@@ -174,7 +174,7 @@ class Arena:
         self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | type, alignment: int = LINE) -> np.ndarray:
-        """An uninitialized array that starts on a cache line."""
+        """Return an uninitialized array that starts on a cache line."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         start = self._used + -(self._piece.ctypes.data + self._used) % alignment
         if start + size > len(self._piece):
@@ -185,7 +185,8 @@ class Arena:
 
 
 def huge_pages(size: int) -> np.ndarray:
-    """`size` bytes of zeros that take up memory as they are written, in huge pages where the system has them."""
+    """Return `size` bytes of zeros that take up memory only as they are written, in huge pages where the system has
+    them."""
     piece = mmap.mmap(-1, padded(size, 2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -194,7 +195,7 @@ def huge_pages(size: int) -> np.ndarray:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
-    """An uninitialized array of its own that starts on a cache line."""
+    """Return an uninitialized array with memory of its own that starts on a cache line."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     buffer = np.empty(size + LINE, np.uint8)
     start = -buffer.ctypes.data % LINE
@@ -213,7 +214,8 @@ def pack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int], arena: Ar
 
 
 def encode_q8_0(values: np.ndarray) -> np.ndarray:
-    """float32 `[rows, columns]` as the bytes of a Q8_0 tensor: the largest of 32 becomes ±127, its scale float16.
+    """Quantize float32 `[rows, columns]` to the bytes of a Q8_0 tensor: the largest of 32 becomes ±127, its scale
+    float16.
 
     ggml's own quantization (`quantize_row_q8_0_ref`): the quants follow from the scale before it is rounded.
     """
@@ -278,7 +280,7 @@ def _pack_quantized(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]
 
 
 def _unsigned_quants(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int], layout: TileLayout):
-    """Quants with their bias added, uint8 `[rows padded, columns]`, and scales and minimums `[rows, groups]`."""
+    """Return quants with their bias added, uint8 `[rows padded, columns]`, and scales and minimums `[rows, groups]`."""
     rows = shape[0]
     if ggml_type == GGMLType.Q8_0:  # the common one, without a detour: a float16 scale and 32 int8 per block
         blocks = raw.reshape(rows, -1, 34)
@@ -339,7 +341,7 @@ def _interleave(quants: np.ndarray, layout: TileLayout, lines: np.ndarray) -> No
 
 
 def _tiled(per_row: np.ndarray) -> np.ndarray:
-    """`[rows, groups]` → `[tiles, groups, 16]`, rows padded with zeros."""
+    """Reorder `[rows, groups]` to `[tiles, groups, 16]`, with rows padded with zeros."""
     rows, groups = per_row.shape
     if rows % LANES:
         per_row = np.concatenate([per_row, np.zeros((-rows % LANES, groups), per_row.dtype)])

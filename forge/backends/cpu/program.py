@@ -76,7 +76,7 @@ class Operation:
 
 @dataclass
 class Recording:
-    """What was written down: operations, and what they need."""
+    """The operations of a recorded pass, and the weights and buffers that they use."""
 
     operations: list[Operation] = field(default_factory=list)
     quantized: set[Buffer] = field(default_factory=set)
@@ -90,16 +90,16 @@ class Recording:
 
     @property
     def logits(self) -> Buffer:
-        """What the whole pass ends in."""
+        """The buffer that the pass ends in."""
         assert self.output is not None, "a recording ends with a result"
         return self.output
 
     def shape(self, buffer: Buffer) -> tuple[int, str, bool]:
-        """What buffers that may share memory have in common."""
+        """Return what buffers must have in common to share memory."""
         return buffer.width, buffer.count, buffer in self.quantized
 
     def kernels(self) -> list[Kernel | TileSet]:
-        """Everything that must be compiled to run it."""
+        """The kernels that must be compiled before the program can run."""
         tiles = [tile_set(m.packed.layout) for m in self.matrices if isinstance(m.packed, QuantizedMatrix)]
         return [*(operation.kernel for operation in self.operations), *tiles]
 
@@ -159,7 +159,7 @@ def _write_rows(written: ctypes.Structure, buffer: Buffer, parts: Parts) -> None
 
 
 def _write_matrix(written: ctypes.Structure, matrix: PackedMatrix) -> None:
-    """A loaded matrix, which lives as long as its recording."""
+    """Write a loaded matrix into an operation; the matrix lives as long as its recording."""
     if isinstance(matrix, QuantizedMatrix):
         written.tiles = tile_set(matrix.layout).addresses.ctypes.data
         written.weights, written.tile_bytes = matrix.quants.ctypes.data, matrix.quants[0].nbytes

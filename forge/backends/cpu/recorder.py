@@ -33,7 +33,7 @@ _QUANTIZING_KERNELS = (k.rms_norm, k.swiglu)
 
 
 class Recorder(FusedOperations):
-    """The fused operations, writing down instead of computing."""
+    """Implements the fused operations by writing them down instead of computing."""
 
     def __init__(self, num_kv_heads: int, head_dim: int):
         self.recording = Recording()
@@ -157,11 +157,11 @@ class Recorder(FusedOperations):
         self.recording.operations.append(Operation(kernel, arguments, self._layer, name))
 
     def _wait(self) -> None:
-        """What follows reads what was just written."""
+        """Note that the following operations read what was just written."""
         self.recording.operations[-1].waits = True
 
     def _source(self, source: Source) -> Buffer:
-        """What a product reads, computed if it is a norm."""
+        """Return what a product reads, and record its computation first if it is a norm."""
         if isinstance(source, Buffer):
             return source
         out = Buffer(source.x.width, "num_logit_rows" if source.logit_rows_only else "num_rows")
@@ -171,14 +171,14 @@ class Recorder(FusedOperations):
         return out
 
     def _swiglu(self, gate: Buffer, up: Buffer) -> Buffer:
-        """silu(gate) * up."""
+        """Record silu(gate) * up."""
         out = Buffer(gate.width, gate.count)
         self._write(k.swiglu, "swiglu", gate=gate, up=up, out=out)
         self._wait()
         return out
 
     def _need_quantized(self, x: Buffer) -> None:
-        """Have the operation that writes `x` quantize it too, or one of its own do it."""
+        """Let the operation that writes `x` quantize it too, or record an operation that does."""
         if x in self.recording.quantized:
             return
         self.recording.quantized.add(x)
@@ -190,7 +190,7 @@ class Recorder(FusedOperations):
             self._wait()
 
     def _gather(self, x: Buffer, sources: Buffer, readers: Sequence[ExpertMatrices]) -> Buffer:
-        """Copies of `x`'s rows in the order of their experts, in the forms that the readers read."""
+        """Record copies of `x`'s rows in the order of their experts, in the forms that the readers need."""
         out = Buffer(x.width, "num_expert_rows")
         forms = {type(reader.packed) for reader in readers}
         if QuantizedMatrix in forms:
@@ -201,7 +201,7 @@ class Recorder(FusedOperations):
         return out
 
     def _multiply_each(self, x: Buffer, matrices: ExpertMatrices, starts: np.ndarray) -> Buffer:
-        """The product of each expert's rows of `x` with its matrix."""
+        """Record the product of each expert's rows of `x` with its matrix."""
         self._use(matrices)
         packed, experts = matrices.packed, matrices.num_experts
         if isinstance(packed, QuantizedMatrix):
@@ -213,7 +213,7 @@ class Recorder(FusedOperations):
         return out
 
     def _multiply(self, x: Buffer, matrix: Matrix, into: Buffer | None = None) -> Buffer:
-        """Write down a product; `into` is a buffer that it is added to."""
+        """Record a product; it is added to `into` if that is a buffer."""
         self._use(matrix)
         packed = matrix.packed
         if isinstance(packed, QuantizedMatrix):

@@ -33,7 +33,7 @@ _INT64 = ctypes.c_int64
 
 @cache
 def _functions():
-    """(start, execute, serve) as Python calls them: without the interpreter's lock while they run."""
+    """Return (start, execute, serve) as Python functions that release the interpreter's lock while they run."""
     return (
         ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(_start_kernel.address),
         ctypes.CFUNCTYPE(None, *[_INT64] * 2)(_execute_kernel.address),
@@ -42,7 +42,7 @@ def _functions():
 
 
 class ThreadPool:
-    """`num_threads` threads, the calling one included. Used from one thread at a time."""
+    """A pool of `num_threads` threads, including the caller's. Only one thread may use it at a time."""
 
     def __init__(self, num_threads: int):
         self._native_start, self._native_execute, self._native_serve = _functions()

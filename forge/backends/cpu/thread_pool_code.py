@@ -21,7 +21,7 @@ _PLACE_BITS = 20
 
 @intrinsic
 def atomic_add(typingctx, address, amount):
-    """Add to the int64 at an address, for all threads to see; the value before."""
+    """Add atomically to the int64 at an address. Returns the value before."""
 
     def codegen(context, builder, sig, args):
         pointer = builder.inttoptr(args[0], I64.as_pointer())
@@ -32,7 +32,7 @@ def atomic_add(typingctx, address, amount):
 
 @intrinsic
 def atomic_swap(typingctx, address, value):
-    """Replace the int64 at an address; the value before."""
+    """Replace atomically the int64 at an address. Returns the value before."""
 
     def codegen(context, builder, sig, args):
         pointer = builder.inttoptr(args[0], I64.as_pointer())
@@ -43,7 +43,7 @@ def atomic_swap(typingctx, address, value):
 
 @intrinsic
 def atomic_load(typingctx, address):
-    """The int64 at an address as other threads last left it."""
+    """Load atomically the int64 at an address."""
 
     def codegen(context, builder, sig, args):
         pointer = builder.inttoptr(args[0], I64.as_pointer())
@@ -54,7 +54,7 @@ def atomic_load(typingctx, address):
 
 @intrinsic
 def atomic_max(typingctx, address, value):
-    """Raise the int64 at an address to a value, if it is less; the value before."""
+    """Raise atomically the int64 at an address to a value if it is less. Returns the value before."""
 
     def codegen(context, builder, sig, args):
         pointer = builder.inttoptr(args[0], I64.as_pointer())
@@ -65,7 +65,7 @@ def atomic_max(typingctx, address, value):
 
 @intrinsic
 def atomic_or(typingctx, address, bits):
-    """Set bits of the int64 at an address; the value before."""
+    """Set atomically bits of the int64 at an address. Returns the value before."""
 
     def codegen(context, builder, sig, args):
         pointer = builder.inttoptr(args[0], I64.as_pointer())
@@ -106,7 +106,7 @@ _operation_type = numba.from_dtype(OPERATION)
 
 @intrinsic
 def operation_at(typingctx, program, number):
-    """An operation of the program at an address."""
+    """Return an operation of the program at an address."""
 
     def codegen(context, builder, sig, args):
         start = builder.add(args[0], builder.mul(args[1], I64(OPERATION_BYTES)))
@@ -120,20 +120,20 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 @numba.njit(inline="always")
 def next_item(operation, count):
-    """Reserve the next `count` items of an operation's work for the caller; the first one's number."""
+    """Reserve the next `count` items of an operation's work for the caller. Returns the first one's number."""
     return atomic_add(field_address(operation, "next_item"), count)
 
 
 @numba.njit(inline="always")
 def claim(operation, stretch):
-    """Whether the caller is the first to claim a stretch of an operation's work."""
+    """Claim a stretch of an operation's work. Returns whether the caller was first."""
     bit = np.int64(1) << stretch
     return atomic_or(field_address(operation, "claimed"), bit) & bit == 0
 
 
 @numba.njit
 def _wait(inside, done, place):
-    """Until no thread is inside, or a thread that saw that has reached the place."""
+    """Spin until no thread is inside, or until a thread that saw this has reached the place."""
     spins = 0
     while atomic_load(inside) != 0 and atomic_load(done) < place:
         pause()
@@ -194,7 +194,7 @@ def run_program(pool, thread, generation):
 
 
 def execute(pool, thread):
-    """A thread's share of the published program."""
+    """Run a thread's share of the published program."""
     pool.sleepers = 0
     run_program(pool, thread, pool.generation)
 
@@ -225,7 +225,7 @@ def start(pool, program, num_operations, context):
 
 
 def serve(pool, thread, generation):
-    """A worker: run each program as it is published; return when nothing has come for a while.
+    """Run a worker: each program as it is published, until nothing has come for a while.
 
     Returns the last generation run. The thread is then marked asleep, and must wait for its lock, unless a program came
     at the last moment and the thread that published it had not yet seen the mark.

@@ -1,4 +1,4 @@
-"""The tile: some rows of activations times 16 rows of a weight matrix. Where nearly all of the time goes.
+"""Code of the tile: some rows of activations times 16 rows of a weight matrix, which takes nearly all of the time.
 
 A tile's weights lie in the order in which they are used. Four consecutive input elements of 16 weight rows make one
 64-byte line, a 32-bit lane per weight row:
@@ -74,7 +74,7 @@ class TileLayout:
 
     @property
     def lines_per_group(self) -> int:
-        """64-byte lines per 32 inputs."""
+        """The number of 64-byte lines per 32 inputs."""
         return self.bits
 
     @property
@@ -145,7 +145,7 @@ class _TileCode:
         self.arg = arguments
 
     def emit(self) -> None:
-        """for group in range(num_groups): sums = group(sums); then write the sums."""
+        """Emit `for group in range(num_groups): sums = group(sums)`, then the stores of the sums."""
         b = self.b
         entry = b.block
         loop, done = b.append_basic_block("groups"), b.append_basic_block("done")
@@ -167,7 +167,7 @@ class _TileCode:
         self.write(results)
 
     def group(self, index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-        """One group of 32 inputs for all rows: exact integer sums, then one scaled addition (two if by 16)."""
+        """Emit one group of 32 inputs for all rows: exact integer sums, then one scaled addition (two if by 16)."""
         b, layout = self.b, self.layout
         self.prefetch(index)
         lines = self.weight_lines(index)
@@ -184,7 +184,8 @@ class _TileCode:
         return sums
 
     def weight_lines(self, index: ir.Value) -> list:
-        """For each four inputs of the group, a function that gives their weights as 16 lanes of 4 unsigned bytes."""
+        """Return, for each four inputs of the group, a function that emits their weights as 16 lanes of 4 unsigned
+        bytes."""
         b = self.b
         base = b.add(self.arg["weights"], b.mul(index, I64(self.layout.bytes_per_group)))
 
@@ -220,14 +221,14 @@ class _TileCode:
         return [lambda n=n: unpacked(n) for n in range(8)]
 
     def start(self, row: int, index: ir.Value, part: int) -> ir.Value:
-        """-bias * (sum of the part's activations), in every lane."""
+        """Emit -bias * (sum of the part's activations), in every lane."""
         bias = self.layout.bias
         if bias == 0 or (self.isa.signed_weights and bias == 128):
             return ir.Constant(V_I32, [0] * LANES)
         return splat(self.b, self.b.mul(self.activation_sum(row, index, part), I32(-bias)))
 
     def scaled(self, index, part, integers, sums):
-        """sums + integers * (weight scale * activation scale) - minimum * (activation scale * activation sum)."""
+        """Emit sums + integers * (weight scale * activation scale) - minimum * (activation scale * activation sum)."""
         b = self.b
         scale, minimum = self.group_scales(index, part)
         results = []
@@ -242,7 +243,7 @@ class _TileCode:
         return results
 
     def minimum_factor(self, row: int, index: ir.Value, part: int, address: ir.Value) -> ir.Value:
-        """-(activation scale * activation sum): stored for a part of 32, multiplied here for one of 16."""
+        """Emit -(activation scale * activation sum): stored for a part of 32, multiplied here for one of 16."""
         b = self.b
         if self.layout.group == GROUP:
             return load(b, b.add(address, I64(4)), F32)
@@ -250,7 +251,7 @@ class _TileCode:
         return b.fmul(load(b, address, F32), activations)
 
     def group_scales(self, index: ir.Value, part: int) -> tuple[ir.Value, ir.Value | None]:
-        """Scale and minimum of 16 weight rows for one part of a group, as float32."""
+        """Emit the scale and minimum of 16 weight rows for one part of a group, as float32."""
         b, layout = self.b, self.layout
         if layout.scale_kind == "f16":
             at = b.add(b.mul(index, I64(layout.scale_bytes)), I64(part * LANES * 2))
@@ -273,12 +274,12 @@ class _TileCode:
         return widen(self.b, load(self.b, address, STORED["f16"], align=16), "f16")
 
     def small_integers(self, address: ir.Value) -> ir.Value:
-        """16 int8 as float32."""
+        """Load 16 int8 as float32."""
         vector = load(self.b, address, ir.VectorType(I8, LANES), align=16)
         return self.b.sitofp(self.b.sext(vector, V_I32), V_F32)
 
     def activation_sum(self, row: int, index: ir.Value, part: int) -> ir.Value:
-        """The integer sum of this part's activations: two sums of 16 for a part of 32, one for a part of 16."""
+        """Emit the integer sum of this part's activations: two sums of 16 for a part of 32, one for a part of 16."""
         b = self.b
         address = self.row_address("x_sums", row, 16, index, 8)
         if self.layout.group == 16:
@@ -291,13 +292,14 @@ class _TileCode:
         return b.add(base, b.add(b.mul(index, I64(GROUP)), I64(offset)))
 
     def row_address(self, name: str, row: int, per: int, index: ir.Value, step: int) -> ir.Value:
-        """Where row `row` of an array with 4 bytes per `per` activations holds group `index`, `step` bytes."""
+        """Return the address of group `index`, `step` bytes, in row `row` of an array with 4 bytes per `per`
+        activations."""
         b = self.b
         stride = b.mul(b.udiv(self.arg["x_stride"], I64(per)), I64(4 * row))
         return b.add(b.add(self.arg[name], stride), b.mul(index, I64(step)))
 
     def prefetch(self, index: ir.Value) -> None:
-        """Ask for the same group of the next tile. Without it a pass with several rows leaves memory idle while it
+        """Prefetch the same group of the next tile. Without it a pass with several rows leaves memory idle while it
         computes, and the next tile then waits for its weights: 39 ms against 29 for 16 rows of a 0.6B model."""
         b, half = self.b, self.layout.lines_per_group // 2
         for name, first, last in (("ahead_low", 0, half), ("ahead_high", half, self.layout.lines_per_group)):

@@ -79,7 +79,7 @@ store_f32, store_f16, store_bf16 = _storer("f32"), _storer("f16"), _storer("bf16
 
 @intrinsic
 def splat_f32(typingctx, scalar):
-    """f32x16 with the same float32 in every lane."""
+    """Return an f32x16 with the same float32 in every lane."""
 
     def codegen(context, builder, sig, args):
         return splat(builder, args[0])
@@ -132,7 +132,7 @@ max16 = _tree(_maximum)
 
 @intrinsic
 def maximum(typingctx, a, b):
-    """Lane by lane, the larger; b where they do not compare."""
+    """Return the larger of each lane; b where they do not compare."""
 
     def codegen(context, builder, sig, args):
         return _maximum(builder, *args)
@@ -142,7 +142,7 @@ def maximum(typingctx, a, b):
 
 @intrinsic
 def absolute(typingctx, a):
-    """Lane by lane |a|."""
+    """Return |a| of each lane."""
 
     def codegen(context, builder, sig, args):
         bits = builder.and_(builder.bitcast(args[0], V_I32), ir.Constant(V_I32, [0x7FFFFFFF] * LANES))
@@ -160,7 +160,7 @@ def _rounded(builder, a):
 
 @intrinsic
 def round_to_int(typingctx, a):
-    """Lane by lane the nearest integer, ties to even, as i32x16. Lanes must lie within ±2^22."""
+    """Round each lane to the nearest integer, ties to even, as i32x16. Lanes must lie within ±2^22."""
 
     def codegen(context, builder, sig, args):
         return _rounded(builder, *args)
@@ -170,7 +170,7 @@ def round_to_int(typingctx, a):
 
 @intrinsic
 def to_f32(typingctx, a):
-    """i32x16 to f32x16."""
+    """Convert i32x16 to f32x16."""
 
     def codegen(context, builder, sig, args):
         return builder.sitofp(args[0], V_F32)
@@ -191,7 +191,7 @@ def store_i8(typingctx, address, a):
 
 @intrinsic
 def quantize_16_groups(typingctx, x, x_step, quants, quants_step, scales, scales_step, sums, sums_step):
-    """What `kernels._quantize_32` does, for 16 groups at once, each array's so many bytes apart.
+    """Do what `kernels._quantize_32` does for 16 groups at once, each array's groups so many bytes apart.
 
     One group alone waits for its maximum, for a division and for its sums; here the lanes of one vector are those of
     all 16. Every step is exact or rounds in its own lane, so the bits are the same.
@@ -358,7 +358,7 @@ def bits_float(typingctx, bits):
 
 @intrinsic
 def address(typingctx, record):
-    """Where a record lies."""
+    """Return the address of a record."""
 
     def codegen(context, builder, sig, args):
         return builder.ptrtoint(args[0], I64)
@@ -368,7 +368,7 @@ def address(typingctx, record):
 
 @intrinsic(prefer_literal=True)
 def field_address(typingctx, record, name):
-    """Where a field of a record lies."""
+    """Return the address of a record's field."""
 
     def codegen(context, builder, sig, args):
         return builder.add(builder.ptrtoint(args[0], I64), I64(record.offset(name.literal_value)))
@@ -395,7 +395,7 @@ get_f16, get_bf16 = _scalar_widener("f16", HALF), _scalar_widener("bf16", I16)
 
 @intrinsic
 def mask_lanes(typingctx, vector, count, fill):
-    """Lanes from `count` on replaced by `fill`."""
+    """Replace the lanes from `count` on by `fill`."""
 
     def codegen(context, builder, sig, args):
         value, count, fill = args
@@ -432,7 +432,7 @@ def call_tile(
 
 @intrinsic
 def prefetch(typingctx, address):
-    """Ask for the cache line at an address, to be near (in the second-level cache) when it is read."""
+    """Prefetch the cache line at an address into the second-level cache."""
 
     def codegen(context, builder, sig, args):
         pointer = builder.inttoptr(args[0], I8.as_pointer())

@@ -55,14 +55,14 @@ class Launch:
 
     @property
     def label(self) -> str:
-        """The kernel, and what it fuses."""
+        """The kernel, with what it fuses."""
         flags = dict(self.constants)
         parts = [word for flag, word in _FUSED.items() if flags.get(flag)]
         return " + ".join([_PLAIN_NAMES.get(self.kernel.__name__, self.kernel.__name__), *parts])
 
     @property
     def name(self) -> str:
-        """The kernel and what sets this specialization apart."""
+        """The kernel, with what distinguishes this specialization."""
         short = {name: value for name, value in self.constants if value is not False}
         return f"{self.kernel.__name__}({', '.join(f'{name}={value}' for name, value in short.items())})"
 
@@ -79,7 +79,7 @@ _PLAIN_NAMES = {
 
 @dataclass(frozen=True)
 class Occupied:
-    """What a compiled kernel takes of a multiprocessor."""
+    """The resources of a multiprocessor that a compiled kernel takes."""
 
     registers: int
     """Per thread."""
@@ -94,7 +94,7 @@ class Occupied:
 def launched_by(
     config: Qwen3Config, tensor_type: GGMLType, batches: Sequence[ForwardBatch], block_size: int = 16, **options: Any
 ) -> list[Launch]:
-    """Every launch of a model of that size over `batches`, each specialization once, in order of first use.
+    """List every launch of a model of that size over `batches`, each specialization once, in order of first use.
 
     options: of `CudaBackend`.
     """
@@ -112,13 +112,13 @@ def launched_by(
 def weightless_model(
     config: Qwen3Config, tensor_type: GGMLType, on_launch: Callable[[Launch], Any], **options: Any
 ) -> Qwen3:
-    """A model of that size on the `meta` device, whose backend tells of every launch and launches nothing."""
+    """Create a model of that size on the `meta` device, whose backend reports every launch and launches nothing."""
     backend = CudaBackend("meta", launcher=_listener(on_launch), **options)
     return load_qwen3(cast(WeightSource, _Weightless(config, tensor_type)), backend)
 
 
 class CountedProducts(TorchDispatchMode):
-    """Within it, what torch launches of its own is counted under a name: cuBLAS's products, and picking rows."""
+    """Counts, within its context, what torch itself launches: cuBLAS's products, and picking rows."""
 
     _NAMES: ClassVar = {"mm": "cuBLAS product", "addmm_": "cuBLAS product", "index_select": "pick logit rows"}
 
@@ -134,7 +134,7 @@ class CountedProducts(TorchDispatchMode):
 
 
 def compile_for(launch: Launch, capability: int) -> Occupied:
-    """Machine code for a compute capability (90 for an H200), with no such device needed, and what it takes."""
+    """Compile for a compute capability (90 for an H200) without such a device. Returns the machine code's resources."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -153,7 +153,8 @@ def compile_for(launch: Launch, capability: int) -> Occupied:
 
 
 def read_before_wait(ptx: str, arguments: Sequence[str | None]) -> tuple[str, ...]:
-    """Which arguments' memory a kernel reads before `griddepcontrol.wait`, from its PTX. None stands for a number.
+    """Find in a kernel's PTX the arguments whose memory it reads before `griddepcontrol.wait`. None stands for a
+    number.
 
     Every register is followed back to the parameters that it was computed from. That takes one pass, because nothing
     before a wait is in a loop; a wait after a jump is an error here.

@@ -124,7 +124,7 @@ class CudaBackend(Backend):
 
     @property
     def matrices(self) -> list[Matrix]:
-        """What a forward multiplies with: every matrix once, the output head included. Empty before `prepare`."""
+        """Every matrix that a forward multiplies with, once, including the output head. Empty before `prepare`."""
         if self._fused is None:
             return []
         return [*self._fused.network.products(), *filter(None, self._output_heads.values())]
@@ -155,7 +155,7 @@ class CudaBackend(Backend):
 
     @torch.inference_mode()
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> Logits:
-        """Starts the pass; what it returns waits for the device only where numbers are asked for."""
+        """Start the pass. The result waits for the device only when its numbers are read."""
         if self._kernels == "torch":
             return forward_pass(self._operations, DeviceBatch.of(batch, self._device), storage)
         with torch.cuda.device(self._device) if self._on_gpu else nullcontext():
@@ -166,7 +166,7 @@ class CudaBackend(Backend):
             return self._steps[storage].results.after_step(out, num_logit_rows, self.execution)
 
     def launch(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> torch.Tensor:
-        """Launch a pass of the fused kernels; what it ends in, on the device, float32, padding rows included."""
+        """Launch a pass of the fused kernels. Returns its result on the device: float32, including padding rows."""
         from forge.backends.cuda.forward import forward
 
         self.prepare(forward_pass, storage.layout)
@@ -200,14 +200,14 @@ class CudaBackend(Backend):
         return out
 
     def last_graph(self, storage: TorchKvStorage) -> "torch.cuda.CUDAGraph | None":
-        """The graph of the last step on `storage`; None if that ran kernel by kernel."""
+        """Return the graph of the last step on `storage`; None if it ran kernel by kernel."""
         steps = self._steps.get(storage)
         if steps is None or self.execution is None or self.execution.mode != "graph":
             return None
         return steps.graphs.last
 
     def _why_eager(self, shape: Shape) -> str | None:
-        """Why a step of that shape is no graph's; None if it may be one's."""
+        """Return why a step of that shape must run eagerly; None if it may be a graph."""
         if self._clock is not None:
             return "time is kept per operation"
         if not self.uses_graphs:
@@ -215,7 +215,7 @@ class CudaBackend(Backend):
         return None if shape.is_bucket else "more rows than graphs are captured for"
 
     def _output_head_of(self, forward_pass: ForwardPass) -> Matrix | None:
-        """The output head that a pass ends in; None for one that ends before it, in hidden states."""
+        """Return the output head of a pass; None if the pass ends in hidden states."""
         name = getattr(forward_pass, "__func__", forward_pass)  # a bound method is a new object every time
         if name not in self._output_heads:
             ending = Ending()
@@ -254,7 +254,7 @@ class CudaBackend(Backend):
     def expected_launches(
         self, forward_pass: ForwardPass, layout: KvLayout, dependent: bool
     ) -> "list[LaunchDescription]":
-        """What steps up to `WARM_CONTEXT` are likely to launch, each specialization once. Launches no kernel."""
+        """List what steps up to `WARM_CONTEXT` are likely to launch, each specialization once. Launches no kernel."""
         from forge.backends.cuda.forward import forward
         from forge.backends.cuda.launches import ListingLauncher
 
@@ -274,7 +274,8 @@ class CudaBackend(Backend):
         return list(listing.found)
 
     def _copy_dense(self, network: Network) -> None:
-        """Dense copies of packed matrices for products of many rows, all or none; the output head needs none."""
+        """Make dense copies of the packed matrices for products of many rows, all or none; the output head needs
+        none."""
         packed = [matrix for matrix in network.products() if matrix.packed is not None]
         if self._dense_copies is None and self._on_gpu:
             free, _ = torch.cuda.mem_get_info(self._device)
@@ -315,7 +316,7 @@ class CudaBackend(Backend):
 
 @dataclass
 class _Fused:
-    """What the fused kernels run on."""
+    """The launches, buffers and weights of the fused kernels."""
 
     network: Network
     policy: Policy
@@ -325,7 +326,7 @@ class _Fused:
 
 @dataclass(frozen=True)
 class _Steps:
-    """What the steps on one storage leave for those after them."""
+    """The graphs and results that the steps on one storage share."""
 
     graphs: Graphs
     results: Results

@@ -67,7 +67,7 @@ def _attend(
     inputs: Inputs,
     logit_rows_only: bool,
 ) -> torch.Tensor | None:
-    """None where no row needs logits, in the last layer."""
+    """Attend in one layer. Returns None in the last layer if no row needs logits."""
     with run.step("rms_norm, attn_q, attn_k, attn_v", index):
         qkv = run.products(x, layer.attention_norm, layer.qkv)
     if run.fuses_attention(inputs):

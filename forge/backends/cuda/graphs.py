@@ -45,13 +45,13 @@ class Graphs:
         """The graph that was replayed last, for timing it by itself."""
 
     def drop(self) -> None:
-        """Forget all captures: something that they read or write has moved. Their kernels stay compiled."""
+        """Forget all captures, because something that they read or write has moved. Their kernels stay compiled."""
         self._captured.clear()
         self._refused.clear()
         self._pool = self.last = None
 
     def run(self, shape: Hashable, rows: int, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Execution]:
-        """What `compute` returns for `shape`, by replay if it may be, and how it was run.
+        """Return what `compute` returns for `shape`, by replay if possible, and how it was run.
 
         shape: whatever two steps must have in common to share a graph. rows: of it, for the record.
         """
@@ -72,7 +72,7 @@ class Graphs:
         return captured.logits, captured.execution
 
     def _try(self, shape: Hashable, rows: int, compute: Callable[[], torch.Tensor]) -> None:
-        """Capture a shape; one that cannot be (no memory for it, say) runs eagerly from then on, and says why."""
+        """Capture a shape. If that fails (no memory, say), the shape runs eagerly from then on, with the reason."""
         try:
             graph, logits = self._capture(compute)
             self._captured[shape] = _Captured(graph, logits, Execution("graph", f"captured for {rows} rows", rows))
@@ -80,7 +80,7 @@ class Graphs:
             self._refused[shape] = f"cannot be captured: {' '.join(str(error).split())[:120]}"
 
     def _capture(self, compute: Callable[[], torch.Tensor]) -> "tuple[torch.cuda.CUDAGraph, torch.Tensor]":
-        """All graphs share one pool of memory: they never run at the same time."""
+        """Capture a graph in the memory pool that all graphs share: they never run at the same time."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         without_gc = _no_garbage_collection() if self._pause_gc else nullcontext()

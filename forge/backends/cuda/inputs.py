@@ -52,12 +52,12 @@ class Shape:
 
     @property
     def prunes(self) -> bool:
-        """Whether the last layer computes the logit rows alone, once it has stored everyone's keys and values."""
+        """True if the last layer computes only the logit rows, after it has stored all keys and values."""
         return not self.is_decode and PRUNING * self.num_logit_rows <= self.num_rows
 
     @property
     def sections(self) -> dict[str, int]:
-        """The words of each array before the block tables, in their order."""
+        """The number of words of each array before the block tables, in order."""
         return {
             "table_stride": 4,  # one word; what follows keeps 16-byte alignment
             "token_ids": _padded(self.num_rows),
@@ -93,7 +93,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a shape depends on beside the batch."""
+    """What a shape depends on besides the batch."""
 
     heads: int
     kv_heads: int
@@ -116,7 +116,7 @@ class Policy:
 
 
 def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, in_float32: bool = False) -> Shape:
-    """The shape in which `batch` is computed. in_float32: attention multiplies in float32."""
+    """Return the shape in which `batch` is computed. in_float32: attention multiplies in float32."""
     num_rows, num_sequences, num_logits = batch.num_rows, batch.num_sequences, len(batch.logit_rows)
     longest = int(batch.context_lens.max())
     is_decode = num_rows == num_sequences == num_logits and not _reads_what_others_write(batch, block_size)
@@ -137,8 +137,8 @@ def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, in_float32: b
 
 
 def expected_shapes(policy: Policy, in_float32: bool, max_context: int) -> list[Shape]:
-    """Shapes that launch every specialization of a kernel which steps up to `max_context` are likely to need: each
-    bucket, and one step of more rows, with every number of splits that their lengths may lead to."""
+    """List shapes that together launch every kernel specialization that steps up to `max_context` are likely to need:
+    each bucket, and one step of more rows, with every number of splits that their lengths may lead to."""
     shapes: dict[Shape, None] = {}
     for rows in policy.row_buckets:
         for splits in _up_to(_splits(policy, rows, max_context)):
@@ -160,26 +160,26 @@ def _decode_shape(policy: Policy, rows: int, splits: int, is_bucket: bool, in_fl
 
 
 def _up_to(largest: int) -> list[int]:
-    """The powers of two up to `largest`, which is one."""
+    """Return the powers of two up to `largest`, itself a power of two."""
     return [1 << exponent for exponent in range(largest.bit_length())]
 
 
 def attention_tile(policy: Policy, num_rows: int, in_float32: bool) -> shapes.AttentionTile:
-    """The tile of a step that is not a decode."""
+    """Return the tile of a step that is not a decode."""
     if policy.invariant:
         return shapes.few_rows_tile(policy.heads, policy.kv_heads, in_float32)
     return shapes.attention_tile(num_rows, policy.heads, policy.kv_heads, policy.multiprocessors, in_float32)
 
 
 def one_row_tile(policy: Policy, in_float32: bool) -> shapes.AttentionTile:
-    """The tile for rows that have their sequence to themselves: decodes, and the last layer's logit rows."""
+    """Return the tile for rows that are the only one of their sequence: decodes, and the last layer's logit rows."""
     if policy.invariant:
         return shapes.few_rows_tile(policy.heads, policy.kv_heads, in_float32)
     return shapes.one_row_tile(policy.heads, policy.kv_heads, in_float32)
 
 
 class _HostWords:
-    """The words here, and whether they may be written: not before their copy to the device has been made."""
+    """The words on the host, which may be written again only after their copy to the device has been made."""
 
     def __init__(self, words: int, on_gpu: bool):
         self.tensor = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
@@ -187,7 +187,7 @@ class _HostWords:
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def writable(self) -> np.ndarray:
-        """The words, once the copy of what stood there before has been made."""
+        """Return the words after the copy of their previous contents has been made."""
         if self._copied is not None:
             self._copied.synchronize()
         return self.numbers
@@ -200,7 +200,7 @@ class _HostWords:
 
 
 class InputBuffer:
-    """The words, here and on the device. Filled by one step after the other; it moves when it grows.
+    """The words on the host and on the device. Steps fill it one after the other; it moves when it grows.
 
     There are two here, which take turns: the words of a step may still wait to be copied when those of the next are
     written. On the device there is one; its copy waits for the step before, as all that a stream is given does.
@@ -213,8 +213,8 @@ class InputBuffer:
         self._on_device = torch.zeros(0, dtype=torch.int32)
 
     def reach(self, shape: Shape, table_words: int) -> bool:
-        """Have room for that shape and so many words of block tables. Returns whether the buffer moved, which no graph
-        survives."""
+        """Make room for that shape and so many words of block tables. Returns whether the buffer moved, which
+        invalidates every graph."""
         needed = _word_spans(shape)[1] + table_words
         if needed <= self._words:
             return False
@@ -247,7 +247,7 @@ class InputBuffer:
         host.copy_to(self._on_device, end)
 
     def inputs(self, shape: Shape) -> Inputs:
-        """Views of the device's words for that shape."""
+        """Return views of the device's words for that shape."""
         spans, used = _word_spans(shape)
         views = {name: self._on_device[span] for name, span in spans.items()}
         return Inputs(shape, tables=self._on_device[used:], **views)
@@ -278,7 +278,7 @@ class InputBuffer:
 
 
 def _reads_what_others_write(batch: ForwardBatch, block_size: int) -> bool:
-    """Whether a block that one sequence writes is in another's table too.
+    """True if a block that one sequence writes is also in another's table.
 
     Then keys must all be stored before anyone attends, which a decode's one kernel does not wait for.
     """
@@ -294,7 +294,7 @@ def _reads_what_others_write(batch: ForwardBatch, block_size: int) -> bool:
 
 @lru_cache(4096)
 def _word_spans(shape: Shape) -> tuple[dict[str, slice], int]:
-    """Where each array's words are, and where the block tables begin."""
+    """Return the span of each array's words, and where the block tables begin."""
     spans, start = {}, 0
     for name, words in shape.sections.items():
         spans[name] = slice(start, start + words)

@@ -12,7 +12,7 @@ import numpy as np
 
 @contextmanager
 def repaired_interpreter() -> Iterator[None]:
-    """Within it, kernels that were defined under TRITON_INTERPRET=1 round and loop as compiled ones do."""
+    """Within this context, kernels that were defined under TRITON_INTERPRET=1 round and loop as compiled ones do."""
     import triton.language as tl
     from triton.runtime import interpreter
 

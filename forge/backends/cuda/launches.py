@@ -51,12 +51,12 @@ class TritonLauncher:
         kernel[grid](*arguments, **self.options(options))
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """A launch's constants, warps and stages with what holds for every launch."""
+        """Add the options that hold for every launch to a launch's constants, warps and stages."""
         return options | self._options | {"PDL": self.dependent}
 
 
 class ListingLauncher(TritonLauncher):
-    """Launches nothing; `found` has the description of every launch once, in order."""
+    """Launches nothing and lists the description of every launch once, in order, in `found`."""
 
     def __init__(self, dependent: bool):
         super().__init__(dependent)
@@ -84,7 +84,7 @@ class _AttentionCall(NamedTuple):
 
 
 class Launches:
-    """The steps, on the arrays of one device."""
+    """Launches each fused step, on the arrays of one device."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Launches:
         launcher: Launcher,
         exact: bool,
     ):
-        """exact: multiply in float32 where tensor cores would not."""
+        """exact: multiply in float32 where tensor cores would otherwise be used."""
         self._network, self._policy, self._rotations = network, policy, rotations
         self._device, self._dtype, self.launch, self._exact = device, dtype, launcher, exact
         self._scratch = torch.empty(0, dtype=dtype, device=device)
@@ -105,13 +105,14 @@ class Launches:
         """Around everything that a step of the forward pass launches; for who keeps time."""
 
     def with_launcher(self, launcher: Launcher) -> Self:
-        """The same steps, launched by another."""
+        """Return the same steps with another launcher."""
         relaunched = copy(self)
         relaunched.launch = launcher
         return relaunched
 
     def reserve(self, shape: Shape) -> bool:
-        """Have the counters that a step of that shape needs. Returns whether they moved, which no graph survives."""
+        """Allocate the counters that a step of that shape needs. Returns whether they moved, which invalidates every
+        graph."""
         needed = max(shape.tiles, shape.num_logit_rows) * self._network.num_kv_heads
         if needed <= len(self._counters):
             return False
@@ -119,19 +120,20 @@ class Launches:
         return True
 
     def fuses_attention(self, inputs: Inputs) -> bool:
-        """Whether a step's attention is one kernel, `decode_attention`."""
+        """True if a step's attention is one kernel, `decode_attention`."""
         return inputs.shape.is_decode and not self._policy.invariant
 
     # Steps
 
     def embed(self, table: Matrix, inputs: Inputs, samples: torch.Tensor) -> torch.Tensor:
-        """The stream's first value, `[T, hidden]`. Token -1 - r is the one that `samples` has for row r."""
+        """Return the residual stream's first value, `[T, hidden]`. Token -1 - r stands for the token in
+        `samples[r]`."""
         out = self._empty(inputs.shape.num_rows, table.in_features)
         self._gather(table, inputs.token_ids, samples, out)
         return out
 
     def products(self, x: torch.Tensor, norm: Norm, matrices: tuple[Matrix, ...]) -> torch.Tensor:
-        """norm(x) times each of `matrices`, side by side: `[T, rows of all]`."""
+        """Return norm(x) times each of `matrices`, side by side: `[T, rows of all]`."""
         out = self._empty(len(x), sum(matrix.out_features for matrix in matrices))
         start = 0
         normed = self.normed(x, norm) if any(self._by_cublas(len(x), matrix) for matrix in matrices) else None
@@ -146,14 +148,14 @@ class Launches:
         return out
 
     def add_product(self, stream: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
-        """stream += x times the matrix."""
+        """Compute stream += x times the matrix."""
         if self._by_cublas(len(x), matrix):
             stream.addmm_(x, self._dense(matrix).t())
         else:
             self._multiply(x, matrix, stream, add=True)
 
     def gated(self, x: torch.Tensor, norm: Norm, gate_up: Matrix) -> torch.Tensor:
-        """silu(gate) * up of norm(x): `[T, ffn]`."""
+        """Return silu(gate) * up of norm(x): `[T, ffn]`."""
         width = gate_up.out_features // 2
         out = self._empty(len(x), width)
         if not self._by_cublas(len(x), gate_up):
@@ -169,7 +171,7 @@ class Launches:
     def decode_attention(
         self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs
     ) -> torch.Tensor:
-        """A decode's head norms, rotation, cache and attention: `[T, heads * head_dim]`."""
+        """Compute a decode's head norms, rotation, cache writes and attention: `[T, heads * head_dim]`."""
         head_dim, splits = self._network.head_dim, inputs.shape.splits
         norms = layer.query_norm.weight, layer.key_norm.weight, self._rotations.cos, self._rotations.sin
         call = _AttentionCall(
@@ -188,7 +190,7 @@ class Launches:
         return self._attend(call, storage, index)
 
     def store_heads(self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs) -> None:
-        """Head norms and rotation of queries in place; keys and values into the cache."""
+        """Normalize and rotate queries in place, and store keys and values in the cache."""
         network = self._network
         self.launch(
             heads.norm_rope_store,
@@ -216,7 +218,7 @@ class Launches:
     def attention(
         self, qkv: torch.Tensor, storage: TorchKvStorage, index: int, inputs: Inputs, logit_rows_only: bool
     ) -> torch.Tensor:
-        """Attention of every row, or of the logit rows alone: `[T or R, heads * head_dim]`."""
+        """Compute attention for every row, or for the logit rows alone: `[T or R, heads * head_dim]`."""
         shape = inputs.shape
         if logit_rows_only:
             tile, num_tiles, splits = self._one_row_tile(inputs), shape.num_logit_rows, shape.last_splits
@@ -238,7 +240,7 @@ class Launches:
         return self._attend(call, storage, index)
 
     def _attend(self, call: _AttentionCall, storage: TorchKvStorage, index: int) -> torch.Tensor:
-        """Launch it over a layer's keys and values, with the arguments that both kernels have."""
+        """Launch either attention kernel over a layer's keys and values."""
         network, tile, splits = self._network, call.tile, call.splits
         out = self._empty(call.num_rows, network.num_heads * network.head_dim)
         block_d = max(16, shapes.next_power_of_2(network.head_dim))
@@ -271,11 +273,11 @@ class Launches:
 
     @property
     def _block_group(self) -> int:
-        """Query heads that share a key/value head, as a power of two."""
+        """Return the number of query heads per key/value head, rounded up to a power of two."""
         return shapes.next_power_of_2(self._network.num_heads // self._network.num_kv_heads)
 
     def logits(self, x: torch.Tensor, norm: Norm, output_head: Matrix) -> torch.Tensor:
-        """float32 `[R, vocabulary]` of the stream's rows `[R, hidden]`."""
+        """Return logits, float32 `[R, vocabulary]`, of the stream's rows `[R, hidden]`."""
         out = torch.empty((len(x), output_head.out_features), dtype=torch.float32, device=self._device)
         self._multiply(x, output_head, out, norm=norm)
         return out
@@ -302,13 +304,13 @@ class Launches:
         )
 
     def pick(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """The logit rows of the stream."""
+        """Return the logit rows of the stream."""
         return x.index_select(0, inputs.logit_rows[: inputs.shape.num_logit_rows])
 
     # Parts of steps
 
     def attends_in_float32(self, storage: TorchKvStorage) -> bool:
-        """Whether attention over that storage multiplies in float32."""
+        """True if attention over that storage multiplies in float32."""
         return torch.float32 in (self._dtype, storage.keys.dtype)
 
     def _one_row_tile(self, inputs: Inputs) -> shapes.AttentionTile:
@@ -318,12 +320,12 @@ class Launches:
         return attention_tile(self._policy, shape.num_rows, shape.in_float32)
 
     def _by_cublas(self, num_rows: int, matrix: Matrix) -> bool:
-        """Whether the product is one for cuBLAS."""
+        """True if cuBLAS computes the product."""
         most = self._policy.tuning.tile_rows if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
         return num_rows > most and not self._policy.invariant
 
     def tile_for(self, num_rows: int, matrix: Matrix) -> shapes.Tile:
-        """The tile of a product with that many rows; one of a single row is `matvec`'s."""
+        """Return the tile of a product with that many rows; a single row takes `matvec`'s."""
         if self._policy.invariant:
             return shapes.INVARIANT_TILE
         size = (matrix.out_features, matrix.in_features, matrix.kind, self._policy.multiprocessors)
@@ -340,7 +342,7 @@ class Launches:
         add: bool = False,
         glu: bool = False,
     ) -> None:
-        """x · matrixᵀ by a kernel that reads the matrix in its own kind."""
+        """Compute x · matrixᵀ with a kernel that reads the matrix in its own format."""
         tile = self.tile_for(len(x), matrix)
         weight, eps = (norm.weight, norm.eps) if norm is not None else (matrix_values(matrix), 0.0)
         sizes = (matrix.in_features, matrix.out_features, out.stride(0), eps)
@@ -370,7 +372,7 @@ class Launches:
         return shapes.split_k(tile, num_rows, matrix.out_features, matrix.in_features, self._policy.multiprocessors)
 
     def normed(self, x: torch.Tensor, norm: Norm, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """norm(x), rounded to `dtype`, or to that of x."""
+        """Return norm(x), rounded to `dtype`, or to the dtype of x."""
         out = torch.empty_like(x, dtype=dtype)
         width = x.shape[1]
         block = shapes.next_power_of_2(width)
@@ -390,7 +392,7 @@ class Launches:
         return out
 
     def _dense(self, matrix: Matrix) -> torch.Tensor:
-        """The matrix in the activations' dtype: its copy if there is one, otherwise multiplied out into scratch."""
+        """Return the matrix in the activations' dtype: its dense copy, or else dequantized into scratch."""
         if matrix.dense is not None:
             return matrix.dense
         out = self._scratch[: matrix.num_weights].view(matrix.out_features, matrix.in_features)
@@ -398,7 +400,7 @@ class Launches:
         return out
 
     def make_scratch(self) -> None:
-        """Room for the largest matrix that has no dense copy."""
+        """Allocate scratch for the largest matrix that has no dense copy."""
         sizes = [m.num_weights for layer in self._network.layers for m in _layer_matrices(layer) if m.dense is None]
         self._scratch = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
 
@@ -431,7 +433,7 @@ class Launches:
     def _split_buffers(
         self, tiles: int, splits: int, num_valid: int, block_d: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where the splits of each tile and head leave their results, if there are several."""
+        """Return the buffers for the splits' partial results, if there are several splits."""
         count = tiles * self._network.num_kv_heads * splits if splits > 1 else 0
         partial = torch.empty((count, num_valid, block_d), dtype=torch.float32, device=self._device)
         extremes = torch.empty((count, 2, num_valid), dtype=torch.float32, device=self._device)
@@ -446,7 +448,7 @@ def matrix_values(matrix: Matrix) -> torch.Tensor:
 
 
 def matrix_arrays(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """values, scales, factors as kernels take them; an array that the kind has not is stood in for by another."""
+    """Return values, scales and factors as kernels take them; another array stands in for one that the kind lacks."""
     if matrix.packed is None:
         dense = matrix.own_dense()
         return dense, dense, dense

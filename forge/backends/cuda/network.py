@@ -26,7 +26,7 @@ from forge.model.rope import Rope
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """An RMSNorm to be applied: its weight, float32, and epsilon."""
+    """An RMSNorm still to be applied: its weight, float32, and epsilon."""
 
     weight: torch.Tensor
     eps: float
@@ -50,7 +50,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Network:
-    """The whole model."""
+    """The whole model's weights as the kernels read them."""
 
     embedding: Matrix
     layers: tuple[Layer, ...]
@@ -61,13 +61,13 @@ class Network:
     rope: Rope
 
     def distinct(self) -> "Network":
-        """The same with only the first of layers whose kernels are launched alike, and the last layer."""
+        """Keep the last layer, and of layers whose kernels are launched alike only the first."""
         kinds = [tuple(m.kind for m in (*e.qkv, e.output, e.gate_up, e.down)) for e in self.layers]
         firsts = {kind: index for index, kind in reversed(list(enumerate(kinds[:-1])))}
         return replace(self, layers=(*(self.layers[index] for index in sorted(firsts.values())), self.layers[-1]))
 
     def products(self) -> list[Matrix]:
-        """Every matrix that a forward multiplies with, but for the output head."""
+        """Every matrix that a forward multiplies with, except the output head."""
         return [m for layer in self.layers for m in (*layer.qkv, layer.output, layer.gate_up, layer.down)]
 
 
@@ -131,7 +131,7 @@ def _norm(source: Source) -> Norm:
 
 
 class Ending(Operations):
-    """The interface's operations, noting only what a forward pass ends in."""
+    """Implements the operations and notes only what a forward pass ends in."""
 
     def __init__(self):
         self.output_head: Matrix | None = None

@@ -37,7 +37,7 @@ class DeviceBatch:
 
 
 class TorchOperations(Operations):
-    """Every operation computes at once, on torch tensors. Its batches are `DeviceBatch`es."""
+    """Computes every operation at once, on torch tensors. Its batches are `DeviceBatch`es."""
 
     def __init__(self, rotations: Rotations):
         self._rotations = rotations
@@ -93,7 +93,7 @@ class TorchOperations(Operations):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """In float32, over the last axis; the result in x's dtype."""
+    """Normalize in float32 over the last axis; the result has x's dtype."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 

@@ -81,7 +81,7 @@ class StepLogits:
 
     @torch.inference_mode()
     def sample(self, draws: Sequence[Draw]) -> None:
-        """Choose each row's token behind the step, in place of its argmax."""
+        """Draw each row's token after the step, in place of its argmax."""
         assert self._argmax is None and not self.sampled, "its tokens were read already"
         with torch.cuda.device(self._rows.device) if self._rows.device.type == "cuda" else nullcontext():
             rows = SamplingRows.of(draws, self.shape[1], self._rows.device)
@@ -93,7 +93,7 @@ class StepLogits:
         self._rows, self._passing = self._rows[:0], False
 
     def set_aside(self) -> None:
-        """Before a step that may overwrite them."""
+        """Copy the logits before a step overwrites them."""
         if self._passing:
             self._rows, self._passing = self._rows.clone(), False
 
@@ -110,7 +110,7 @@ class StepLogits:
 
 
 class Results:
-    """The results of the steps on one storage, one after the other."""
+    """Holds the results of consecutive steps on one storage."""
 
     def __init__(self, device: torch.device, launch: "Launcher"):
         """launch: for the kernel that draws tokens."""
@@ -123,7 +123,7 @@ class Results:
         int32 `[R or more, 2]`."""
 
     def reach(self, num_rows: int) -> bool:
-        """Have room for the samples of so many rows. Returns whether they moved, which no graph survives."""
+        """Make room for the samples of so many rows. Returns whether they moved, which invalidates every graph."""
         if num_rows <= len(self.samples):
             return False
         capacity = max(LEAST_ROWS, 1 << (num_rows - 1).bit_length())
@@ -134,13 +134,13 @@ class Results:
         return True
 
     def before_step(self) -> None:
-        """Set aside what the coming step would overwrite, if a caller still holds it."""
+        """Set aside what the next step would overwrite, if a caller still holds it."""
         last = self._last() if self._last is not None else None
         if last is not None:
             last.set_aside()
 
     def after_step(self, logits: torch.Tensor, num_rows: int, execution: Execution) -> StepLogits:
-        """The result of the step that was just launched, whose first `num_rows` rows are not padding."""
+        """Return the result of the step just launched, whose first `num_rows` rows are not padding."""
         turn = self._turns[self._count % 2]
         self._count += 1
         turn.clear()
@@ -151,7 +151,7 @@ class Results:
 
 
 class _Turn:
-    """A buffer of the host's, for the samples of every other step."""
+    """A host buffer for the samples of every other step."""
 
     def __init__(self, capacity: int, device: torch.device):
         on_gpu = device.type == "cuda"
@@ -167,14 +167,14 @@ class _Turn:
             self._copied.record()
 
     def read(self, count: int) -> tuple[list[int], list[float]]:
-        """What was copied last, once it has been."""
+        """Wait for the last copy and return it."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers = self._numbers[:count]
         return numbers[:, 0].tolist(), numbers[:, 1].view(np.float32).tolist()
 
     def clear(self) -> None:
-        """Have the holder of the last copy read it: something else comes."""
+        """Have the holder of the last copy read it, because the buffer will be overwritten."""
         holder = self.holder() if self.holder is not None else None
         if holder is not None:
             holder.argmax_rows()

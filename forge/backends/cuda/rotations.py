@@ -19,7 +19,7 @@ class Rotations:
         self.cos = self.sin = torch.zeros(0, 0)
 
     def reach(self, length: int, rope: Rope) -> bool:
-        """Have the table cover positions below `length`. Returns whether it had to move in memory."""
+        """Make the table cover positions below `length`. Returns whether it moved in memory."""
         if length <= len(self.cos):
             return False
         positions = max(LEAST_POSITIONS, len(self.cos))

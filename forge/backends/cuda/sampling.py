@@ -34,7 +34,7 @@ _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Penalties:
-    """What changes each row's logits before its token is chosen."""
+    """The changes to each row's logits before its token is chosen."""
 
     bias_indices: torch.Tensor
     """int64 `[n]`: row * vocabulary + token of each entry of a bias."""
@@ -72,7 +72,8 @@ class Penalties:
         return cls(bias_indices, _on_device(values, device), repetition, presence, frequency, seen, counts)
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 `[R, vocabulary]`: the bias added, then the repetition penalty, then presence and frequency."""
+        """Return float32 `[R, vocabulary]`: the bias added, then the repetition, presence and frequency penalties
+        applied."""
         values = logits.double()
         values.view(-1).index_add_(0, self.bias_indices, self.bias)
         repeated = torch.where(values > 0, values / self.repetition, values * self.repetition)
@@ -84,7 +85,7 @@ class Penalties:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """What the requests of a step's logit rows ask for, on the device."""
+    """The sampling parameters of a step's logit rows, on the device."""
 
     words: torch.Tensor
     """int64 `[R, 8]`: top_k, seed, position, sample index; as the bits of float64 temperature, top_p, log(min_p)."""
@@ -142,7 +143,7 @@ class SamplingRows:
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows, launch: "Launcher") -> torch.Tensor:
-    """The token of each row, int64 `[R]`; of equals the lowest. logits: float32 `[R, vocabulary]`, left as they are.
+    """Return the token of each row, int64 `[R]`; of equals the lowest. logits: float32 `[R, vocabulary]`, not changed.
 
     Rows are drawn each by itself: what is beside them changes none of their tokens.
     """
@@ -212,7 +213,7 @@ def _draw(
 
 
 def _filter(scored: torch.Tensor, maxima: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Which tokens the filters keep: uint8 `[R, vocabulary]`. A greedy row has none."""
+    """Return which tokens the filters keep: uint8 `[R, vocabulary]`. A greedy row has none."""
     greedy, values = rows.temperature == 0, scored.double()
     temperature = torch.where(greedy, 1.0, rows.temperature)
     scores = (values - maxima) / temperature  # in this order, a tiny one overflows to -infinity
@@ -220,7 +221,7 @@ def _filter(scored: torch.Tensor, maxima: torch.Tensor, rows: SamplingRows) -> t
 
 
 def _allowed(logits: torch.Tensor, scores: torch.Tensor, temperature: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Which tokens top-k, top-p and min-p keep, in this order: bool `[R, vocabulary]`.
+    """Return which tokens top-k, top-p and min-p keep, applied in this order: bool `[R, vocabulary]`.
 
     scores: (logits - their maximum) / temperature. Of equal tokens at an edge those with the lowest ids are kept, and
     the argmax always is. Top-k looks at logits and top-p at weights, because temperatures make unequal logits equal.
@@ -241,7 +242,8 @@ def _allowed(logits: torch.Tensor, scores: torch.Tensor, temperature: torch.Tens
 
 
 def _top(values: torch.Tensor, ordered: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Which are the k largest of each row, of equal ones at the edge those with the lowest ids: bool like `values`.
+    """Return which are the k largest of each row, of equal ones at the edge those with the lowest ids: bool like
+    `values`.
 
     ordered: the values in descending order. k: int64 `[R, 1]`.
     """
@@ -251,6 +253,6 @@ def _top(values: torch.Tensor, ordered: torch.Tensor, k: torch.Tensor) -> torch.
 
 
 def _on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for."""
+    """Start a copy to the device without waiting for it."""
     here = torch.from_numpy(np.ascontiguousarray(values))
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

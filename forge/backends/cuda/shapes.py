@@ -29,7 +29,7 @@ MAX_SPLIT_K = 8
 
 @dataclass(frozen=True)
 class Tuning:
-    """Switches that a GPU has yet to decide on (`forge.bench.gpu_session`). The defaults are guesses."""
+    """Switches whose best setting depends on the GPU (`forge.bench.gpu_session`). The defaults are guesses."""
 
     tile_rows: int = 16
     """Up to here rows share one pass of the tile kernel over dense weights; more go to cuBLAS. To be tried: to 128."""
@@ -53,7 +53,7 @@ DEFAULT_TUNING = Tuning()
 
 @dataclass(frozen=True)
 class Tile:
-    """A matrix product's tile and how a program of it runs."""
+    """A matrix product's tile, with the warps and stages of its program."""
 
     block_m: int
     block_n: int
@@ -77,7 +77,7 @@ def next_power_of_2(value: int) -> int:
 
 
 def matvec_tile(out_features: int, in_features: int, kind: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
-    """A tile of `matvec`: half the rows per program until every multiprocessor has two."""
+    """Choose a tile of `matvec`: halve the rows per program until every multiprocessor has two programs."""
     block_n, max_block_k = (8, 1024) if kind == DENSE else (4, 2048)
     block_k = min(max_block_k, max(32, next_power_of_2(in_features)))
     while block_n > 2 and -(-out_features // block_n) < 2 * multiprocessors:
@@ -93,7 +93,7 @@ def matmul_tile(
     multiprocessors: int = MULTIPROCESSORS,
     in_float32: bool = False,
 ) -> Tile:
-    """A tile of `matmul` for that many rows of the batch. in_float32: activations are float32, for exactness."""
+    """Choose a tile of `matmul` for that many rows of the batch. in_float32: activations are float32, for exactness."""
     if in_float32:
         return Tile(16, 32, min(64, max(32, next_power_of_2(in_features))), num_warps=4, num_stages=3)
     block_m = min(64, max(16, next_power_of_2(batch_rows)))
@@ -112,7 +112,7 @@ INVARIANT_TILE = Tile(16, 32, 64, num_warps=4, num_stages=4)
 def attention_tile(
     num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS, in_float32: bool = False
 ) -> AttentionTile:
-    """A tile of `paged_attention` for sequences of several rows: large if that still makes enough programs.
+    """Choose a tile of `paged_attention` for sequences of several rows: large if that still makes enough programs.
 
     Half as many as there are multiprocessors will do, since splits can double them. in_float32: it multiplies in
     float32, for exactness, which takes twice the memory and three times the registers.
@@ -128,7 +128,7 @@ def attention_tile(
 
 
 def few_rows_tile(heads: int, kv_heads: int, in_float32: bool = False) -> AttentionTile:
-    """The smallest tile of several rows, and the only one of `--invariant`."""
+    """Return the smallest tile of several rows, which is the only one of `--invariant`."""
     group = next_power_of_2(heads // kv_heads)
     return AttentionTile(max(1, 16 // group), max(16, group), *_FLOAT32_RUN if in_float32 else (4, 3))
 
@@ -144,7 +144,7 @@ _FLOAT32_RUN = 8, 2
 def splits(
     tiles: int, kv_heads: int, longest: int, multiprocessors: int = MULTIPROCESSORS, round_up: bool = False
 ) -> int:
-    """Programs that share a tile's keys: as many as there are chunks to share and multiprocessors to fill, as a power
+    """Choose how many programs share a tile's keys: enough to fill the multiprocessors, at most one per chunk, a power
     of two."""
     chunks = -(-longest // CHUNK)
     room = max(1, 2 * multiprocessors // max(1, tiles * kv_heads))
@@ -155,8 +155,8 @@ def splits(
 def split_k(
     tile: Tile, batch_rows: int, out_features: int, in_features: int, multiprocessors: int = MULTIPROCESSORS
 ) -> int:
-    """Programs that share the columns of one tile of a product: until every multiprocessor has one, and each at least
-    two blocks of columns."""
+    """Choose how many programs share the columns of a product's tile: enough to fill the multiprocessors, while each
+    keeps at least two blocks of columns."""
     programs = -(-batch_rows // tile.block_m) * -(-out_features // tile.block_n)
     parts = 1
     while (
@@ -167,5 +167,5 @@ def split_k(
 
 
 def splits_at_once(splits: int, num_valid: int, width: int) -> int:
-    """Results of splits that are merged together: what fits into 64 registers of 128 threads."""
+    """Return how many splits' results are merged together: as many as fit into 64 registers of 128 threads."""
     return max(1, min(splits, 8192 // (num_valid * width)))

@@ -12,7 +12,7 @@ GRAPH_BYTES = 1 << 30
 
 
 def kv_memory(utilization: float | None, temporary_bytes: int) -> int:
-    """Bytes for keys and values on the current device. temporary_bytes: of the arrays of one step.
+    """Return the bytes for keys and values on the current device. temporary_bytes: of the arrays of one step.
 
     Raises `UsageError` for a share that is none, and where nothing is left."""
     import torch  # options are checked without it
@@ -30,7 +30,7 @@ def kv_memory(utilization: float | None, temporary_bytes: int) -> int:
 
 
 def checked_utilization(utilization: float | None) -> float:
-    """Raises `UsageError` unless it is above 0 and at most 1."""
+    """Return the share. Raises `UsageError` unless it is above 0 and at most 1."""
     if utilization is None:
         return DEFAULT_UTILIZATION
     if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:

@@ -13,7 +13,7 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 @dataclass(frozen=True)
 class HostBlocks:
-    """The contents of some blocks, in host memory: what swapping out leaves behind."""
+    """The contents of some blocks, swapped out to host memory."""
 
     keys: torch.Tensor
     """`[num_layers, len(blocks), block_size, num_kv_heads, head_dim]` in the storage's dtype; values likewise."""
@@ -43,7 +43,7 @@ class TorchKvStorage(KvStorage):
             raise MemoryError(str(error).splitlines()[0]) from None
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """In order: a copy whose source an earlier one wrote begins a new batch of copies."""
+        """Copy in order: a copy whose source an earlier one wrote begins a new batch of copies."""
         for batch in _independent(copies):
             sources = self._numbers([copy.source for copy in batch])
             destinations = self._numbers([copy.destination for copy in batch])
@@ -51,12 +51,12 @@ class TorchKvStorage(KvStorage):
                 array.index_copy_(1, destinations, array.index_select(1, sources))
 
     def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
-        """A copy of `blocks` in host memory, for `write_blocks` of any blocks as many."""
+        """Copy `blocks` to host memory, for `write_blocks` into any equal number of blocks."""
         numbers = self._numbers(blocks)
         return HostBlocks(self.keys.index_select(1, numbers).cpu(), self.values.index_select(1, numbers).cpu())
 
     def write_blocks(self, blocks: Sequence[int], data: HostBlocks) -> None:
-        """Make `blocks` hold what `read_blocks` gave."""
+        """Write into `blocks` what `read_blocks` returned."""
         numbers = self._numbers(blocks)
         self.keys.index_copy_(1, numbers, data.keys.to(self.keys.device))
         self.values.index_copy_(1, numbers, data.values.to(self.values.device))
@@ -66,20 +66,20 @@ class TorchKvStorage(KvStorage):
         return keys.float().cpu().numpy(), values.float().cpu().numpy()
 
     def of_sequence(self, layer: int, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of positions 0 to `length` - 1 on the device, `[length, num_kv_heads, head_dim]`."""
+        """Return keys and values of positions 0 to `length` - 1 on the device, `[length, num_kv_heads, head_dim]`."""
         blocks = block_table[: -(-length // self.layout.block_size)].long()
         token_shape = (-1, self.layout.num_kv_heads, self.layout.head_dim)
         keys, values = self.keys[layer, blocks], self.values[layer, blocks]
         return keys.reshape(token_shape)[:length], values.reshape(token_shape)[:length]
 
     def _numbers(self, blocks: Sequence[int]) -> torch.Tensor:
-        """On the device, without waiting for what runs there."""
+        """Move numbers to the device without waiting for what runs there."""
         numbers = torch.tensor(list(blocks), dtype=torch.int64, pin_memory=self.keys.device.type == "cuda")
         return numbers.to(self.keys.device, non_blocking=True)
 
 
 def _independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
-    """`copies` cut into runs in which no block that is written is read or written again."""
+    """Split `copies` into runs in which no block that is written is read or written again."""
     runs: list[list[BlockCopy]] = []
     written: set[int] = set()
     for copy in copies:

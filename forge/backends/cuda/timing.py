@@ -1,4 +1,4 @@
-"""Keeping time per fused step: launches with a clock around each, waiting for the device every time."""
+"""Times each fused step, by waiting for the device after every launch."""
 
 import time
 from collections import defaultdict

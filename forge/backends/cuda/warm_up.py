@@ -29,7 +29,7 @@ LEAST_PER_WORKER = 4
 
 
 class LaunchDescription(NamedTuple):
-    """All that decides what a launch is compiled to, and nothing else: two launches that share it share the code."""
+    """Everything that determines the compiled code of a launch, and nothing else."""
 
     kernel: str
     """`module.function`, below `forge.backends.cuda.kernels`."""
@@ -40,7 +40,7 @@ class LaunchDescription(NamedTuple):
 
 
 def describe(kernel, arguments: Sequence[Any], options: dict[str, Any]) -> LaunchDescription:
-    """The description of a launch with these arguments."""
+    """Return the description of a launch with these arguments."""
     name = f"{kernel.fn.__module__.removeprefix(_KERNELS)}.{kernel.fn.__name__}"
     return LaunchDescription(name, tuple(map(_described, arguments)), tuple(sorted(options.items())))
 
@@ -58,7 +58,7 @@ def _described(value: Any) -> tuple[str, int | float]:
 
 
 class _Tensor:
-    """A tensor as Triton looks at one before a launch."""
+    """A tensor as Triton sees it before a launch."""
 
     def __init__(self, dtype, address: int):
         self.dtype, self._address = dtype, address
@@ -72,7 +72,7 @@ class _Tensor:
 
 
 def compile_missing(launches: Iterable[LaunchDescription], on_progress: Progress = lambda done, of: None) -> list[str]:
-    """`compile_all`, unless the same launches of the same kernels were compiled before on this machine."""
+    """Call `compile_all`, unless this machine has compiled the same launches of the same kernels before."""
     import triton
     from triton import knobs
 
@@ -93,7 +93,7 @@ def compile_missing(launches: Iterable[LaunchDescription], on_progress: Progress
 
 
 def compile_all(launches: Iterable[LaunchDescription], on_progress: Progress = lambda done, of: None) -> list[str]:
-    """Compile what is not in Triton's cache yet, in parallel. Returns a line for each kernel that could not be."""
+    """Compile in parallel what is not in Triton's cache. Returns a line for each kernel that failed."""
     from triton.runtime import driver
 
     target = driver.active.get_current_target()
@@ -161,7 +161,7 @@ class _NoDevice:
 
 
 def compile_one(launch: LaunchDescription) -> None:
-    """By Triton's own path, up to the launch."""
+    """Compile through Triton's own path, up to the launch."""
     import torch
 
     module, _, name = launch.kernel.rpartition(".")

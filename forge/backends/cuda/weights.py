@@ -53,7 +53,7 @@ class Packed:
         return sum(array.nbytes for array in self.arrays)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """The same numbers multiplied out in float32, each rounded once to `dtype`: `[out, in]`."""
+        """Dequantize to float32 and round each number once to `dtype`: `[out, in]`."""
         return torch.cat([self._multiplied(rows).to(dtype) for rows in _row_runs(self.values)])
 
     def _multiplied(self, rows: slice) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Matrix:
 
     @property
     def kind(self) -> int:
-        """How kernels read it."""
+        """The format in which kernels read it."""
         return DENSE if self.packed is None else self.packed.kind
 
     @property
@@ -91,11 +91,11 @@ class Matrix:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that a product with a few rows reads."""
+        """The bytes that a product with a few rows reads."""
         return self.own_dense().nbytes if self.packed is None else self.packed.nbytes
 
     def own_dense(self) -> torch.Tensor:
-        """`dense`, of a matrix that has it: one that is not packed."""
+        """`dense`, for a matrix that is not packed."""
         assert self.dense is not None
         return self.dense
 
@@ -109,7 +109,7 @@ class Matrix:
 def load_matrix(
     tensor: Tensor, device: torch.device, dtype: torch.dtype, *, keep_packed: bool, quantize: str | None = None
 ) -> Matrix:
-    """`tensor` on `device`: packed if its type is, or is quantized to, one that kernels read; otherwise dense.
+    """Load `tensor` onto `device`: packed if its type is, or is quantized to, one that kernels read; otherwise dense.
 
     keep_packed: False makes everything dense.
     """
@@ -135,7 +135,7 @@ def _quantized(name: str, packed: Packed, keep_packed: bool, dtype: torch.dtype)
 
 
 def quantized_to_q8(values: torch.Tensor) -> Packed:
-    """Q8_0 of float values: per 32 columns the scale that takes the largest to 127."""
+    """Quantize float values to Q8_0: per 32 columns, the scale that maps the largest to 127."""
     groups = values.float().view(len(values), -1, GROUP)
     scales = groups.abs().amax(-1) / 127
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
@@ -144,7 +144,7 @@ def quantized_to_q8(values: torch.Tensor) -> Packed:
 
 
 def stacked(matrices: Sequence[Matrix]) -> list[Matrix]:
-    """`matrices` under each other, as few matrices as their kinds allow, in order."""
+    """Stack `matrices` in order, into as few matrices as their kinds allow."""
     runs: list[list[Matrix]] = []
     for matrix in matrices:
         if not runs or runs[-1][0].kind != matrix.kind:
@@ -154,7 +154,7 @@ def stacked(matrices: Sequence[Matrix]) -> list[Matrix]:
 
 
 def interleaved(first: Matrix, second: Matrix, dtype: torch.dtype) -> Matrix:
-    """Rows 0, 1, 2, 3, … are `first`'s 0, `second`'s 0, `first`'s 1, …; dense if their kinds differ."""
+    """Interleave rows: 0, 1, 2, 3, … are `first`'s 0, `second`'s 0, `first`'s 1, …; dense if their kinds differ."""
     if first.kind != second.kind:
         for matrix in (first, second):
             matrix.make_dense(dtype)
@@ -163,7 +163,7 @@ def interleaved(first: Matrix, second: Matrix, dtype: torch.dtype) -> Matrix:
 
 
 def _fused(matrices: Sequence[Matrix], fuse) -> Matrix:
-    """One matrix of several; each of those becomes a view of it, so that the memory is taken once."""
+    """Make one matrix of several, each of which becomes a view of it, so that the memory is taken once."""
     first = matrices[0]
     whole = Matrix("+".join(m.name for m in matrices), sum(m.out_features for m in matrices), first.in_features)
     if first.packed is None:
@@ -190,14 +190,14 @@ def _in_turn(arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sequence[tor
 
 
 def _bytes_on(device: torch.device, raw: np.ndarray) -> torch.Tensor:
-    """A copy of a file's bytes on the device, flat; aligned there, wherever they lay in the file."""
+    """Copy a file's bytes to the device, flat and aligned."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the file is mapped read-only, and nothing writes to it
         return torch.from_numpy(raw.reshape(-1)).to(device, copy=True)
 
 
 def _row_runs(values: torch.Tensor) -> list[slice]:
-    """Runs of rows whose float32 form takes a few hundred megabytes at most."""
+    """Yield runs of rows whose float32 form takes a few hundred megabytes at most."""
     step = max(1, (1 << 26) // values.shape[1])
     return [slice(start, start + step) for start in range(0, len(values), step)]
 

@@ -40,7 +40,7 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class ClusterArgs:
-    """How many engines, and what is asked of them."""
+    """The number of engines and their workload."""
 
     replicas: int = option(2, "Engines.", _CLUSTER)
     requests: int = option(96, "Of conversations with four turns.", _CLUSTER, flags="--requests -n")
@@ -91,8 +91,8 @@ def cluster(
 
 
 def talks(number: int, seed: int = 0) -> "list[Talk]":
-    """Conversations of `TURNS` turns, which share a few system prompts. Words without a meaning: lengths are what
-    counts here."""
+    """Make conversations of `TURNS` turns that share a few system prompts. The words are random: only lengths matter
+    here."""
     from forge.cluster.local import Talk
 
     random_ = random.Random(seed)
@@ -135,7 +135,7 @@ def _measure(args: EngineArgs, asked: ClusterArgs) -> Report:
 
 
 def routers_object(model: str, num_blocks: int, alone: "LocalRun", runs: "Sequence[LocalRun]") -> dict[str, Any]:
-    """The runs as facts. `alone` is one engine with a cache as large as all of theirs."""
+    """Return the runs as facts. `alone` is one engine with a cache as large as all of theirs."""
     return {
         "model": model,
         "replicas": runs[0].replicas,
@@ -171,7 +171,7 @@ def routers_object(model: str, num_blocks: int, alone: "LocalRun", runs: "Sequen
 
 
 def screen(facts: dict[str, Any], runs: "Sequence[LocalRun]") -> Iterator[Part]:
-    """Each router's totals, what each engine computed, and some decisions of a router that knows prefixes."""
+    """Draw each router's totals, the tokens that each engine computed, and some decisions of a prefix-aware router."""
     most = max(max(run.computed_by_replica) for run in runs)
     yield from question(
         QUESTION,
@@ -204,7 +204,7 @@ def screen(facts: dict[str, Any], runs: "Sequence[LocalRun]") -> Iterator[Part]:
 
 
 def _decisions(run: "LocalRun") -> Iterator[Part]:
-    """The first decisions of each kind, with their numbers."""
+    """Draw the first decisions of each kind, with their numbers."""
     yield title(f"Why, under {run.router}", f"{TITLE} {ACCENT}")
     seen: Counter[str] = Counter()
     for routed in sorted(run.routed, key=lambda request: int(request.decision.request_id)):

@@ -52,7 +52,7 @@ class Way:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """One hand-over."""
+    """The times and sizes of one hand-over."""
 
     prompt_tokens: int
     num_bytes: int
@@ -68,7 +68,7 @@ class HandedOver:
 
     @property
     def share(self) -> float:
-        """Of computing the blocks, what it takes to move them."""
+        """Time to move the blocks, as a share of the time to compute them."""
         return (self.export_ms + self.send_ms + self.import_ms) / self.prefill_ms
 
 
@@ -90,7 +90,7 @@ def measure_apart(model: str) -> Report:
 
 
 def run_way(llm: LLM, name: str, decoded: int) -> Way:
-    """Sequences that decode, and long prompts that arrive beside them."""
+    """Run sequences that decode, and long prompts that arrive meanwhile."""
     way, params = Way(name), SamplingParams(max_tokens=decoded, temperature=0.0, ignore_eos=True)
     budget = CHUNK + DECODING if name == "chunked" else None
     options = {"chunked_prefill": name == "chunked"} | ({"max_num_batched_tokens": budget} if budget else {})
@@ -129,7 +129,7 @@ def _prompt(length: int, number: int) -> list[int]:
 
 
 def _prefilled(engine: Engine, prompt: list[int]) -> tuple[KvHandoff, float]:
-    """What the prefill engine hands over, and the milliseconds that it took."""
+    """Prefill on the other engine. Returns the hand-over and its milliseconds."""
     began = time.perf_counter()
     (seq_id,) = engine.add_request("prefill", prompt[:-1], prefill_params(), retain_cache=True)
     while engine.has_unfinished():
@@ -145,7 +145,7 @@ def _add(engine: Engine, handoff: KvHandoff | None, *arguments: Any) -> tuple[in
 
 
 def hand_over(llm: LLM, length: int) -> HandedOver:
-    """Time a hand-over alone, and compare what comes of it with one engine's logits."""
+    """Time a hand-over alone, and compare its logits with those of one engine."""
     prompt, params = _prompt(length, length), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     source = llm.new_engine()
     (seq_id,) = source.add_request("p", prompt[:-1], prefill_params(), retain_cache=True)
@@ -179,7 +179,7 @@ def hand_over(llm: LLM, length: int) -> HandedOver:
 
 
 def _send_ms(handoff: KvHandoff) -> float:
-    """Milliseconds until a hand-over that is sent over the loopback is an object again at the other end."""
+    """Time a hand-over through the loopback, until it is an object again at the other end. Returns milliseconds."""
     with listen("127.0.0.1") as listening, socket.create_connection(listening.getsockname()) as receiving:
         sending, _ = listening.accept()
         with sending:

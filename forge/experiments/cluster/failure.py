@@ -1,4 +1,4 @@
-"""`forge cluster --part failure`: an engine of a running server is killed while it answers."""
+"""`forge cluster --part failure`: kills an engine of a running server while it answers."""
 
 import json
 import os
@@ -27,7 +27,7 @@ MISSING = "Ray Serve is not installed, so no engine was killed: pip install 'ray
 
 @dataclass(frozen=True)
 class Failure:
-    """What became of the requests that ran when an engine was killed."""
+    """The outcome of the requests that ran when an engine was killed."""
 
     ray: bool
     """Whether Ray Serve is installed: otherwise nothing was measured, and all else is 0."""
@@ -79,7 +79,7 @@ def measure_failure(replicas: int) -> Report:
 
 
 def _ask_all(server: ServerProcess, kill: bool) -> tuple[list[str], list[float]]:
-    """The texts of all requests, and of each stream the longest time between two events, in milliseconds."""
+    """Return the texts of all requests, and each stream's longest time between two events in milliseconds."""
     with ThreadPoolExecutor(STREAMS + WHOLE) as pool:
         streams = [pool.submit(_stream, server.url, number) for number in range(STREAMS)]
         whole = [pool.submit(_whole, server.url, number) for number in range(WHOLE)]
@@ -98,7 +98,8 @@ def _post(url: str, number: int, stream: bool) -> Any:
 
 
 def _stream(url: str, number: int) -> tuple[str, float]:
-    """A stream's text, empty if it did not end well, and the longest time between two events in milliseconds."""
+    """Read a stream. Returns its text, empty if it did not end well, and the longest time between two events in
+    milliseconds."""
     with _post(url, number, True) as answer:
         events = [(time.perf_counter(), line[6:].strip()) for line in answer if line.startswith(b"data: ")]
     longest = max((later - before) * 1e3 for (before, _), (later, _) in pairwise(events))
@@ -117,14 +118,14 @@ def _whole(url: str, number: int) -> str:
 
 
 def _metric(url: str, name: str) -> float:
-    """The sum of a metric over its labels."""
+    """Return the sum of a metric over its labels."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def _engines(pid: int) -> list[int]:
-    """The processes below this one that run an engine."""
+    """List the processes below this one that run an engine."""
     return [process for process in _below(pid) if b"forge.cluster.replica_engine" in _command(process)]
 
 

@@ -18,7 +18,8 @@ QUESTION = "What does a router find when there are more engines?"
 
 
 def measure_scale(routers: Sequence[str]) -> Report:
-    """Every router with every number of engines. The load grows with them, so that each is as busy as the others."""
+    """Simulate every router with every number of engines. The load grows with their number, so each engine stays
+    equally busy."""
     options, results = SimulationOptions(trace=TraceShape(num_requests=REQUESTS)), []
     with progress_line() as progress:
         for replicas in REPLICAS:
@@ -30,7 +31,7 @@ def measure_scale(routers: Sequence[str]) -> Report:
 
 
 def scale_object(results: Sequence[SimulationResult]) -> dict[str, Any]:
-    """By router and number of engines. Times are simulated, but for the decisions per second."""
+    """Return the facts by router and number of engines. Times are simulated, except the decisions per second."""
     facts: dict[str, Any] = {"requests": results[0].num_requests, "routers": {}}
     for result in results:
         by_size = facts["routers"].setdefault(result.options.router.replace("-", "_"), {})

@@ -54,7 +54,7 @@ Source = Literal["measured", "recorded"]
 
 @dataclass(frozen=True)
 class CudaArgs:
-    """How it runs, and what is kept of it."""
+    """How the experiment runs, and where it is saved."""
 
     graphs: bool = option(True, "Run with captured graphs too.", "Model")
     record: Path | None = option(None, "Save what was measured, for machines without a GPU.", "Output")
@@ -120,8 +120,8 @@ def _measure(text: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Re
 
 
 def _warm_run(llm, text: str, params) -> RunResult:
-    """The run, once everything is compiled and captured. As tokens are asked for their probabilities, no step is
-    launched before the one ahead of it was read, and each forward's time is its own."""
+    """Run once everything is compiled and captured. The tokens' probabilities are requested, so no step is launched
+    before the previous one was read, and each forward has a time of its own."""
     for _ in range(WARM_RUNS + 1):
         result = drive(llm, llm.start([text], params), params, lambda record: None)
         if result.interrupted:
@@ -130,7 +130,7 @@ def _warm_run(llm, text: str, params) -> RunResult:
 
 
 def _recorded() -> "Measured | None":
-    """The run that comes with forge, if one does. Raises `UsageError` if it cannot be read."""
+    """Return the recorded run that comes with forge, or None. Raises `UsageError` if it cannot be read."""
     if not RECORDED.exists():
         return None
     try:
@@ -140,7 +140,7 @@ def _recorded() -> "Measured | None":
 
 
 def _save(report: Report, path: Path) -> None:
-    """Raises `UsageError` where the file cannot be written."""
+    """Write the facts to a file. Raises `UsageError` if that fails."""
     try:
         path.write_text(to_json(report.facts) + "\n", encoding="utf-8")
     except OSError as error:
@@ -172,7 +172,7 @@ class DeviceRun:
         return decodes[len(decodes) // 2] if decodes else None
 
     def cell(self, index: int) -> str:
-        """A forward's time, and how it was launched."""
+        """Format a forward's time, and how it was launched."""
         if index >= len(self.forwards):
             return ""
         mode = self.modes[index] if index < len(self.modes) else ""
@@ -181,7 +181,7 @@ class DeviceRun:
 
 @dataclass(frozen=True)
 class Work:
-    """What a forward of this model has to do: to read all weights once, and to multiply them by every row."""
+    """The work of a forward of this model: read all weights once, and multiply them by every row."""
 
     weight_bytes: int
     weights: int
@@ -208,12 +208,13 @@ class Measured:
 
     @property
     def floor_ms(self) -> float:
-        """What reading the weights once takes."""
+        """Milliseconds to read the weights once."""
         return self.work.weight_bytes / self.limits.bytes_per_second * 1e3
 
 
 def screen(measured: Measured | None, steps: Sequence[PlannedStep]) -> Iterator[Part]:
-    """The whole experiment: per-forward times side by side, what graphs are worth, the roofline; or what is planned."""
+    """Draw the whole experiment: the times of the forwards side by side, the gain of graphs, the roofline; or the
+    planned steps."""
     yield title(QUESTION)
     yield from _planned_parts(steps) if measured is None else _measured_parts(measured)
     yield leads_on(LEADS_ON)
@@ -251,7 +252,7 @@ def picture(points: Sequence[Point], limits: Limits, width: int) -> list[Text]:
 
 
 def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict[str, Any]:
-    """The same for programs; nothing rounded. `runs` is empty where nothing was measured or recorded."""
+    """Return the facts, unrounded. `runs` is empty if nothing was measured or recorded."""
     limits = H200 if measured is None else measured.limits
     facts: dict[str, Any] = {
         "source": "computed" if measured is None else measured.source,
@@ -267,7 +268,7 @@ def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict
 
 
 def measured_from(facts: Mapping[str, Any]) -> Measured:
-    """What `cuda_object` made an object of, as a recorded run. Raises `KeyError` or `TypeError` for anything else."""
+    """Read a recorded run back from what `cuda_object` returned. Raises `KeyError` or `TypeError` for anything else."""
     return Measured(
         facts["model"],
         tuple(
@@ -296,7 +297,7 @@ def _run_object(run: DeviceRun) -> dict[str, Any]:
 
 
 def _key(step: PlannedStep) -> str:
-    """`decode1@160` as a name that a chapter's text can ask for: `decode1_160`."""
+    """Turn `decode1@160` into `decode1_160`, a name that a chapter's text can refer to."""
     return step.name.replace("@", "_")
 
 
@@ -306,7 +307,7 @@ def _step_object(step: PlannedStep) -> dict[str, Any]:
 
 
 def measured_sentences(measured: Measured) -> list[str]:
-    """What the table says, in words and figures."""
+    """Say in sentences what the table of runs shows."""
     middles = {run.name: run.decode_ms for run in measured.runs}
     lines = [f"{name}: {ms(value)} ms per decode at the median" for name, value in middles.items() if value]
     lines.append(
@@ -321,7 +322,7 @@ def measured_sentences(measured: Measured) -> list[str]:
 
 
 def planned_sentences(steps: Sequence[PlannedStep]) -> list[str]:
-    """What the table of planned steps says."""
+    """Say in sentences what the table of planned steps shows."""
     by_name = {step.name: step for step in steps}
     single, many = by_name["decode1@160"], by_name["decode64@160"]
     lines = [
@@ -337,7 +338,7 @@ def planned_sentences(steps: Sequence[PlannedStep]) -> list[str]:
 
 
 def _points(measured: Measured) -> list[Point]:
-    """The prefill and the median decode of each run."""
+    """Return the prefill and the median decode of each run as points of the roofline."""
     points = []
     for run in measured.runs:
         prefills = [(f.tokens, f.ms) for f in run.forwards if f.phase == "prefill" and f.ms > 0]
@@ -352,7 +353,7 @@ def _bound(step: PlannedStep) -> str:
 
 
 def _agreement(runs: Sequence[DeviceRun]) -> str:
-    """Whether the runs said the same. They need not: their sums are added in other orders, in other precisions."""
+    """Say whether the runs gave the same tokens. They need not: they add in different orders and precisions."""
     shortest = min(len(run.token_ids) for run in runs)
     for position in range(shortest):
         if len({run.token_ids[position] for run in runs}) > 1:

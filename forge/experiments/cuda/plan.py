@@ -25,7 +25,7 @@ PROMPTS = (128, 512)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a GPU can do at most."""
+    """A GPU's peak rates."""
 
     device: str
     bytes_per_second: float
@@ -39,7 +39,7 @@ H200 = Limits("NVIDIA H200", 4.8e12, 989e12)
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step."""
+    """The work of one step: rows, bytes, multiplications and launches."""
 
     name: str
     """`decode1@160`: one row with 160 tokens before it; `prefill128`."""
@@ -72,7 +72,7 @@ class PlannedStep:
 
 
 def planned_steps(config: Qwen3Config) -> tuple[PlannedStep, ...]:
-    """The steps that `forge bench cuda` measures, and what each has to do."""
+    """Plan the steps that `forge bench cuda` measures."""
     counted = _Counted(config) if find_spec("torch") and find_spec("triton") else None
     decodes = [
         _planned(f"decode{rows}@{context}", f"decode {rows} @ {context:,}", config, counted, rows, context, 1)
@@ -82,7 +82,7 @@ def planned_steps(config: Qwen3Config) -> tuple[PlannedStep, ...]:
 
 
 def num_weights(config: Qwen3Config) -> int:
-    """Of all matrices that a row is multiplied with, the output head included."""
+    """Count the weights of all matrices that a row is multiplied with, including the output head."""
     layer = (config.query_size + 2 * config.key_value_size) * config.hidden_size
     layer += config.hidden_size * config.query_size + 3 * config.hidden_size * config.intermediate_size
     return config.num_layers * layer + config.vocab_size * config.hidden_size
@@ -91,7 +91,8 @@ def num_weights(config: Qwen3Config) -> int:
 def _planned(
     name: str, title: str, config: Qwen3Config, counted: "_Counted | None", sequences: int, context: int, new: int
 ) -> PlannedStep:
-    """Of `sequences` that have `context` tokens and bring `new` ones; a prompt needs the logits of its last token."""
+    """Plan a step of `sequences` that have `context` tokens and add `new` ones; a prompt needs the logits of its last
+    token."""
     head = config.vocab_size * config.hidden_size
     layers, rows = num_weights(config) - head, sequences * new
     seen = sequences * (new * context + new * (new + 1) // 2)  # pairs of a row and a key
@@ -108,7 +109,7 @@ def _planned(
 
 
 class _Counted:
-    """A model on the `meta` device, and what its steps would launch."""
+    """A model on the `meta` device that counts what its steps would launch."""
 
     def __init__(self, config: Qwen3Config):
         from forge.backends.cuda.ahead_of_time import weightless_model

@@ -55,7 +55,7 @@ ROWS_SHOWN = 10
 
 @dataclass(frozen=True)
 class ClientArgs:
-    """The clients."""
+    """The clients: how many, how often, and how many tokens each."""
 
     clients: int = option(8, "Who read, beside three who do not.", _CLIENTS, flags="--clients -n")
     max_tokens: int = option(256, "Of each story.", _CLIENTS)
@@ -93,7 +93,7 @@ def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: b
 
 
 def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[StepRecord], None]") -> Crowded:
-    """Follow the server's steps while the clients are there, and until it has ended."""
+    """Run the clients, and follow the server's steps until it has ended."""
     watcher = _Watcher(server.url, on_step)
     try:
         observed, signalled = asyncio.run(visit_all(server.url, crowd, server.terminate, watcher.has_begun))
@@ -119,11 +119,11 @@ class _Watcher:
         return bool(self.records)
 
     def wait(self) -> None:
-        """The server has ended: take in what it told last."""
+        """Wait for the last steps of a server that has ended."""
         self._thread.join(LAST_STEPS)
 
     def look_away(self) -> None:
-        """Nothing is shown from here on."""
+        """Stop showing steps."""
         self._on_step = lambda record: None
 
     def _follow(self) -> None:
@@ -134,7 +134,7 @@ class _Watcher:
 
 
 def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
-    """For `--json`. Milliseconds throughout; a figure that this run does not have is None."""
+    """Return the facts for `--json`. Times are milliseconds; a figure that this run does not have is None."""
     readers = result.of("reads")
     gaps = [gap for visit in readers for gap in visit.itls_ms]
     return {
@@ -186,7 +186,7 @@ def visit_object(visit: Visit) -> dict[str, Any]:
 
 
 def _spread(measured: Iterable[float | None]) -> dict[str, float | None]:
-    """Median, 95th percentile and the largest, of those that there are."""
+    """Return the median, the 95th percentile and the maximum of the values that are not None."""
     values = [value for value in measured if value is not None]
     if not values:
         return {"p50": None, "p95": None, "max": None}
@@ -235,7 +235,7 @@ def _late_object(result: Crowded) -> dict[str, Any]:
 
 
 def screen(result: Crowded, facts: dict[str, Any]) -> Iterator[Part]:
-    """`facts`: those of `clients_object`."""
+    """Draw the whole experiment. `facts`: from `clients_object`."""
     crowd = result.crowd
     come = f"{plural(facts['num_clients'], 'client')}, one every {crowd.every * 1e3:.0f} ms"
     served = f"kv {facts['kv']} · {one_line(facts['model'])}"

@@ -37,7 +37,7 @@ _GAUGES = {
 
 @dataclass(frozen=True)
 class Crowd:
-    """Who comes."""
+    """The clients of one experiment."""
 
     readers: int = 8
     max_tokens: int = 256
@@ -66,7 +66,7 @@ class Visit(Timed):
 
     @property
     def per_token_ms(self) -> float | None:
-        """TPOT to the last text, without the end that comes after it."""
+        """TPOT up to the last text, without the end that follows it."""
         if self.completion_tokens is None or self.completion_tokens < 2 or len(self.chunks) < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) * 1e3 / (self.completion_tokens - 1)
@@ -74,7 +74,7 @@ class Visit(Timed):
 
 @dataclass(frozen=True)
 class Ending:
-    """What SIGTERM did while a stream was under way."""
+    """How the server ended on SIGTERM while a stream was running."""
 
     stream: Visit
     refused: str
@@ -86,7 +86,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Overload:
-    """What a client got that asked for more than the queue holds."""
+    """The answer to a client that requests more than the queue holds."""
 
     prompts: int
     status: int
@@ -100,7 +100,7 @@ class Overload:
 
 @dataclass(frozen=True)
 class Crowded:
-    """What came of it."""
+    """The results of `forge serving`."""
 
     crowd: Crowd
     visits: tuple[Visit, ...]
@@ -128,30 +128,30 @@ class Crowded:
         return self.of("late")[0]
 
     def sequence_of(self, visit: Visit) -> int | None:
-        """The engine's number for a visit's sequence; None if its arrival was not told."""
+        """Return the engine's id of a visit's sequence; None if no record reported its arrival."""
         arrivals = (arrival for record in self.records for arrival in record.arrived)
         return next((arrival.seq_ids[0] for arrival in arrivals if arrival.request_id == visit.request_id), None)
 
     def steps_with(self, visit: Visit) -> list[StepRecord]:
-        """The steps that computed something for it."""
+        """Return the steps that computed something for this visit."""
         seq_id = self.sequence_of(visit)
         return [record for record in self.records if any(item.seq_id == seq_id for item in record.items)]
 
     @property
     def crowded_records(self) -> tuple[StepRecord, ...]:
-        """The steps that began while one of them was there."""
+        """Return the steps that began while a client was connected."""
         first, last = self.visits[0].started, max(visit.ended or 0.0 for visit in self.visits)
         return tuple(record for record in self.records if first <= record.started <= last)
 
     @property
     def steps_after_leaving(self) -> int:
-        """Steps that began after the client had hung up and still computed something for it."""
+        """Count the steps that began after the client had hung up and still computed something for it."""
         left = self.leaver.ended or 0.0
         return sum(record.started > left for record in self.steps_with(self.leaver))
 
     @property
     def steps_missed(self) -> int:
-        """That the server made and we were not told about, because we were slow."""
+        """Steps of the server whose records were dropped because this process read too slowly."""
         numbers = [record.step for record in self.records]
         return numbers[-1] - numbers[0] + 1 - len(numbers) if numbers else 0
 
@@ -205,13 +205,13 @@ class _Clients:
         self._http.close()
 
     async def learn_model(self) -> None:
-        """What the server calls its model."""
+        """Ask the server for its model's name."""
         _, body = await self._http.get("/v1/models")
         self._model = json.loads(body)["data"][0]["id"]
 
     async def come(self) -> tuple[tuple[Visit, ...], Overload]:
-        """One after another; the one who leaves and the one who reads late come second and third. When all are there,
-        one more asks for as many answers as the whole queue holds."""
+        """Start the clients one after another; the second leaves early and the third reads late. Then one more requests
+        as many answers as the whole queue holds."""
         crowd = self._crowd
         kinds = ["reads"] * crowd.readers
         kinds[1:1] = ["leaves", "late"]
@@ -225,7 +225,7 @@ class _Clients:
         return tuple(await asyncio.gather(*tasks)), overload
 
     async def ask_much(self, number: int) -> Overload:
-        """Ask for one token after each of `number` prompts, in one request."""
+        """Request one token after each of `number` prompts, in one request."""
         asked = time.perf_counter()
         reader, writer = await self._http.connect()
         try:
@@ -241,7 +241,7 @@ class _Clients:
     async def read(
         self, kind: str, prompt: str, max_tokens: int | None = None, on_text: Callable[[], None] = lambda: None
     ) -> Visit:
-        """Ask, and read as this kind of client does, over a connection of its own."""
+        """Send a request on a connection of its own, and read as this kind of client does."""
         visit = Visit(time.perf_counter(), kind=kind)
 
         def goes_on() -> bool:
@@ -285,12 +285,12 @@ class _Clients:
             await asyncio.sleep(METRICS_EVERY)
 
     async def metrics(self) -> dict[str, float]:
-        """A few of the figures on /metrics."""
+        """Read a few of the figures on /metrics."""
         _, body = await self._http.get("/metrics")
         return parse_metrics(body.decode())
 
     async def ask_lives(self, visits: tuple[Visit, ...]) -> None:
-        """Enter what the engine knows of each of them."""
+        """Add the engine's record of each visit."""
         for visit in visits:
             status, body = await self._http.get(f"/debug/requests/{visit.request_id}")
             if status == 200:
@@ -298,8 +298,8 @@ class _Clients:
                 visit.engine_ms, visit.num_steps = sample["end_to_end_ms"], len(sample["forwards"])
 
     async def end(self, terminate: Callable[[], None]) -> tuple[Visit, str, float]:
-        """Have the server told to end while a stream is under way: what became of that, of a client that comes now, and
-        when it was told."""
+        """Terminate the server while a stream is running. Returns how the stream ended, what a late client got, and
+        when the signal was sent."""
         begun, crowd = asyncio.Event(), self._crowd
         reading = asyncio.create_task(self.read("reads", crowd.prompt(1), 2 * crowd.max_tokens, begun.set))
         await asyncio.wait([reading, asyncio.create_task(begun.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -309,7 +309,7 @@ class _Clients:
         return await reading, refused, signalled
 
     async def _come_late(self) -> str:
-        """What a client gets that asks now."""
+        """Return the answer to a client that connects now."""
         while True:
             answer: Timed = await self._http.stream(PATH, self._body(self._crowd.prompt(2), 1))
             if answer.error is not None:
@@ -318,7 +318,7 @@ class _Clients:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """The figures of `_GAUGES` in Prometheus' text, each the sum over its labels."""
+    """Parse the figures of `_GAUGES` from Prometheus' text, each summed over its labels."""
     sums = dict.fromkeys(_GAUGES, 0.0)
     for line in text.splitlines():
         for name, metric in _GAUGES.items():

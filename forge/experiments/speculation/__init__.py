@@ -70,7 +70,7 @@ _ENGINE = "model kv device threads max_model_len draft k speculate_fixed accepta
 
 @dataclass(frozen=True)
 class PinArgs:
-    """What the four checks of a pair run on."""
+    """The prompts, seeds and models of the four checks."""
 
     lengths: str | None = option(None, "Of pins: prompts of so many tokens, 8,64,256.", "Speculation")
     seeds: str | None = option(None, "Of pins, when sampling: 0,1,2.", "Speculation")
@@ -128,8 +128,8 @@ def speculation(
 
 
 def with_a_proposer(engine: EngineArgs) -> EngineArgs:
-    """With a proposer that can draft for the model, where no draft is named: the bundled draft for a model with its
-    tokens, `HASH_DRAFT` for the hash model, n-gram lookup for any other."""
+    """Choose a proposer for the model if no draft is named: the bundled draft for a model with its tokens, `HASH_DRAFT`
+    for the hash model, n-gram lookup for any other."""
     if engine.drafts:
         return engine
     model = str(engine.model)
@@ -143,7 +143,7 @@ def with_a_proposer(engine: EngineArgs) -> EngineArgs:
 
 
 def numbers(text: str, flag: str, example: str) -> list[int]:
-    """`8,64,256` as numbers. Raises `UsageError` for anything else."""
+    """Parse `8,64,256`. Raises `UsageError` for anything else."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise UsageError(f"{flag} takes numbers with commas, such as {example}, and not {text!r}")
@@ -216,7 +216,7 @@ def _shortest(runs: Sequence[RunResult]) -> RunResult:
 
 
 def _spread(runs: Sequence[RunResult]) -> float:
-    """How many times as long the median run took as the shortest; 1 for a single one."""
+    """Return the median run's time over the shortest's; 1 for a single run."""
     return median(map(_milliseconds, runs)) / _milliseconds(_shortest(runs)) if runs else 1.0
 
 
@@ -252,7 +252,7 @@ class SpeculationResult:
 
 
 def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
-    """`cycle 3   who lived ~by~  2 of 3  the target says " an" (p 0.41), not " by" (p 0.38)  1.3 + 0.9 ms`."""
+    """Format `cycle 3   who lived ~by~  2 of 3  the target says " an" (p 0.41), not " by" (p 0.38)  1.3 + 0.9 ms`."""
     cycle = step.winner
     assert cycle is not None, "a plain step has no cycle to show"
     line = Text.assemble((f"cycle {number:<3}", QUIET))
@@ -267,7 +267,7 @@ def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
 
 
 def why(step: Step, token_text: TokenText) -> str:
-    """Why the run of draft tokens ended where it did."""
+    """Say why the accepted draft tokens ended at this position."""
     cycle = step.winner
     assert cycle is not None, "a plain step has no draft tokens"
     if not step.tokens or len(step.tokens) <= cycle.num_accepted:
@@ -291,7 +291,7 @@ def _probability(value: float | None) -> str:
 
 
 def decision_sentence(decision: SpecDecision) -> str:
-    """What was decided about the number of draft tokens, and why."""
+    """Say which draft length was chosen, and why."""
     gain = f"predicted {times(decision.speed_up)}"
     rate = "" if decision.accept_rate is None else f"acceptance {percent(decision.accept_rate)}, "
     wait = f"; it is tried again in {plural(decision.retry_in, 'token')}" if decision.retry_in else ""
@@ -308,7 +308,7 @@ def decision_sentence(decision: SpecDecision) -> str:
 
 
 def decisions_told(steps: Sequence[Step]) -> list[str]:
-    """When drafting was switched off and on, and why; each with the step that it followed."""
+    """Say when drafting was switched off and on, and why, each with the preceding step."""
     told, on = [], True
     for step in steps:
         decisions = [cycle.then for cycle in step.cycles if not cycle.error]
@@ -320,7 +320,7 @@ def decisions_told(steps: Sequence[Step]) -> list[str]:
 
 
 def acceptance_lines(summary: SpeculationSummary, width: int) -> list[Text]:
-    """A bar for each position of a run of draft tokens."""
+    """Draw a bar for each position of a draft."""
     label = "accepted by position "
     lines = [Text.assemble((label, QUIET))]
     for position, (accepted, proposed) in enumerate(summary.accepted_by_position, start=1):
@@ -333,7 +333,7 @@ def acceptance_lines(summary: SpeculationSummary, width: int) -> list[Text]:
 
 
 def course_lines(steps: Sequence[Step], width: int) -> list[Text]:
-    """Acceptance and the number of draft tokens as the text went on."""
+    """Draw acceptance and draft length over the course of the text."""
     cycles = [step.winner for step in steps if step.winner]
     shares = [cycle.num_accepted / len(cycle.proposed) for cycle in cycles]
     most = max(len(cycle.proposed) for cycle in cycles)
@@ -376,7 +376,7 @@ def figures_lines(result: SpeculationResult, width: int) -> list[Text]:
 
 
 def difference_sentence(summary: SpeculationSummary) -> str:
-    """Why the formula and the clock differ."""
+    """Say why the formula and the clock differ."""
     rows = summary.mean_k + 1
     plain_other, with_drafts = summary.other_ms
     return (
@@ -386,7 +386,7 @@ def difference_sentence(summary: SpeculationSummary) -> str:
 
 
 def screen(result: SpeculationResult, prompt: str) -> Iterator[Part]:
-    """The text, the cycles, the figures, and whether anything was changed by it."""
+    """Draw the text, the cycles, the figures, and whether speculation changed the output."""
     steps, summary = steps_of(result.drafted.records), result.summary
     yield from (lambda width: [_heading(result.proposers, result.drafted, width)], None)
     yield Text(neutralise(tail(prompt, _PROMPT_SHOWN)), QUIET) + marked_text(steps, result.token_text)
@@ -436,7 +436,7 @@ def _heading(proposers: Sequence[str], result: RunResult, width: int) -> Text:
 
 
 def speculation_object(result: SpeculationResult) -> dict[str, Any]:
-    """Everything for `--json`: the run, its cycles, what they add up to."""
+    """Return everything for `--json`: the run, its cycles, their totals."""
     steps = steps_of(result.drafted.records)
     summary = result.summary
     facts: dict[str, Any] = run_object(result.drafted, result.token_text) | {
@@ -481,14 +481,16 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
 
 
 def _example(result: SpeculationResult) -> dict[str, float] | None:
-    """The probabilities of the first draft token that the draft proposed too often, where they were compared."""
+    """Return the probabilities of the first draft token that the draft proposed too often; None if none were
+    compared."""
     verdicts = (verdict for cycle in cycles_of(result.drafted.records) for verdict in cycle.verdicts)
     pairs = ((verdict.p, verdict.q) for verdict in verdicts)
     return next(({"p": p, "q": q} for p, q in pairs if p is not None and q is not None and 0.01 < p < q < 1), None)
 
 
 class LiveSpeculation(LiveView):
-    """The marked text as it grows, over the last cycle and what was accepted so far. Gone when the run has ended."""
+    """A live view of the marked text, above the last cycle and the acceptance so far. It disappears when the run
+    ends."""
 
     frames_per_second = 20
 
@@ -524,5 +526,5 @@ class LiveSpeculation(LiveView):
 
 
 def watching(console: Console, prompt: str, token_text: TokenText) -> RunView:
-    """A view of a run on its way that leaves nothing behind."""
+    """Return a live view of a run that leaves nothing on the screen."""
     return LiveSpeculation(console, prompt, token_text) if can_redraw(console) else RunView()

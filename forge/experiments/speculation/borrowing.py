@@ -1,4 +1,4 @@
-"""A run whose models are taken back and given back while it goes on: leases, seen at work."""
+"""A run whose models are revoked and returned while it runs, to show leases at work."""
 
 import threading
 import time
@@ -29,8 +29,8 @@ _PATIENCE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Revocation:
-    """After how many output tokens each model is taken back and given back; None for never. Raises `UsageError` for a
-    number that has no meaning."""
+    """After how many output tokens each model is revoked and returned; None for never. Raises `UsageError` for a number
+    that makes no sense."""
 
     revoke_draft_at: int | None = option(
         None, "Take the draft back after this many output tokens: the experiment alone.", _SPECULATION
@@ -55,10 +55,10 @@ class Revocation:
 
 
 class BorrowedRun:
-    """A `Run` that is iterated in its place."""
+    """Wraps a `Run` and revokes its models while it is iterated."""
 
     def __init__(self, llm: "LLM", run: "Run", revocation: Revocation, drafts: Sequence[str | Path] = ()):
-        """drafts: to load again, as `--draft` names them."""
+        """drafts: the drafts to load again, as `--draft` names them."""
         self._llm, self._run, self._plan, self._drafts = llm, run, revocation, drafts
         self._tokens = 0
         self._draft_leases = _draft_leases(llm) if revocation.revoke_draft_at is not None else []
@@ -150,7 +150,7 @@ def _draft_leases(llm: "LLM") -> "list[Lease]":
 
 
 def _revoke_in_the_next_forward(lease: "Lease") -> None:
-    """Revoke as the next forward begins: the longest that a release can take."""
+    """Revoke as the next forward begins: the case in which a release takes longest."""
     model = lease.model()
     forward = model.forward
 
@@ -162,7 +162,7 @@ def _revoke_in_the_next_forward(lease: "Lease") -> None:
 
 
 def _revoke_in_a_forward(lease: "Lease") -> None:
-    """Revoke while a forward is under way, as an owner does who does not wait for the engine."""
+    """Revoke during a forward, as an owner does who does not wait for the engine."""
     end = time.perf_counter() + _PATIENCE_SECONDS
     while not lease.in_use and time.perf_counter() < end:
         time.sleep(0)

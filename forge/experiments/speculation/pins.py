@@ -40,7 +40,7 @@ _NAME = 48
 
 @dataclass(frozen=True)
 class Pin:
-    """One check."""
+    """The result of one check."""
 
     name: str
     compared: str
@@ -61,7 +61,7 @@ class _Outcome:
 
 
 def prompts_of(llm: LLM, lengths: Sequence[int]) -> list[list[int]]:
-    """A prompt of each length in tokens, from one text."""
+    """Cut prompts of each length in tokens from one text."""
     text = list(llm.tokenizer.encode(PASSAGE))
     return [[text[place % len(text)] for place in range(length)] for length in lengths]
 
@@ -126,7 +126,8 @@ def _same_distribution(alone: Samples, drafted: Samples) -> Pin:
 
 
 def chi_squared(left: Counter[int], right: Counter[int]) -> tuple[float, int]:
-    """Pearson's statistic of two samples of the same size, and its degrees of freedom; rare tokens share a bin."""
+    """Return Pearson's statistic of two samples of the same size, and its degrees of freedom; rare tokens share a
+    bin."""
     bins, few = [], (0, 0)
     for token in left.keys() | right.keys():
         if left[token] + right[token] < _FEW:
@@ -212,7 +213,7 @@ def _same_output(plain: Sequence[_Outcome], drafted: Sequence[_Outcome]) -> Pin:
 
 
 def _cycles(runs: Sequence[_Outcome]) -> Iterator[tuple[int, SpecCycle]]:
-    """(the prompt's number, the cycle), those without draft tokens left out."""
+    """Yield (the prompt's number, the cycle), without cycles that have no draft tokens."""
     for number, run in enumerate(runs, start=1):
         for record in run.records:
             yield from ((number, cycle) for cycle in record.cycles if cycle.proposed)
@@ -223,7 +224,7 @@ def _num_cycles(runs: Sequence[_Outcome]) -> int:
 
 
 def pins_report(label: str, pins: Sequence[Pin]) -> Report:
-    """Exit status 1 if a check failed."""
+    """Report the checks, with exit status 1 if one failed."""
 
     def screen() -> Iterator[Part]:
         yield from question("Is this pair exact?", one_line(label))

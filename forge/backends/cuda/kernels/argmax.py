@@ -15,7 +15,7 @@ from forge.backends.cuda.kernels.parts import let_next_start, wait_for_previous
 
 @triton.jit
 def ordered(logit, token):
-    """(logit, token) as an int64 that is the greater the greater the logit and, of equals, the lower the token."""
+    """Encode (logit, token) as an int64 that is greater for a greater logit and, of equals, for a lower token."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)  # -0 and 0 are equal
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(logit != logit, 0x7FFFFFFF, bits)

@@ -19,7 +19,8 @@ from forge.backends.cuda.kernels.parts import dot, let_next_start, wait_for_prev
 
 @triton.jit
 def key_slots(table, start, end, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Where the keys of positions `start` to `start + CHUNK` lie: token slots, int64 `[CHUNK]`, and which are < end."""
+    """Return the token slots of the keys of positions `start` to `start + CHUNK`, int64 `[CHUNK]`, and which are <
+    end."""
     position = start + tl.arange(0, CHUNK)
     valid = position < end
     block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
@@ -28,7 +29,8 @@ def key_slots(table, start, end, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def softmax_step(scores, maximum, total, mixed):
-    """One chunk's scores `[M, CHUNK]` into the running softmax: the chunk's weights and the rescaled state.
+    """Merge one chunk's scores `[M, CHUNK]` into the running softmax. Returns the chunk's weights and the rescaled
+    state.
 
     A row that has seen no key yet keeps a maximum of -inf, and weights of 0.
     """
@@ -52,7 +54,7 @@ def is_last_split(
     NUM_VALID: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Leave this split's result for the others; whether all have left theirs now. Then the counter is 0 again.
+    """Store this split's result for the last one to merge. Returns whether all are stored, and then resets the counter.
 
     Of the result's rows only the first NUM_VALID mean anything.
     """
@@ -76,7 +78,7 @@ def is_last_split(
 def merged_splits(
     partial, extremes, index, NUM_VALID: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """The splits of tile `index` as one: float32 `[NUM_VALID, WIDTH]`. AT_ONCE of them are merged at a time.
+    """Merge the splits of tile `index`, AT_ONCE at a time: float32 `[NUM_VALID, WIDTH]`.
 
     One after the other they would cost the memory's latency each: 32 of them more than the attention itself.
     """

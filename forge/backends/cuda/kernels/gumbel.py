@@ -18,7 +18,7 @@ NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def gumbel_noise(seed, position, sample_index, first, COUNT: tl.constexpr):
-    """The noise of COUNT tokens from `first` on, a multiple of 4: float64 `[COUNT]`."""
+    """Return the noise of COUNT tokens from `first` on, a multiple of 4: float64 `[COUNT]`."""
     counter = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
     none = tl.zeros((COUNT // 4,), tl.uint32)
     a, b, c, d = tl.philox(seed, counter, none + position.to(tl.uint32), none + sample_index.to(tl.uint32), none)

@@ -8,7 +8,7 @@ from forge.backends.cuda.kernels.parts import let_next_start, wait_for_previous
 
 @triton.jit
 def normed_and_turned(heads, inside, norm, cos, sin, eps, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """RMSNorm and rotation of the heads that begin at `heads` (pointers `[N]`).
+    """Normalize (RMSNorm) and rotate the heads that begin at `heads` (pointers `[N]`).
 
     Returns their two halves, float32 `[N, BLOCK_HALF]` each.
 

@@ -150,7 +150,7 @@ def finish(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The norm's divisor, the residual or SwiGLU, and the result stored."""
+    """Apply the norm's divisor and the residual or SwiGLU, and store the result."""
     if NORM:
         sums *= tl.rsqrt(squares / in_features + eps)[:, None]
     line = out + x_row.to(tl.int64)[:, None] * out_stride

@@ -130,7 +130,7 @@ def matvec_packed(
 
 @triton.jit
 def normed_part(x, norm, at, inside, NORM: tl.constexpr):
-    """x there, times the norm's weight if NORM, in float32; and per group the sum of x²."""
+    """Load x there in float32, times the norm's weight if NORM. Returns it and the sum of x² per group."""
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     square = tl.sum(values * values, axis=1)
     if NORM:

@@ -24,7 +24,8 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Let the next kernel's programs start and read their first weights, as soon as all of this one's got here."""
+    """Let the next kernel's programs start and read their first weights once all programs of this kernel have reached
+    this point."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -45,7 +46,7 @@ def dot(a, b, accumulator, EXACT: tl.constexpr):
 
 @triton.jit
 def weight_tile(values, scales, factors, features, first, in_features, KIND: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The weights of output `features` (int64 `[N]`) and columns `first` to `first + BLOCK_K`: `[N, BLOCK_K]`.
+    """Load the weights of output `features` (int64 `[N]`) and columns `first` to `first + BLOCK_K`: `[N, BLOCK_K]`.
 
     In float32 if they are packed, in their own dtype if dense. Columns past the end are 0; features must exist.
     """
@@ -80,7 +81,7 @@ def weight_tile(values, scales, factors, features, first, in_features, KIND: tl.
 
 @triton.jit
 def superblock_scales(scales, factors, features, group, groups):
-    """Q4_K's scale and minimum of each of `features` and `group`: two float32 `[N, G]`, 0 past the end."""
+    """Load Q4_K's scale and minimum of each of `features` and `group`: two float32 `[N, G]`, 0 past the end."""
     inside = (group < groups)[None, :]
     at = (features[:, None] * groups + group[None, :]) * 2
     superblock = (features[:, None] * (groups // 8) + (group // 8)[None, :]) * 2
@@ -93,6 +94,7 @@ def superblock_scales(scales, factors, features, group, groups):
 
 @triton.jit
 def gated(pairs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """silu(gate) * up of `[ROWS, COLUMNS]` with gate in the even columns, up in the odd: `[ROWS, COLUMNS / 2]`."""
+    """Return silu(gate) * up of `[ROWS, COLUMNS]` with gate in the even columns, up in the odd: `[ROWS, COLUMNS /
+    2]`."""
     gate, up = tl.split(tl.reshape(pairs, (ROWS, COLUMNS // 2, 2)))
     return gate / (1.0 + tl.exp(-gate)) * up
