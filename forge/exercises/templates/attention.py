@@ -18,7 +18,7 @@ import numpy as np
 
 
 def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """One query head of one row: float32 `[head_dim]`.
+    """Attend with one query head of one row. Returns float32 `[head_dim]`.
 
     q: `[head_dim]`. keys, values: `[n, head_dim]`, the positions that the row may see. Scores may be large: exp of the
     largest must not overflow.
@@ -27,7 +27,7 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """All rows and heads of one sequence: float32 `[rows, heads, head_dim]`.
+    """Attend with all rows and heads of one sequence. Returns float32 `[rows, heads, head_dim]`.
 
     q: `[rows, heads, head_dim]`. keys, values: `[n, kv_heads, head_dim]`, of positions 0 to n - 1. positions: `[rows]`,
     where each row stands in the text, in any order: a chunk of a prompt begins anywhere. Row r may see the keys 0 to

@@ -40,20 +40,22 @@ class MyBlockPool(PoolBase):
         raise NotImplementedError("allocate")
 
     def incref(self, block: int) -> None:
-        """One more table has this block. Raises `BlockError(block, problem)` if it is free or does not exist."""
+        """Add a reference: one more table has this block. Raises `BlockError(block, problem)` if it is free or does not
+        exist."""
         raise NotImplementedError("incref")
 
     def decref(self, block: int) -> None:
-        """One table fewer has this block; after the last it goes to the end of the free list, and is the next to be
-        taken: what it held may still be in the processor's caches, so it is the fastest to write.
+        """Drop a reference: one table fewer has this block. After the last it goes to the end of the free list, and is
+        the next to be taken: what it held may still be in the processor's caches, so it is the fastest to write.
 
         Raises `BlockError(block, problem)` if it is free already or does not exist.
         """
         raise NotImplementedError("decref")
 
     def recount(self, tables: Iterable[tuple[int, ...]]) -> None:
-        """Start again from these tables, whatever was before: a reference for each time that a block is in one, all
-        other blocks free, in any order. `tables` can be gone through once. The engine calls it after an exception."""
+        """Recount everything from these tables, whatever was before: a reference for each time that a block is in one,
+        all other blocks free, in any order. `tables` can be gone through once. The engine calls it after an
+        exception."""
         raise NotImplementedError("recount")
 
 

@@ -28,7 +28,7 @@ class MyContiguousCache(ContiguousBase):
     """
 
     def free_run(self) -> range:
-        """The blocks of the lowest run that is free. Raises `OutOfBlocks(self.blocks_per_run, 0)` if none is."""
+        """Return the blocks of the lowest free run. Raises `OutOfBlocks(self.blocks_per_run, 0)` if none is."""
         raise NotImplementedError("free_run")
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
@@ -43,7 +43,7 @@ class MyContiguousCache(ContiguousBase):
         raise NotImplementedError("reserve")
 
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """These tokens' keys and values, which follow the computed ones, have been written."""
+        """Count these tokens, which follow the computed ones, as computed: their keys and values have been written."""
         raise NotImplementedError("commit")
 
     def truncate(self, seq_id: int, length: int) -> None:

@@ -23,12 +23,12 @@ State = Hashable  # yours: a tuple, a string, a frozen dataclass …
 
 
 def start() -> State:
-    """The state before anything has come."""
+    """Return the state of an empty text."""
     raise NotImplementedError("start")
 
 
 def advance(state: State, text: bytes) -> State | None:
-    """The state after these bytes; None if no list begins with what has then come. b"" changes nothing.
+    """Return the state after these bytes; None if no list begins with what has then come. b"" changes nothing.
 
     Does not change `state`, so that many texts can be tried from one state. There are no spaces in a list.
     """
@@ -36,12 +36,12 @@ def advance(state: State, text: bytes) -> State | None:
 
 
 def is_complete(state: State) -> bool:
-    """Whether what has come is a whole list. Nothing can follow one."""
+    """Return whether the bytes so far are a whole list. Nothing can follow one."""
     raise NotImplementedError("is_complete")
 
 
 def mask(state: State, vocabulary: Sequence[bytes], eos: int) -> list[bool]:
-    """For each token of the vocabulary whether it may come next.
+    """Return for each token of the vocabulary whether it may come next.
 
     A token without bytes (a control token, padding) may never come, but for the one with the id `eos`, which ends the
     output: it may come if and only if the list is complete, whatever its bytes are.

@@ -24,7 +24,7 @@ class MyProposer(Proposer):
     min_ngram, max_ngram = 2, 4
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal per request, in order: `Proposal(token_ids)`, or `NO_PROPOSAL` where nothing is found.
+        """Return one proposal per request, in order: `Proposal(token_ids)`, or `NO_PROPOSAL` where nothing is found.
 
         Of a request you need `token_ids` (the sequence's tokens so far: read them, and never change them) and
         `max_tokens` (propose that many at most; may be 0). You may remember a text under its `seq_id`: under one id it
@@ -33,7 +33,7 @@ class MyProposer(Proposer):
         raise NotImplementedError("propose")
 
     def lookup(self, token_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        """The tokens that followed an earlier occurrence of the text's last n tokens.
+        """Return the tokens that followed an earlier occurrence of the text's last n tokens.
 
         The longest n from `self.max_ngram` down to `self.min_ngram` that has an earlier occurrence; of several
         occurrences the latest one, which may overlap the end of the text but not be it. token_ids: a list. Where the

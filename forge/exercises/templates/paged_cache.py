@@ -35,8 +35,8 @@ class MyPagedCache(PagedBase):
         raise NotImplementedError("add")
 
     def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
-        """How many blocks `reserve` with the same arguments takes: new ones, and one more if the last block is partly
-        filled, shared, and about to be written (num_tokens above 0). Changes nothing."""
+        """Return how many blocks `reserve` with the same arguments takes: new ones, and one more if the last block is
+        partly filled, shared, and about to be written (num_tokens above 0). Changes nothing."""
         raise NotImplementedError("blocks_needed")
 
     def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
@@ -49,7 +49,7 @@ class MyPagedCache(PagedBase):
         raise NotImplementedError("reserve")
 
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """These tokens' keys and values, which follow the computed ones, have been written."""
+        """Count these tokens, which follow the computed ones, as computed: their keys and values have been written."""
         raise NotImplementedError("commit")
 
     def truncate(self, seq_id: int, length: int) -> None:

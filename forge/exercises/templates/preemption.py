@@ -21,7 +21,7 @@ from forge.exercises.preemption import NoBlocks, PoolExhausted, PreemptionBase, 
 
 
 def victim(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """The sequence that gives its blocks up.
+    """Choose the sequence that gives its blocks up.
 
     running: all that run, in the order of their admission; requester: one of them, which needs blocks. Return one of
     `running`, also the requester if you like, or None if the requester runs alone; which one is up to you, and always

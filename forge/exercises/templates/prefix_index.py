@@ -31,14 +31,14 @@ class MyPrefixIndex(IndexBase):
     """
 
     def keys(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
-        """The chained hash of each full block of a prompt: `self._hash(the key before, the block's tokens)`.
+        """Return the chained hash of each full block of a prompt: `self._hash(the key before, the block's tokens)`.
 
         The first key before is `self.root(salt).key`. Tokens are passed as a tuple. Changes nothing.
         """
         raise NotImplementedError("keys")
 
     def child(self, parent: Node, token_ids: Tokens) -> Node | None:
-        """The node of a block of `token_ids` behind `parent`, if there is one.
+        """Return the node of a block of `token_ids` behind `parent`, if there is one.
 
         A hash proves nothing: the node that is found must have this parent and these tokens.
         """
@@ -54,7 +54,7 @@ class MyPrefixIndex(IndexBase):
         raise NotImplementedError("insert")
 
     def drop(self, block: int) -> list[int]:
-        """This block no longer has its content. If another block has the same, that one takes over: return [].
+        """Remove a block that no longer has its content. If another block has the same, that one takes over: return [].
 
         Otherwise its node goes, and with it all that stands behind it, which cannot be found any more: return the
         blocks of those nodes, in any order, without the block itself. What goes leaves every table that it is in.
@@ -66,12 +66,12 @@ class MyPrefixCache(PrefixBase):
     """You have `self.pool.cached`: the cached blocks, the one released longest ago in front."""
 
     def release_order(self, blocks: Sequence[int]) -> Sequence[int]:
-        """In which order a sequence that ends releases its blocks, so that a leaf is evicted before what it stands
-        behind. blocks: a tuple, in the order of the positions that they hold."""
+        """Return the order in which a sequence that ends releases its blocks, so that a leaf is evicted before what it
+        stands behind. blocks: a tuple, in the order of the positions that they hold."""
         raise NotImplementedError("release_order")
 
     def next_to_evict(self) -> int:
-        """Which of the cached blocks goes first."""
+        """Return the cached block to evict next."""
         raise NotImplementedError("next_to_evict")
 
 

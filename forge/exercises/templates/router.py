@@ -29,7 +29,8 @@ class MyRouter(Router):
     threshold = 512
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
-        """One of the candidates, of which there is at least one. Changes nothing: the request is counted afterwards.
+        """Choose one of the candidates, of which there is at least one. Changes nothing: the request is counted
+        afterwards.
 
         Of a replica you need `tokens` (outstanding), `routed_tokens` (ever given to it) and `name`. The least busy one
         has the fewest tokens; of several the one with the fewest routed tokens; of several of these take any. Where no
@@ -42,7 +43,7 @@ class MyRouter(Router):
         raise NotImplementedError("choose")
 
     def num_blocks(self, replica: Replica, request: RouteRequest) -> int:
-        """How many of the prompt's first blocks this replica has.
+        """Return how many of the prompt's first blocks this replica has.
 
         `request.keys` names the blocks in order, and `self.has(replica, key)` says whether it has one. A block is worth
         nothing without those before it.
@@ -52,7 +53,7 @@ class MyRouter(Router):
     # Given
 
     def has(self, replica: Replica, key: int) -> bool:
-        """Whether a replica has a block, as its cache's events have told."""
+        """Return whether a replica has a block, as its cache's events have told."""
         return bool(self.fleet.prefixes.holders.get(key, 0) >> replica.index & 1)
 
     def decision(self, request: RouteRequest, chosen: Replica, why: str, num_blocks: int) -> RouteRecord:

@@ -17,12 +17,12 @@ from forge import SamplingParams
 
 
 def greedy(logits: np.ndarray) -> int:
-    """The id of the token with the greatest logit, of equals the lowest. logits: float32 `[vocab]`."""
+    """Return the id of the token with the greatest logit, of equals the lowest. logits: float32 `[vocab]`."""
     raise NotImplementedError("greedy")
 
 
 def filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that may be drawn: their ids, ascending, and their scores.
+    """Return the tokens that may be drawn: their ids, ascending, and their scores.
 
     A score is (logit - the greatest logit) / temperature, in float64. The filters, one after another, each on what the
     ones before have left:
@@ -39,7 +39,7 @@ def filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np
 
 
 def draw(token_ids: np.ndarray, scores: np.ndarray, uniform: np.ndarray) -> int:
-    """One of `token_ids` with probability softmax(scores), by Gumbel-max: the greatest of score - log(-log(u)).
+    """Draw one of `token_ids` with probability softmax(scores), by Gumbel-max: the greatest of score - log(-log(u)).
 
     uniform: float64 `[n]`, a number between 0 and 1 for each token. Of equal sums the first wins.
     """

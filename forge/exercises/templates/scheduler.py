@@ -43,8 +43,8 @@ class MyScheduler(SchedulerBase):
         raise NotImplementedError("schedule_running")
 
     def reason_to_wait(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
-        """Why a waiting sequence cannot be admitted now; None if it can. Changes nothing. If several reasons hold,
-        any of them.
+        """Return why a waiting sequence cannot be admitted now; None if it can. Changes nothing. If several reasons
+        hold, any of them.
 
         `MaxNumSeqs(limit)`: as many run as may. `NoBudget(plan.limit)`: no token of the budget is left.
         `NoBlocks(needed, free)`: it needs more blocks than are available (`self.cache.num_available`).

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 
 def whole_characters(data: bytes) -> tuple[str, bytes]:
-    """The text of `data`, and the bytes at its end that may still become a character, which are not in the text.
+    """Return the text of `data`, and the bytes at its end that may still become a character, which are not in the text.
 
     UTF-8: a character takes 1 to 4 bytes. Bytes that can never become a character are U+FFFD in the text, as many as
     `data.decode("utf-8", errors="replace")` makes of them.
@@ -35,7 +35,7 @@ class MyText:
         self.held_text = ""  # a stop string may begin in it
 
     def push(self, token: bytes) -> str:
-        """One more token: return all text that is certain now, which may be "". `token` may be b"".
+        """Take one more token; return all text that is certain now, which may be "". `token` may be b"".
 
         Text is certain once no stop string can begin in it any more. If several stop strings are in the text, the one
         that ends first has been found, and of those that end at the same place the longest. The text before it is
@@ -45,7 +45,7 @@ class MyText:
         raise NotImplementedError("push")
 
     def finish(self) -> str:
-        """No token will follow: return what was held back. Bytes of half a character become U+FFFD, as `decode` has it.
+        """End the text: return what was held back. Bytes of half a character become U+FFFD, as `decode` has it.
 
         After a stop string it is "".
         """

@@ -15,7 +15,7 @@ from forge.engine.sampling import Distribution  # Distribution(token_ids, probab
 
 
 def verify_greedy(argmax: Sequence[int], draft: Sequence[int]) -> list[int]:
-    """The tokens to emit: the draft tokens that the target would have said, then one token of the target's own.
+    """Return the tokens to emit: the draft tokens that the target would have said, then one token of the target's own.
 
     argmax: `[K + 1]`, the target's likeliest token in each row; row i decides about draft token i. draft: `[K]`.
     """
@@ -23,7 +23,7 @@ def verify_greedy(argmax: Sequence[int], draft: Sequence[int]) -> list[int]:
 
 
 def accept(p: float, q: float, draw: float) -> bool:
-    """Whether a draft token stands: with probability min(1, p / q), which is if the draw is below p / q.
+    """Return whether a draft token stands: with probability min(1, p / q), which is if the draw is below p / q.
 
     p, q: the token's probability of the target and of the draft, q above 0. draw: a number from 0 on and below 1.
     """
@@ -31,7 +31,8 @@ def accept(p: float, q: float, draw: float) -> bool:
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
-    """What a token in place of a rejected one is drawn from: the positive part of p - q, normalized.
+    """Return the distribution from which a token in place of a rejected one is drawn: the positive part of p - q,
+    normalized.
 
     A `Distribution` has `token_ids` (ascending) and their `probabilities`; `probability(token_id)` is 0 for a token
     that is not in it. Where rounding leaves nothing of the difference, return p.
@@ -46,7 +47,7 @@ def verify_sampled(
     draws: Sequence[float],
     choose: Callable[[Distribution], int],
 ) -> list[int]:
-    """The tokens to emit: draft tokens for as long as they are accepted, then one token more.
+    """Return the tokens to emit: draft tokens for as long as they are accepted, then one token more.
 
     p: `[K + 1]`, the target's distributions; q, draft and draws: `[K]`, and K may be 0. choose: draws a token from a
     distribution; call it once. In place of the first rejected token one is drawn from the residual; after K accepted
@@ -56,7 +57,7 @@ def verify_sampled(
 
 
 def kept_length(start: int, num_known: int, num_accepted: int) -> int:
-    """The cache's length after a cycle: how many positions hold keys and values that are right.
+    """Return the cache's length after a cycle: how many positions hold keys and values that are right.
 
     The forward wrote `num_known` known tokens from position `start` on, and then K draft tokens, of which the first
     `num_accepted` stand. The target's own token was emitted and has not been computed yet.
