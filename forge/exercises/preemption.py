@@ -139,7 +139,7 @@ class PreemptionTrial(EngineTrial):
         trial = self
 
         class Observed(piece.MyPreemption):  # type: ignore[name-defined, misc]
-            """What one run with the reader's policy showed."""
+            """The reader's preemption, with a check of each call."""
 
             def reserve(self, sequence: TokenSequence, num_tokens: int, plan: PlanBuilder) -> bool:
                 length = self._cache.reserved_length(sequence.seq_id) + num_tokens

@@ -146,7 +146,7 @@ class SchedulerTrial(EngineTrial):
         trial = self
 
         class Observed(piece.MyScheduler):  # type: ignore[name-defined, misc]
-            """What one step of the reader's scheduler decided."""
+            """The reader's scheduler, with a check of each call."""
 
             def begin(self, sequence: Sequence, plan: PlanBuilder) -> None:
                 needed, free = self.blocks_to_begin(sequence), self.cache.num_available

@@ -121,7 +121,7 @@ def _print_block(console: Console, heading: str, text: str) -> None:
 
 
 def print_hints(console: Console, entry: Entry, hints: Sequence[str], numbers: Iterable[int]) -> None:
-    """These hints, counted from 1."""
+    """Print these hints, counted from 1."""
     for number in numbers:
         heading = f"  hint {number} of {len(hints)}"
         console.print(Text.assemble((f"{entry.number} · {entry.title}", TITLE), (heading, QUIET)))

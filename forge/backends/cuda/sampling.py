@@ -122,12 +122,12 @@ class SamplingRows:
 
     @property
     def top_k(self) -> torch.Tensor:
-        """int64 `[R, 1]`; the vocabulary's size keeps every token."""
+        """Each row's top-k, int64 `[R, 1]`; the vocabulary's size keeps every token."""
         return self.words[:, :1]
 
     @property
     def temperature(self) -> torch.Tensor:
-        """float64 `[R, 1]`, as what follows."""
+        """Each row's temperature, float64 `[R, 1]`, like the properties below."""
         return self._number(4)
 
     @property

@@ -14,7 +14,7 @@ GRAPH_BYTES = 1 << 30
 def kv_memory(utilization: float | None, temporary_bytes: int) -> int:
     """Return the bytes for keys and values on the current device. temporary_bytes: of the arrays of one step.
 
-    Raises `UsageError` for a share that is none, and where nothing is left."""
+    Raises `UsageError` for an invalid share, and if no memory is left."""
     import torch  # options are checked without it
 
     utilization = checked_utilization(utilization)

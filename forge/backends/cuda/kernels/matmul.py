@@ -123,7 +123,7 @@ def accumulate(
     EXACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """sums + x · tileᵀ over the columns from `start` on, and squares + their sum of x² if NORM."""
+    """Return sums + x · tileᵀ over the columns from `start` on, and squares + their sum of x² if NORM."""
     column = start + tl.arange(0, BLOCK_K)
     part = tl.load(x_line + column[None, :], mask=inside & (column < in_features)[None, :], other=0.0)
     if NORM:
