@@ -207,7 +207,8 @@ def _draw_question(console: Console, predict: Predict, session: Session) -> None
     console.print(Text("Predict", f"{TITLE} {ACCENT}"))
     draw_prose(console, session.fill(predict.question))
     for index, choice in enumerate(predict.choices):
-        console.print(Text.assemble((f"  {choice_name(index)}  ", ACCENT), session.fill(choice.text)))
+        name = f"  {choice_name(index)}  "
+        print_hanging(console, Text.assemble((name, ACCENT), session.fill(choice.text)), len(name), MAX_WIDTH)
     if predict in session.guesses:
         console.print(Text(f"\nYou said {session.guesses[predict].text}.", QUIET))
 
@@ -215,7 +216,8 @@ def _draw_question(console: Console, predict: Predict, session: Session) -> None
 def _draw_verdict(console: Console, predict: Predict, session: Session) -> None:
     verdict = session.verdict(predict)
     draw_prose(console, f"*{session.fill(predict.short_question)}*")
-    console.print(Text(verdict or session.fill(predict.untold) or UNKNOWN, f"{TITLE} {ACCENT}"))
+    told = Text(verdict or session.fill(predict.untold) or UNKNOWN, f"{TITLE} {ACCENT}")
+    print_hanging(console, told, 0, MAX_WIDTH)
     explanation = session.explanation(predict) if verdict else ""
     if explanation:
         draw_prose(console, explanation)

@@ -21,7 +21,7 @@ from forge.cli.chapters import Experiment, experiment
 from forge.engine_args import EngineArgs
 from forge.option import option
 from forge.views.charts import Point, roofline
-from forge.views.formatting import count, ms, percent, plural, size
+from forge.views.formatting import count, ms, percent, plural, rate, size, two_digits
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.progress import progress_line
@@ -304,8 +304,8 @@ def screen(result: KernelsResult) -> Iterator[Part]:
     limits = result.limits
     yield from (title(QUESTION), None, *sentences([limits_sentence(limits)]))
     shown = {
-        "G": lambda value: f"{value / 1e9:,.1f}",
-        "products": lambda value: f"{value / 1e9:,.0f}",
+        "G": lambda value: two_digits(value / 1e9),
+        "products": lambda value: rate(value / 1e9),
         "limit": lambda timed: f"{percent(timed.against(limits).share):>6}  {timed.against(limits).bound}",
     }
     columns = ["rows: {rows:count}", "ms: {ms:ms}", "ms per row: {ms_per_row:ms}", "GB/s: {bytes_per_second:G}"]
@@ -342,7 +342,7 @@ def picture(result: KernelsResult, width: int) -> list[Text]:
 def limits_sentence(limits: Limits) -> str:
     memory, products = limits.bytes_per_second / 1e9, limits.products_per_second / 1e9
     return (
-        f"This machine reads {memory:.1f} GB/s from memory and does {products:,.0f} G int8 products/s: "
+        f"This machine reads {memory:.1f} GB/s from memory and does {rate(products)} G int8 products/s: "
         f"{limits.ridge:.1f} products in the time of one byte."
     )
 

@@ -111,7 +111,7 @@ def climb_sentences(result: RunResult) -> list[str]:
         return ["Too few forwards to see a slope: ask for more tokens."]
     second, last = forwards[1], forwards[-1]
     new, total, rise = distinct_tokens(result), result.tokens_computed, slope(forwards)
-    rising = f" Each token in the sequence adds {rise:.3f} ms to every forward after it." if rise and rise > 0 else ""
+    rising = f" Each token in the sequence adds {ms(rise)} ms to every forward after it." if rise and rise > 0 else ""
     return [
         f"Forward {second.number} computed {plural(second.tokens, 'token')} in {ms(second.ms)} ms, forward "
         f"{last.number} computed {count(last.tokens)} in {ms(last.ms)} ms: {last.ms / second.ms:.1f} times as long, "

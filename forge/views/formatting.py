@@ -13,9 +13,12 @@ NOTHING = "–"
 
 
 def ms(value: float | None) -> str:
-    """`12.3`, `2.1`, `0.21`, `0.021`, without the unit."""
-    if value is None:
-        return NOTHING
+    """Milliseconds as `two_digits` has them, without the unit."""
+    return NOTHING if value is None else two_digits(value)
+
+
+def two_digits(value: float) -> str:
+    """`12.3`, `2.1`, `0.21`, `0.021`: one decimal, and two significant digits below 1."""
     size = abs(value)
     decimals = 1 if size >= 0.95 or size == 0 else min(4, 1 - math.floor(math.log10(size)))
     return f"{value:,.{decimals}f}"

@@ -120,6 +120,13 @@ def test_a_question_and_its_verdict(session):
     assert drawn(verdict, session).startswith("Which of these?\nYou said 1, slow. It is 2, fast.\n")
 
 
+def test_a_long_choice_goes_on_below_its_own_words(session):
+    predict = parse_chapter(TEXT.replace("- slow", f"- slow{' and slow' * 8}")).blocks[0]
+    lines = drawn(predict, session, piped(40)).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("  1  slow and"))
+    assert lines[first + 1].startswith("     ") and "slow" in lines[first + 1]
+
+
 def test_a_check_says_what_holds(session):
     claims = (Claim("It is {{a.ms:ms}}.", "a.ms == 4"), Claim("Slow.", "a.ms > 9"), Claim("Who knows.", "a.x"))
     out = drawn(Check(claims, certain=True), session)

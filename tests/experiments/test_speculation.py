@@ -138,7 +138,7 @@ def test_a_revoked_draft_is_told_with_the_time_to_its_release():
     console = piped(140)
     draw(console, screen(result(*records, release_ms=0.118), "Once"))
 
-    assert f"step 3: {error}; released 0.118 ms after that. The target goes on without little." in written(console)
+    assert f"step 3: {error}; released 0.12 ms after that. The target goes on without little." in written(console)
 
 
 def test_control_characters_in_tokens_do_not_reach_the_terminal():

@@ -381,7 +381,7 @@ def difference_sentence(summary: SpeculationSummary) -> str:
     plain_other, with_drafts = summary.other_ms
     return (
         f"The formula takes a verification for one forward; of {rows:.1f} rows it took {summary.verify_cost:.2f}. "
-        f"Outside the models a plain step spends {plain_other:.3f} ms and one with draft tokens {with_drafts:.3f} ms."
+        f"Outside the models a plain step spends {ms(plain_other)} ms and one with draft tokens {ms(with_drafts)} ms."
     )
 
 
@@ -413,7 +413,7 @@ def _failures(steps: Sequence[Step], result: SpeculationResult) -> Iterator[str]
     for step in steps:
         for cycle in step.cycles:
             if cycle.error:
-                released = "" if result.release_ms is None else f"; released {result.release_ms:.3f} ms after that"
+                released = "" if result.release_ms is None else f"; released {ms(result.release_ms)} ms after that"
                 yield f"step {step.number}: {cycle.error}{released}. The target goes on without {cycle.proposer}."
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from forge.errors import UsageError
 from forge.option import option
+from forge.views.formatting import ms
 
 if TYPE_CHECKING:
     from forge.cache.kv_storage import KvStorage
@@ -115,9 +116,9 @@ class BorrowedRun:
         if plan.return_draft_at is not None and self._tokens >= plan.return_draft_at and not self._is_returned():
             started = time.perf_counter()
             self._llm.speculate_with("draft", self._drafts)
-            ms = (time.perf_counter() - started) * 1e3
+            load_ms = (time.perf_counter() - started) * 1e3
             self.told.append(
-                f"after {self._tokens} tokens the draft was loaded again in {ms:.1f} ms, with an empty cache"
+                f"after {self._tokens} tokens the draft was loaded again in {ms(load_ms)} ms, with an empty cache"
             )
         if plan.revoke_target_at is not None and self._tokens >= plan.revoke_target_at and self._target is None:
             assert self._target_lease is not None
@@ -136,7 +137,7 @@ class BorrowedRun:
         time.sleep(_AWAY_SECONDS)
         lease.grant(target)
         self.told.append(
-            f"after {self._tokens} tokens the target was taken back, and released {release_ms:.3f} ms later, when the "
+            f"after {self._tokens} tokens the target was taken back, and released {ms(release_ms)} ms later, when the "
             f"forward under way had ended. The sequence waited {_AWAY_SECONDS * 1e3:.0f} ms and went on from its tokens"
         )
 
