@@ -119,7 +119,7 @@ def _fork_story(
     greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     story = whole(drive_arrivals(llm, [Arrival(prompt, greedy, 0)])).outputs[0]  # what it will say
     beginning = [*story.prompt_token_ids, *story.outputs[0].token_ids[:place]]
-    drawn = SamplingParams(max_tokens=max(1, max_tokens - place), temperature=0.9, seed=1, n=branches, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=max(1, max_tokens - place), temperature=0.9, seed=6, n=branches, ignore_eos=True)
     arrivals = [Arrival(prompt, greedy, 0), Arrival(beginning, drawn, min(place + LEAD, max_tokens - 1))]
     forget_prefixes(llm)
     screen = BlockScreen(FORK_QUESTION)
