@@ -71,9 +71,9 @@ def _word(token, k0, k1, position, sample, purpose):
     return x0 if lane == 0 else x1 if lane == 1 else x2 if lane == 2 else x3
 
 
-def _joined(b: ir.IRBuilder, one: ir.Value, other: ir.Value, lanes: Iterable[int]) -> ir.Value:
+def _joined(b: ir.IRBuilder, left: ir.Value, right: ir.Value, lanes: Iterable[int]) -> ir.Value:
     """Those lanes of two vectors, the second's numbered behind the first's."""
-    return b.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, len(list(lanes))), list(lanes)))
+    return b.shuffle_vector(left, right, ir.Constant(ir.VectorType(I32, len(list(lanes))), list(lanes)))
 
 
 @intrinsic
