@@ -46,7 +46,7 @@ def c_function(
     arguments: of each the name of a number's type, or the layout of the structure whose address it is. Raises
     `UntriedNumba`.
     """
-    options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     kinds = (getattr(numba, kind) if isinstance(kind, str) else numba.from_dtype(kind) for kind in arguments)
     signature = getattr(numba, result)(*kinds)
     try:
