@@ -72,6 +72,7 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "Serve": {
         "serve": "Serve a model over HTTP, as OpenAI's API has it.",
+        "engines": "Change the engines of a server that runs: how many there are, or which model they load.",
         "watch": "Show every step of a server as it happens. Ctrl-C ends the watching; the server goes on.",
     },
 }

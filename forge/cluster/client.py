@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -27,7 +28,7 @@ from forge.cluster.wire import Address, Place, ReplicaUpdate, Source, Unreachabl
 from forge.engine.output_text import OutputText
 from forge.engine.resume import Emitted
 from forge.engine.sampling_params import SamplingParams
-from forge.errors import ForgeError
+from forge.errors import ForgeError, UsageError
 from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, RequestFailed
 from forge.server.messages import (
     Abort,
@@ -42,6 +43,7 @@ from forge.server.messages import (
     Update,
     Watch,
     Withdraw,
+    prompt_id,
 )
 from forge.server.resumption import SeenStream, StreamPosition, checksum_of, shown_id
 from forge.tokenizer import StreamingDetokenizer
@@ -83,6 +85,12 @@ class _Request:
     """Engines that failed at it since its last token."""
     avoid: frozenset[str] = frozenset()
     """Those engines."""
+    version: str = ""
+    """Of the model of the engine that has it, or had it last."""
+    pinned: str | None = None
+    """The version that began it at another front."""
+    first_token: float | None = None
+    """When its first token came, in seconds on this process's monotonic clock."""
     homeless_since: float = 0.0
 
     def emitted(self) -> tuple[Emitted, ...]:
@@ -126,6 +134,8 @@ class ClusterClient(EngineClient):
         self._links: dict[str, tuple[Pool, Link]] = {}
         self._addresses: dict[str, tuple[Pool, Address]] = {}
         """Of every replica that there is."""
+        self._versions: dict[str, str] = {}
+        """Of the model of every replica that there is, or that this front still has a connection to."""
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._gauges_of: dict[str, Gauges] = {}
         self._requests: dict[int, _Request] = {}
@@ -135,6 +145,8 @@ class ClusterClient(EngineClient):
         """Of a request that is being submitted, those of its prompts to come; none where it has a seed."""
         self._emitted: dict[str, list[tuple[int, ...]]] = {}
         """Of a request that is being submitted, the tokens of its samples that are known."""
+        self._pinned: str | None = None
+        """Of a request that is being submitted, the version of the model that has begun it."""
         self._loop_tasks: list[asyncio.Task[None]] = []
         self._is_watching = False
         self.metrics: ClusterMetrics | None = None
@@ -204,13 +216,15 @@ class ClusterClient(EngineClient):
 
     # Replicas
 
-    def join(self, name: str, kind: str, address: Address) -> None:
-        """A replica has started: connect to it, and again whenever the connection is lost, until it leaves."""
+    def join(self, name: str, kind: str, address: Address, version: str = "") -> None:
+        """A replica has started: connect to it, and again whenever the connection is lost, until it leaves. version:
+        what its model is called here; a stream that has begun goes on at the same version only."""
         if name not in self._addresses:
             pool = self.pools[kind]
             self._addresses[name], pool.breakers[name] = (pool, address), Breaker()
+            self._versions[name] = version
             if name in self._links:  # it had left, and was still busy
-                pool.fleet.join(name)
+                pool.fleet.join(name, version)
             else:
                 self._connect_after(name, 0.0)
 
@@ -222,6 +236,8 @@ class ClusterClient(EngineClient):
             pool.fleet.leave(name)
             if name in self._connecting:
                 self._connecting.pop(name).cancel()
+            if name not in self._links:
+                del self._versions[name]
             self._close_if_done(name)
 
     @property
@@ -252,7 +268,7 @@ class ClusterClient(EngineClient):
                 pause = pool.breakers[name].failed(is_gone=True) or 0.0
                 logger.warning("%s; next try in %.1f s", error, pause)
         self._links[name] = pool, link
-        pool.fleet.join(name)
+        pool.fleet.join(name, self._versions[name])
         if self.metrics is not None:
             self.metrics.join(name)
         if self._is_watching:
@@ -275,6 +291,8 @@ class ClusterClient(EngineClient):
         if link.name in self._addresses:
             logger.warning("replica %s is lost: %s", link.name, link.why_lost)
             self._connect_after(link.name, pool.breakers[link.name].failed(is_gone=True) or 0.0)
+        else:
+            del self._versions[link.name]
         for request in list(self._requests.values()):
             if link.name in (request.replica, request.prefill):
                 self._fail_over(request, link.name, link.why_lost)
@@ -319,6 +337,11 @@ class ClusterClient(EngineClient):
         options: dict[str, Any] = {"stream": True, "priority": priority, "salt": salt}
         request_id = f"{shown_id(seen)}~{secrets.token_hex(3)}"  # its engine may not know yet that it was left
         known = None
+        if not seen.tokens:
+            known = await self.tokens_of(seen.request_id) or await self.tokens_of(prompt_id(seen.request_id, 0))
+            if known is None:
+                raise UsageError(f"no engine remembers the request {seen.request_id}: leave Last-Event-ID out")
+            return self._submit(request_id, prompts, params, known[0], **options)
         if len(prompts) == 1 and params.logprobs is None and any(seen.tokens):
             known = await self.tokens_of(seen.request_id)
         if known is None or known[0] != seen.seed or len(known[1]) != params.n:
@@ -353,14 +376,20 @@ class ClusterClient(EngineClient):
         position = None
         if options["stream"]:
             checksum = checksum_of([prompt.token_ids for prompt in prompts], params)
-            position = StreamPosition(request_id, seed, checksum, len(prompts) * params.n, seen)
+            models = set(self._versions.values())
+            position = StreamPosition(request_id, seed, checksum, len(prompts) * params.n, seen, models)
         self._seeds[request_id] = [seed + index for index in range(len(prompts))] if params.seed is None else []
+        self._pinned = None if seen is None or position is None else position.model
         try:
             generation = super().submit(request_id, prompts, params, **options)
         finally:
             del self._seeds[request_id]
             self._emitted.pop(request_id, None)
+            self._pinned = None
         generation.position = position
+        for key in generation.keys[:1]:
+            if position is not None and (request := self._requests.get(key)) is not None:
+                position.model = request.version or position.model
         return generation
 
     def _send(self, command: Any) -> None:
@@ -372,7 +401,9 @@ class ClusterClient(EngineClient):
                 if self._seeds[name]:
                     command = command._replace(params=replace(params, seed=self._seeds[name].pop(0) % 2**64))
                 emitted = self._emitted.get(name) or [()] * params.n
-                request = _Request(command, [list(tokens) for tokens in emitted], [[] for _ in emitted])
+                request = _Request(
+                    command, [list(tokens) for tokens in emitted], [[] for _ in emitted], pinned=self._pinned
+                )
                 self._requests[key] = request
                 self._place(request)
             case Ask() | AskTasks():
@@ -400,7 +431,8 @@ class ClusterClient(EngineClient):
         longest = max((sample.token_ids for sample in emitted), key=len)
         known = [*submit.token_ids, *longest]
         keys = self._index.keys(known[:-1], self._block_size, submit.salt)
-        route = RouteRequest(submit.request_id, keys, len(known), self._block_size, request.avoid)
+        pinned = request.version if is_begun and request.pinned is None else request.pinned
+        route = RouteRequest(submit.request_id, keys, len(known), self._block_size, request.avoid, pinned)
         try:
             if PREFILLS in self.pools and not is_begun and len(submit.token_ids) >= MIN_PROMPT:
                 decision = self.pools[PREFILLS].route(route)
@@ -415,13 +447,21 @@ class ClusterClient(EngineClient):
             self._homeless.append(request)
             return
         request.homeless_since = 0.0
+        self._note_version(request, decision.replica)
         self._links[decision.replica][1].send(place)
+
+    def _note_version(self, request: _Request, replica: str) -> None:
+        """Note which model computes a request. The ids of its stream's events hold it."""
+        request.version = self._versions[replica]
+        generation, _ = self._generations.get(request.submit.key, (None, 0))
+        if generation is not None and generation.position is not None:
+            generation.position.model = request.version
 
     def _continue(self, request: _Request) -> None:
         """Its prompt is computed: send a request to the engine that decodes, which takes its beginning."""
         submit, prefill = request.submit, request.prefill
         assert prefill is not None, "an engine has computed its prompt"
-        route = RouteRequest(submit.request_id, (), 1, self._block_size, request.avoid)
+        route = RouteRequest(submit.request_id, (), 1, self._block_size, request.avoid, request.pinned)
         try:
             decision = self.pools[ENGINES].route(route)
         except NoReplica:
@@ -429,6 +469,7 @@ class ClusterClient(EngineClient):
             return
         source = Source(self._addresses[prefill][1], submit.key) if prefill in self._addresses else None
         request.replica, request.prefill = decision.replica, None
+        self._note_version(request, decision.replica)
         self._links[decision.replica][1].send(Place(submit, source=source))
 
     def _fail_over(self, request: _Request, name: str, why: str) -> None:
@@ -487,7 +528,10 @@ class ClusterClient(EngineClient):
         decision = self.pools[ENGINES].decisions.get(arguments[0]) if arguments else None
         if decision is None or decision.replica not in self._links:
             return None
-        answer = await self._answer_to(Ask(next(self._numbers), subject, arguments), 1)
+        try:
+            answer = await self._answer_to(Ask(next(self._numbers), subject, arguments), 1)
+        except RequestFailed:  # its engine has failed
+            return None
         if answer is None:
             return None
         prefill = self.pools[PREFILLS].decisions.get(arguments[0]) if PREFILLS in self.pools else None
@@ -559,7 +603,7 @@ class ClusterClient(EngineClient):
 
     def _take_update(self, link: Link, update: ReplicaUpdate) -> None:
         """Take in what an engine has sent: what is every front's concern first, then this one's requests."""
-        name = link.name
+        name, now = link.name, time.perf_counter()
         pool, _ = self._links[name]
         if pool.router.needs_events and update.events:
             pool.fleet.apply(name, update.events)
@@ -572,15 +616,15 @@ class ClusterClient(EngineClient):
             self._gauges_of[name] = update.gauges
             self._sum_gauges()
         if self.metrics is not None:
-            self.metrics.take_update(name, update, time.perf_counter())
+            self.metrics.take_update(name, update, now)
         self._judge(name, pool, update)
         update.accepted = list(self._newly_accepted(name, update.accepted))
         if update.tokens:
-            self._note_tokens(update)
+            self._note_tokens(update, now)
         if update.sample_ends:
             update.sample_ends = [end for end in update.sample_ends if self._is_new_end(end.key, end.sample)]
         if update.ends:
-            update.ends = [end for end in update.ends if self._is_last(name, end)]
+            update.ends = [end for end in map(partial(self._end_of, name), update.ends) if end is not None]
         if update.refused:
             update.refused = [refusal for refusal in update.refused if not self._is_elsewhere(name, refusal)]
         if update.answers:
@@ -619,7 +663,7 @@ class ClusterClient(EngineClient):
                 request.accepted = True
                 yield key
 
-    def _note_tokens(self, update: ReplicaUpdate) -> None:
+    def _note_tokens(self, update: ReplicaUpdate, now: float) -> None:
         """Note tokens, and leave out those of samples that have ended: they were chosen again."""
         find, repeated = self._requests.get, False
         for key, sample, token_id, _, logprobs in update.tokens:
@@ -629,6 +673,8 @@ class ClusterClient(EngineClient):
             if sample in request.ended:
                 repeated = True
                 continue
+            if request.first_token is None:
+                request.first_token = now
             request.token_ids[sample].append(token_id)
             if logprobs is not None:
                 request.logprobs[sample].append(logprobs)
@@ -646,24 +692,27 @@ class ClusterClient(EngineClient):
         request.ended.add(sample)
         return True
 
-    def _is_last(self, name: str, end: RequestEnd) -> bool:
-        """Whether a request has ended with this. What its engine could not finish, and what had its prompt computed,
-        goes on."""
+    def _end_of(self, name: str, end: RequestEnd) -> RequestEnd | None:
+        """The end of a request, with the times of all engines that had it; None where it goes on: its engine could not
+        finish it, or has computed its prompt for another."""
         request = self._requests.get(end.key)
         if request is None:
-            return True
+            return end
         fault = end.fault
         if fault is None and any(sample.finish_reason == "error" for sample in end.output.outputs):
             fault = Fault("it could not finish it", internal=True)
         if fault is not None and fault.internal:
             self._fail_over(request, name, fault.message)
-            return False
+            return None
         if request.prefill == name and fault is None:
             self._end_everywhere(request)
             self._continue(request)
-            return False
+            return None
         del self._requests[end.key]
-        return True
+        if request.resumed and self.metrics is not None and end.key in self._generations:
+            arrived = self._generations[end.key][0].arrived
+            return end._replace(output=self.metrics.timed(name, end.output, arrived, request.first_token))
+        return end
 
     def _is_elsewhere(self, name: str, refusal: Any) -> bool:
         """Whether a request that was refused is placed elsewhere: the engine, and not the request, was at fault."""

@@ -59,6 +59,8 @@ class RouteRequest:
     block_size: int = 16
     avoid: frozenset[str] = frozenset()
     """Replicas that have failed at it: another one is chosen, if there is one."""
+    version: str | None = None
+    """Of the model that has begun it, which no other goes on with; None before its first token."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +77,8 @@ class Replica:
     routed_tokens: int = 0
     """Of all requests that it was ever given. Decides between replicas of equal load."""
     reported: Load = field(default_factory=Load)
+    version: str = ""
+    """Of its model. Two versions run side by side while a server is updated."""
 
 
 def least_busy(replicas: Sequence[Replica]) -> Replica:
@@ -167,11 +171,11 @@ class Fleet:
     _on_the_way: dict[str, tuple[Replica, int]] = field(default_factory=dict)
     """From the id of a request that no report counts yet to its replica and the load that it counts for."""
 
-    def join(self, name: str) -> Replica:
+    def join(self, name: str, version: str = "") -> Replica:
         """A replica has started, with an empty cache."""
         if name not in self.replicas:
             index = self._free_index()
-            replica = self.replicas[name] = Replica(name, index)
+            replica = self.replicas[name] = Replica(name, index, version=version)
             self._by_index[index : index + 1] = [replica]
             self.mask |= 1 << index
         return self.replicas[name]
@@ -210,10 +214,12 @@ class Fleet:
         """Replicas that are not suspended."""
         return len(self.replicas) - len(self._suspended & self.replicas.keys())
 
-    def candidates(self, avoid: frozenset[str] = frozenset()) -> list[Replica]:
-        """The replicas to choose among: those that are neither suspended nor in `avoid`, if there are any; else those
-        that are not suspended, else all. Raises `NoReplica` where none runs."""
+    def candidates(self, avoid: frozenset[str] = frozenset(), version: str | None = None) -> list[Replica]:
+        """The replicas to choose among, of one version if that is given: those that are neither suspended nor in
+        `avoid`, if there are any; else those that are not suspended, else all. Raises `NoReplica` where none runs."""
         running = list(self.replicas.values())
+        if version is not None:
+            running = [replica for replica in running if replica.version == version]
         if not running:
             raise NoReplica
         healthy = running

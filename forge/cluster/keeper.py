@@ -8,12 +8,14 @@ with it what it started.
 import asyncio
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # of a Ray that is started here: an engine is no background work
@@ -25,10 +27,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from forge.cluster import scaling
 from forge.cluster.client import ENGINES, PREFILLS
+from forge.cluster.control import interface_of, version_of
 from forge.cluster.directory import Directory, listen_to
-from forge.cluster.keeper_messages import Deployment, Joined, Left, Notice, Running
-from forge.cluster.ray_address import answers, clear_private, private_folder, record_private
-from forge.cluster.replica import EngineReplica
+from forge.cluster.keeper_messages import Changed, Deployment, Joined, Left, Notice, Running
+from forge.cluster.ray_address import answers, clear_folder, record_address, server_folder
+from forge.cluster.replica import DRAIN_SECONDS, EngineReplica
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import Inbox, LoadFailed, frame
 
@@ -51,6 +54,10 @@ class Keeper:
         """From a kind of engine to the name of its application."""
         self._known: dict[str, str] = {}
         """The replicas that the front knows, and their kinds."""
+        self._versions: dict[str, str] = {}
+        """Of their models."""
+        self._interface: dict[str, Any] | None = None
+        """What fronts know of the model."""
         self._secret = secrets.token_bytes(32)
         """Of the engines that this process starts."""
         self.address = ""
@@ -66,6 +73,8 @@ class Keeper:
         """Connect to Ray, and start the engines unless they run. Raises `UsageError`."""
         plan, cluster = self._plan, self._plan.cluster
         self._connect()
+        if cluster.attach is None:
+            record_address(plan.name, self.address)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         running = serve.status().applications
         name = cluster.attach or plan.name
@@ -105,35 +114,37 @@ class Keeper:
             self.tell(Notice(f"{plan.cluster.most} engines with {needed} threads share {cores} CPUs"))
         ray.init(
             address="local",
-            num_cpus=max(cores, needed),
+            num_cpus=cores,
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(private_folder(plan.name)),
+            _temp_dir=str(server_folder(plan.name)),
             **quiet,
         )
         self.address = ray.get_runtime_context().gcs_address
-        record_private(plan.name, self.address)
 
     def _deploy(self) -> None:
-        plan, cluster = self._plan, self._plan.cluster
-        threads = plan.options["threads"]
-        gpus = int(plan.options.get("device") == "cuda")
-        for resource, per_engine in (("CPU", threads), ("GPU", gpus)):
-            there = ray.cluster_resources().get(resource, 0)
-            needed = (cluster.prefill_replicas or 0) + cluster.answering
-            if needed * per_engine > there:
+        """Tell Serve what is to run. Engines that run already with the same version of the model stay."""
+        cluster, there = self._plan.cluster, ray.cluster_resources()
+        needed = (cluster.prefill_replicas or 0) + cluster.answering
+        for resource, number in (("CPU", self._num_cpus), ("GPU", self._num_gpus)):
+            if needed * number > there.get(resource, 0):
                 fewer = "fewer engines or --threads" if resource == "CPU" else "fewer engines"
-                self.tell(
-                    Notice(
-                        f"{needed} engines need {needed * per_engine} {resource}s and Ray has {there:g}: those without "
-                        f"wait until there are more, or give {fewer}"
-                    )
-                )
+                lack = f"{needed} engines need {needed * number} {resource}s and Ray has {there.get(resource, 0):g}"
+                self.tell(Notice(f"{lack}: those without wait until there are more, or give {fewer}"))
         targets = [
             serve.api.RunTarget(self._application(kind), name=app, route_prefix=None)
             for kind, app in self._apps.items()
         ]
         serve.run_many(targets, wait_for_applications_running=False)
+
+    @property
+    def _num_cpus(self) -> int:
+        """Of an engine, for Ray to set aside. A private Ray has one machine, whose CPUs its engines share."""
+        return 0 if self._is_private else self._plan.options["threads"]
+
+    @property
+    def _num_gpus(self) -> int:
+        return int(self._plan.options.get("device") == "cuda")
 
     def _application(self, kind: str) -> Any:
         """The replicas of one kind."""
@@ -158,20 +169,22 @@ class Keeper:
         deployment: Any = serve.deployment(
             EngineReplica,
             name=kind,
-            ray_actor_options={
-                "num_cpus": options["threads"],
-                "num_gpus": int(options.get("device") == "cuda"),
-            },
+            ray_actor_options={"num_cpus": self._num_cpus, "num_gpus": self._num_gpus},
             max_ongoing_requests=100,
-            graceful_shutdown_timeout_s=1.0,
+            max_surge_percent=1,  # one engine more than there should be, while they are replaced
+            max_constructor_retry_count=2,  # a model that does not load twice does not load
+            graceful_shutdown_timeout_s=DRAIN_SECONDS + 1.0,
             graceful_shutdown_wait_loop_s=0.1,
             health_check_period_s=1.0,
             health_check_timeout_s=5.0,
             request_router_config=RequestRouterConfig(request_router_class=Directory),  # type: ignore[arg-type]
             **scaled,
         )
+        # Serve replaces the replicas of another version. It would take every deployment for another one.
+        version = version_of(plan.model, options)
         host = "127.0.0.1" if self._is_private else None
-        return deployment.bind(plan.model, options, self._secret, host)
+        settings = plan.model, options, self._secret, host, version, self._interface
+        return deployment.options(version=version, _internal=True).bind(*settings)
 
     # Replicas
 
@@ -187,25 +200,29 @@ class Keeper:
             listen_to(app, note)
             handles[kind] = serve.get_app_handle(app)
         watching = [asyncio.create_task(self._wait_for_first(handles)), asyncio.create_task(self._watch_ray())]
-        front_gone: asyncio.Future[Any] = loop.run_in_executor(None, self._connection.recv, 1)
-        while not front_gone.done():
-            change = asyncio.ensure_future(changes.get())
-            waited: list[asyncio.Future[Any]] = [change, front_gone, *watching]
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            for task in [task for task in watching if task.done()]:
-                watching.remove(task)
-                task.result()
-            if change.done():
-                kind, names = change.result()
-                await self._take(kind, names, handles[kind])
-            else:
-                change.cancel()
-        for task in watching:
-            task.cancel()
+        front_gone = asyncio.create_task(self._take_changes())
+        try:
+            while not front_gone.done():
+                change = asyncio.ensure_future(changes.get())
+                waited: list[asyncio.Future[Any]] = [change, front_gone, *watching]
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in watching if task.done()]:
+                    watching.remove(task)
+                    task.result()
+                if change.done():
+                    kind, names = change.result()
+                    await self._take(kind, names, handles[kind])
+                else:
+                    change.cancel()
+        finally:
+            for task in watching:
+                task.cancel()
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RD)  # ends the thread that reads
 
     async def _take(self, kind: str, names: set[str], handle: Any) -> None:
         for name in [name for name, known in self._known.items() if known == kind and name not in names]:
-            del self._known[name]
+            del self._known[name], self._versions[name]
             self.tell(Left(name))
         for name in names - self._known.keys():
             try:
@@ -214,25 +231,81 @@ class Keeper:
                 self.tell(Notice(f"replica {name} does not say where it listens: {type(error).__name__}"))
                 continue
             if not isinstance(description, LoadFailed):
-                self._known[name] = kind
-                self.tell(Joined(name, kind, description.address))
+                self._known[name], self._versions[name] = kind, description.version
+                self.tell(Joined(name, kind, description.address, description.version))
+
+    # Changes
+
+    async def _take_changes(self) -> None:
+        """Carry out what the front asks for, until it has ended."""
+        inbox, changes = Inbox(), set[asyncio.Task[None]]()
+        while data := await asyncio.to_thread(self._connection.recv, 1 << 16):
+            for deployment in inbox.feed(data):
+                task = asyncio.create_task(self._change(deployment))
+                changes.add(task)
+                task.add_done_callback(changes.discard)
+        for task in changes:
+            task.cancel()
+
+    async def _change(self, plan: Deployment) -> None:
+        """Let something else run on Ray, or again what ran before, where that cannot be."""
+        before, self._plan = self._plan, plan
+        try:
+            await asyncio.to_thread(self._deploy)
+            await self._settle()
+        except Exception as error:
+            self._plan = before
+            await asyncio.to_thread(self._deploy)
+            self.tell(Changed(str(error) if isinstance(error, ForgeError) else f"Ray has failed at it: {error!r:.300}"))
+        else:
+            self.tell(Changed())
+
+    async def _settle(self) -> None:
+        """Wait until the plan runs, as long as something happens. Raises the `ForgeError` of what does not
+        start."""
+        plan, running = self._plan, dict[str, str]()
+        version, least = version_of(plan.model, plan.options), plan.cluster.answering
+        deadline = time.monotonic() + plan.cluster.start_timeout
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+            if self._versions != running:
+                running, deadline = dict(self._versions), time.monotonic() + plan.cluster.start_timeout
+            applications = (await asyncio.to_thread(serve.status)).applications
+            states = [applications[name] for name in self._apps.values()]
+            for state in states:
+                if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    raise ForgeError(_why_failed(state))
+            num_engines = list(self._known.values()).count(ENGINES)
+            is_right = num_engines >= least if plan.cluster.max_replicas is not None else num_engines == least
+            if is_right and {*running.values()} == {version} and all(state.status == "RUNNING" for state in states):
+                return
+        raise ForgeError(f"no engine has started for {plan.cluster.start_timeout:g} s: has Ray CPUs or GPUs left?")
 
     async def _wait_for_first(self, handles: dict[str, Any]) -> None:
         """Tell the front what is served as soon as an engine of each kind runs; and meanwhile what is missing."""
         answers_ = {kind: asyncio.ensure_future(_described(handle)) for kind, handle in handles.items()}
+        timeout = self._plan.cluster.start_timeout
+        deadline = time.monotonic() + timeout
         while True:
-            _, waiting = await asyncio.wait(answers_.values(), timeout=_SAY_EVERY)
+            _, waiting = await asyncio.wait(answers_.values(), timeout=min(_SAY_EVERY, timeout))
             if not waiting:
                 break
             missing = ", ".join(kind for kind, answer in answers_.items() if not answer.done())
             free = ray.available_resources().get("CPU", 0)
-            self.tell(Notice(f"none of the {missing} has loaded its model yet; Ray has {free:g} CPUs free"))
+            lack = f"none of the {missing} has loaded its model"
+            if time.monotonic() >= deadline:
+                needs = f"one needs {self._num_cpus}, and Ray has {free:g} CPUs free"
+                message = f"{lack} in {timeout:g} s ({needs}): --start-timeout gives them longer"
+                self.tell(LoadFailed(message, ForgeError.exit_code))
+                return
+            self.tell(Notice(f"{lack} yet; Ray has {free:g} CPUs free"))
         for answer in answers_.values():
             description = answer.result()
             if isinstance(description, LoadFailed):
                 self.tell(description)
                 return
         first = answers_[ENGINES].result()
+        self._interface, self._secret = interface_of(first.ready), first.secret
         self.tell(Running(first.ready, first.secret, tuple(handles)))
 
     async def _watch_ray(self) -> None:
@@ -258,7 +331,14 @@ class Keeper:
                 serve.delete(app, _blocking=not self._is_private)
         ray.shutdown()
         if self._is_private:
-            clear_private(self._plan.name)
+            clear_folder(self._plan.name)
+
+
+def _why_failed(state: Any) -> str:
+    """What an application's status says of a replica that did not start, in one line."""
+    messages = [state.message, *[deployment.message for deployment in state.deployments.values()]]
+    found = re.findall(r"ReplicaFailed: (.*)", "\n".join(messages))
+    return found[-1] if found else f"the engines do not start: {' '.join(' '.join(messages).split())[-300:]}"
 
 
 async def _described(handle: Any) -> Any:

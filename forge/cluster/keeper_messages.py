@@ -8,14 +8,14 @@ from forge.server.messages import Ready
 
 
 class Deployment(NamedTuple):
-    """To the keeper: what runs on Ray."""
+    """To the keeper: what is to run on Ray, from now on."""
 
     name: str
     model: str
     options: dict[str, Any]
     """As for `LLM`."""
     cluster: ClusterOptions
-    address: str | None
+    address: str | None = None
     """Of Ray; None for one that is to be started in the server's private folder."""
     again: bool = False
     """Whether a keeper before this one has started it: what still runs is taken over."""
@@ -35,12 +35,21 @@ class Joined(NamedTuple):
     name: str
     kind: str
     address: Address
+    version: str
+    """Of its model."""
 
 
 class Left(NamedTuple):
     """From the keeper: a replica has ended, or begins to."""
 
     name: str
+
+
+class Changed(NamedTuple):
+    """From the keeper: what runs on Ray is what was asked for last."""
+
+    failure: str | None = None
+    """Why it is still what it was before."""
 
 
 class Notice(NamedTuple):

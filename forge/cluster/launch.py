@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from forge.cluster.client import ClusterClient
-from forge.cluster.keeper_messages import Deployment, Joined, Left, Notice, Running
+from forge.cluster.control import Change, changed, listen_for_changes
+from forge.cluster.keeper_messages import Changed, Deployment, Joined, Left, Notice, Running
 from forge.cluster.options import ClusterOptions
-from forge.cluster.ray_address import choose_ray, remove_private
+from forge.cluster.ray_address import choose_ray, release_lock
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import Inbox, LoadFailed, Ready, frame
 from forge.server.serving import listen, serve_client
@@ -70,6 +71,9 @@ class KeeperProcess:
         self._reading = asyncio.create_task(read())
         return queue
 
+    async def send(self, message: Any) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, frame(message))
+
     def close(self) -> None:
         """Let it end what it started, and wait for that."""
         with suppress(OSError):
@@ -87,20 +91,24 @@ class ClusterFront:
 
     def __init__(self, name: str, model: str, options: dict[str, Any], cluster: ClusterOptions):
         """Raises `UsageError` where the engines cannot be run as asked."""
-        self._wanted = name, model, options, cluster
+        self._plan = Deployment(name, model, options, cluster)
         self._lock: int | None = None
-        """Holds the name of a private Ray, which ends with its keeper."""
+        """Holds the server's name, if that is its own."""
+        self._is_private = False
+        """Whether Ray ends with its keeper."""
         self._keeper = self._start_keeper()
         self.client: ClusterClient | None = None
         self._following: asyncio.Task[None] | None = None
+        self._changing: asyncio.Future[Changed] | None = None
+        self._control: asyncio.Server | None = None
         self._waiting: list[Joined] = []
         """Replicas that joined before the client's loop takes them."""
 
     def _start_keeper(self, again: bool = False) -> KeeperProcess:
-        name, _, _, cluster = self._wanted
-        place = choose_ray(name, cluster, self._lock)
-        self._lock = place.lock
-        return KeeperProcess(Deployment(*self._wanted, place.address, again), place.environment, place.lock)
+        place = choose_ray(self._plan.name, self._plan.cluster, self._lock)
+        self._lock, self._is_private = place.lock, place.lock is not None and place.address is None
+        plan = self._plan._replace(address=place.address, again=again)
+        return KeeperProcess(plan, place.environment, place.lock)
 
     async def start(self) -> tuple[ClusterClient, Ready]:
         """Wait until the first engines run. Raises the `ForgeError` of what does not load."""
@@ -119,7 +127,7 @@ class ClusterFront:
                     raise error
                 case None:
                     raise ForgeError("Ray ended before the engines ran: its logs are in /tmp/ray and /tmp/forge-ray-*")
-        cluster = self._wanted[-1]
+        cluster = self._plan.cluster
         self.client = client = ClusterClient(secret, cluster.router, cluster.prefix_threshold, len(kinds) > 1)
         client.take_ready(ready)
         await client.connect()
@@ -128,7 +136,19 @@ class ClusterFront:
         self._following = asyncio.create_task(self._follow(queue))
         while not client.is_ready:  # an engine of each kind is connected to
             await asyncio.sleep(0.02)
+        if self._lock is not None:
+            self._control = await listen_for_changes(self._plan.name, self._change)
         return client, ready
+
+    async def _change(self, change: Change) -> None:
+        """Let the keeper change the engines. Raises the `ForgeError` that says why they are as before."""
+        plan = changed(self._plan, change)
+        self._changing = asyncio.get_running_loop().create_future()
+        await self._keeper.send(plan)
+        failure = (await self._changing).failure
+        if failure is not None:
+            raise ForgeError(failure)
+        self._plan = plan
 
     async def _follow(self, queue: "asyncio.Queue[Any]") -> None:
         """Take in what the keeper tells; when it ends, start another."""
@@ -136,22 +156,25 @@ class ClusterFront:
         failures, before = 0, set[str]()
         while True:
             match await queue.get():
-                case Joined(name, kind, address):
+                case Joined(name, kind, address, version):
                     failures = 0
                     for old in before - {name}:  # engines of a Ray that has ended: they finish what they have
                         self.client.leave(old)
                     before = set()
-                    self.client.join(name, kind, address)
+                    self.client.join(name, kind, address, version)
                 case Left(name):
                     self.client.leave(name)
                 case Notice(text):
                     logger.warning(text)
                 case Running(_, secret, _):
                     self.client.secret = secret
+                case Changed() as result:
+                    self._end_change(result)
                 case LoadFailed(message, _):
                     logger.error("the engines cannot be started again: %s", message)
                 case None:
-                    if self._lock is not None:
+                    self._end_change(Changed("the process that keeps Ray has ended: try again in a minute"))
+                    if self._is_private:
                         before |= self.client.replicas
                     pause = _RESTART_PAUSES[min(failures, len(_RESTART_PAUSES) - 1)]
                     failures += 1
@@ -165,15 +188,20 @@ class ClusterFront:
                         logger.error("the engines cannot be started again: %s", error)
                         queue.put_nowait(None)
 
+    def _end_change(self, result: Changed) -> None:
+        if self._changing is not None and not self._changing.done():
+            self._changing.set_result(result)
+
     async def stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
         if self._following is not None:
             self._following.cancel()
         if self.client is not None:
             self.client.disconnect()
         await asyncio.to_thread(self._keeper.close)
         if self._lock is not None:
-            remove_private(self._wanted[0])
-            os.close(self._lock)
+            release_lock(self._plan.name, self._lock)
 
 
 def default_name(model: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from forge.cluster.wire import ReplicaUpdate
@@ -65,11 +66,26 @@ class ClusterMetrics:
 
     def take_output(self, output: RequestOutput, params: SamplingParams, arrived: float) -> None:
         """As `Metrics.take_output`. The output's times are on its replica's clock."""
-        name = self._front.replica_of(output.request_id) or ""
+        name = self._front.replica_of(output.request_id)
         if name in self._by_replica:
-            offset = self._offsets.get(name, 0.0)
-            offset = 0.0 if abs(offset) < _SAME_CLOCK else offset
-            self._by_replica[name].take_output(output, params, arrived - offset)
+            self._by_replica[name].take_output(output, params, arrived - self._offset(name))
+
+    def timed(self, name: str, output: RequestOutput, arrived: float, first_token: float | None) -> RequestOutput:
+        """The output of a request that went on at `name`, with the times that its client saw: when it came, and when
+        its first token did, if another engine chose that. Both are on this process's clock."""
+        offset, samples = self._offset(name), []
+        for sample in output.outputs:
+            times = replace(sample.metrics, arrived=arrived - offset)
+            if first_token is not None:
+                first = first_token - offset
+                times = replace(times, first_token=first, admitted=min(first, times.admitted or first))
+            samples.append(replace(sample, metrics=times))
+        return replace(output, outputs=tuple(samples))
+
+    def _offset(self, name: str) -> float:
+        """What this process's clock is ahead of a replica's, in seconds."""
+        offset = self._offsets.get(name, 0.0)
+        return 0.0 if abs(offset) < _SAME_CLOCK else offset
 
     def take_end(self, name: str | None, reason: Literal["abort", "error"], num_choices: int) -> None:
         """A request has ended before its engine ended it. name: its replica; None where none had it."""

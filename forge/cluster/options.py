@@ -29,6 +29,7 @@ class ClusterOptions:
     target_requests: float = option(8.0, "Running requests per engine that scaling aims at.", _CLUSTER)
     upscale_delay: float = option(10.0, "Seconds of more requests before an engine is added.", _CLUSTER)
     downscale_delay: float = option(120.0, "Seconds of fewer requests before one is taken away.", _CLUSTER)
+    start_timeout: float = option(600.0, "Seconds in which an engine must have started.", _CLUSTER)
     name: str | None = option(None, "What the server is called on Ray.", _CLUSTER, shown="the model's, and a number")
     attach: str | None = option(None, "Be another front of the engines of the server of this name.", _CLUSTER)
     keep_engines: bool = option(False, "Leave the engines running at the end, for --attach.", _CLUSTER)
@@ -51,8 +52,8 @@ class ClusterOptions:
                 raise UsageError(f"--attach takes the engines that run: leave --{name.replace('_', '-')} out")
         if self.max_replicas is not None and self.max_replicas < self.answering:
             raise UsageError(f"--max-replicas {self.max_replicas} is less than the {self.answering} engines at least")
-        for name in ("target_requests", "upscale_delay", "downscale_delay"):
-            value, least = getattr(self, name), "above 0" if name == "target_requests" else "0 or more"
+        for name in ("target_requests", "upscale_delay", "downscale_delay", "start_timeout"):
+            value, least = getattr(self, name), "0 or more" if name.endswith("delay") else "above 0"
             if not (value > 0 or (value == 0 and least != "above 0")):
                 raise UsageError(f"--{name.replace('_', '-')} must be {least}, and not {value:g}")
         if self.prefix_threshold < 0:

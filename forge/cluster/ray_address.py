@@ -1,9 +1,9 @@
 """Which Ray a server uses: one that was asked for, one that `ray start` made, or a private one of its own.
 
-Another command joins a private Ray only if it names its server (`--attach`). The folder of a private Ray, which has the
-server's name and which only its user may read, holds its address and the token without which Ray answers nothing; Ray
-itself listens on all of the machine's addresses. The server's processes hold a lock on the folder, so a name is taken
-exactly as long as one of them lives, however busy Ray is.
+Another command joins a private Ray only if it names its server (`--attach`). A server's folder, which has its name and
+which only its user may read, holds the address of its Ray and, of a private one, the token without which that answers
+nothing; Ray itself listens on all of the machine's addresses. The server's processes hold a lock on the folder, so a
+name is taken exactly as long as one of them lives, however busy Ray is.
 """
 
 import fcntl
@@ -33,32 +33,33 @@ class RayPlace(NamedTuple):
     environment: dict[str, str]
     """What a process that talks to it must have in its environment when it imports Ray."""
     lock: int | None = None
-    """The file descriptor that holds the name of a private Ray, for every process of the server to inherit."""
+    """The file descriptor that holds the server's name, for every process of the server to inherit; None where the
+    name is another server's (`--attach`)."""
 
 
 def choose_ray(name: str, cluster: ClusterOptions, lock: int | None = None) -> RayPlace:
     """The Ray of a server called `name`. lock: the one that the server holds already, if its Ray is started again.
     Raises `UsageError` for a name that is taken, and for what does not answer."""
-    if lock is not None:
-        return _private(name, lock)
-    is_taken = is_locked(name)
-    if cluster.attach is not None and is_taken:
-        return RayPlace(_started_address(name), private_environment(name))
-    if is_taken:
-        raise name_taken(name)
-    address = shared_address(cluster.ray_address)
-    if address is not None:
-        return RayPlace(address, {})
     if cluster.attach is not None:
-        raise UsageError(f"no server called {name} runs on this machine: without --attach one starts")
-    if cluster.keep_engines:
-        raise UsageError("--keep-engines needs a Ray that outlives this command: ray start --head makes one")
-    return _private(name, take_lock(name))
-
-
-def _private(name: str, lock: int) -> RayPlace:
-    prepare_private(name)
-    return RayPlace(None, private_environment(name), lock)
+        if is_locked(name):
+            return RayPlace(_started_address(name), environment_of(name))
+        address = shared_address(cluster.ray_address)
+        if address is None:
+            raise UsageError(f"no server called {name} runs on this machine: without --attach one starts")
+        return RayPlace(address, {})
+    taken = take_lock(name) if lock is None else lock
+    try:
+        address = shared_address(cluster.ray_address)
+        if address is None and cluster.keep_engines:
+            raise UsageError("--keep-engines needs a Ray that outlives this command: ray start --head makes one")
+    except UsageError:
+        if lock is None:
+            release_lock(name, taken)
+        raise
+    clear_folder(name)
+    if address is None:
+        _write_token(name)
+    return RayPlace(address, environment_of(name), taken)
 
 
 def name_taken(name: str) -> UsageError:
@@ -79,15 +80,15 @@ def answers(address: str) -> bool:
         channel.close()
 
 
-def private_folder(name: str) -> Path:
-    """Where the private Ray of a server has its files. Short, because sockets lie in it."""
+def server_folder(name: str) -> Path:
+    """Where a server has its files, and a private Ray its own. Short, because sockets lie in it."""
     return Path(tempfile.gettempdir()) / f"forge-ray-{os.getuid()}" / name
 
 
 def take_lock(name: str) -> int:
     """Lock a server's folder, which is made if need be, until every process that inherits the returned descriptor has
     ended. Raises `UsageError` where another server has it."""
-    folder = private_folder(name)
+    folder = server_folder(name)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -103,8 +104,8 @@ def take_lock(name: str) -> int:
 
 
 def is_locked(name: str) -> bool:
-    """Whether a server called `name` has a private Ray, or starts one."""
-    if not private_folder(name).exists():
+    """Whether a server called `name` runs on this machine, or starts."""
+    if not server_folder(name).exists():
         return False
     try:
         os.close(take_lock(name))
@@ -121,11 +122,11 @@ def _is_at(folder: Path, descriptor: int) -> bool:
 
 
 def _started_address(name: str) -> str:
-    """The address of the private Ray of a server that runs. Raises `UsageError` where it does not start in time."""
+    """The address of the Ray of a server that runs. Raises `UsageError` where it does not start in time."""
     deadline = time.monotonic() + RESTART_SECONDS
     while time.monotonic() < deadline:
         try:
-            address = (private_folder(name) / _ADDRESS).read_text()
+            address = (server_folder(name) / _ADDRESS).read_text()
         except OSError:
             address = ""
         if address and answers(address):
@@ -134,37 +135,37 @@ def _started_address(name: str) -> str:
     raise UsageError(f"the Ray of the server {name} has not answered for {RESTART_SECONDS:.0f} s: try again later")
 
 
-def private_environment(name: str) -> dict[str, str]:
-    """How to talk to the private Ray of a server."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(private_folder(name) / _TOKEN)}
+def environment_of(name: str) -> dict[str, str]:
+    """How to talk to the Ray of a server, if that is a private one."""
+    token = server_folder(name) / _TOKEN
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token.exists() else {}
 
 
-def prepare_private(name: str) -> None:
-    """Empty the locked folder of a private Ray, and put a new token there."""
-    clear_private(name)
-    with open(private_folder(name) / _TOKEN, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+def _write_token(name: str) -> None:
+    with open(server_folder(name) / _TOKEN, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(secrets.token_hex(32))
 
 
-def record_private(name: str, address: str) -> None:
-    """A private Ray runs."""
-    part = private_folder(name) / f"{_ADDRESS}.part"
+def record_address(name: str, address: str) -> None:
+    """The Ray of a server runs."""
+    part = server_folder(name) / f"{_ADDRESS}.part"
     part.write_text(address)
-    part.rename(private_folder(name) / _ADDRESS)
+    part.rename(server_folder(name) / _ADDRESS)
 
 
-def clear_private(name: str) -> None:
-    """A private Ray has ended; its server, which has locked the folder, may start another."""
-    for path in private_folder(name).iterdir():
+def clear_folder(name: str) -> None:
+    """The Ray of a server has ended; the server, which has locked the folder, may start another."""
+    for path in server_folder(name).iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
 
-def remove_private(name: str) -> None:
-    """A server with a private Ray ends."""
-    shutil.rmtree(private_folder(name), ignore_errors=True)
+def release_lock(name: str, lock: int) -> None:
+    """A server ends."""
+    shutil.rmtree(server_folder(name), ignore_errors=True)
+    os.close(lock)
 
 
 def shared_address(asked: str | None) -> str | None:

@@ -14,14 +14,20 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from forge.cluster.control import check_interface
 from forge.cluster.link import STUCK_SECONDS
 from forge.cluster.wire import ORPHANED, Address, Pulse, connect, pulses
+from forge.errors import UsageError
 from forge.server.messages import Inbox, LoadFailed, Ready
 
 DEAD_AFTER = 5.0
 """Seconds without a pulse after which an engine is killed. A front gives it up before."""
 FAILED_STEPS = 10
 """Steps in a row that raise, after which an engine is started anew."""
+DRAIN_SECONDS = 300.0
+"""How long an engine that is taken away has for the requests that it has."""
+_DRAINED_AFTER = 1.0
+"""Seconds without a sequence after which it has none: meanwhile every front knows that it leaves."""
 
 
 class ReplicaFailed(RuntimeError):
@@ -35,14 +41,25 @@ class Description(NamedTuple):
     address: Address
     ready: Ready
     secret: bytes
+    version: str
 
 
 class EngineReplica:
     """One engine of the cluster. Its methods take the name of the replica that they are for."""
 
-    async def __init__(self, model: str, options: dict[str, Any], secret: bytes, host: str | None):  # type: ignore[misc]
-        """Serve awaits it. model, options: as for `LLM`. host: where it listens; None for this node's address."""
-        self._secret = secret
+    async def __init__(  # type: ignore[misc]
+        self,
+        model: str,
+        options: dict[str, Any],
+        secret: bytes,
+        host: str | None,
+        version: str = "",
+        interface: dict[str, Any] | None = None,
+    ):
+        """Serve awaits it. model, options: as for `LLM`. host: where it listens; None for this node's address.
+        interface: what fronts know of the model already; a model that does not load, or that looks otherwise, is then
+        not started, and Serve keeps the engines that run."""
+        self._secret, self._version = secret, version
         self._failure: LoadFailed | None = None
         self._address: Address = ("", 0)
         self._ready: Ready | None = None
@@ -55,9 +72,17 @@ class EngineReplica:
         self._control.sendall(len(settings).to_bytes(4, "little") + settings)
         message = await asyncio.to_thread(self._first_message)
         if isinstance(message, LoadFailed):  # started again it would fail again: `describe` says why
+            if interface is not None:
+                raise ReplicaFailed(message.message)
             self._failure = message
             return
         self._address, self._ready = message
+        if interface is not None:
+            try:
+                check_interface(interface, self._ready)
+            except UsageError as error:
+                self._process.kill()
+                raise ReplicaFailed(str(error)) from None
         self._following = asyncio.get_running_loop().create_task(self._follow_pulses())
 
     def _first_message(self) -> Any:
@@ -106,9 +131,15 @@ class EngineReplica:
         if self._failure is not None:
             return self._failure
         assert self._ready is not None, "its model is loaded"
-        return Description(_own_name(), self._address, self._ready, self._secret)
+        return Description(_own_name(), self._address, self._ready, self._secret, self._version)
 
-    def __del__(self) -> None:
+    async def __del__(self) -> None:
+        """Serve takes this replica away, and fronts send nothing more: wait until the engine has done what it has."""
+        began = idle_since = time.monotonic()
+        while (now := time.monotonic()) - began < DRAIN_SECONDS and now - idle_since < _DRAINED_AFTER:
+            await asyncio.sleep(0.1)
+            if self._last_pulse.num_sequences:
+                idle_since = time.monotonic()
         self._process.kill()
 
 

@@ -7,6 +7,7 @@ aborted; their tokens are remembered for a while, so that another front can resu
 The process belongs to the actor that Ray placed: it ends when the actor's end of the control socket closes.
 """
 
+import gc
 import logging
 import os
 import pickle
@@ -88,6 +89,8 @@ class ReplicaEngine(EngineServer):
         """Computed prompts by their request's key, and when they were."""
         self._remembered: OrderedDict[str, tuple[int, tuple[tuple[int, ...], ...]]] = OrderedDict()
         """Of ended requests the seed, and the tokens of each sample."""
+        self._resumed: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        """Of requests that went on here, the tokens of each sample that came from other engines."""
         host = self.engine.scheduler.host
         host.num_blocks = max(host.num_blocks, _HANDOFF_BLOCKS)
         self._meter = LoadMeter(self.engine.scheduler)
@@ -262,6 +265,9 @@ class ReplicaEngine(EngineServer):
         place, handoff = self._places.pop(key, None), self._handoffs.pop(key, None)
         if place is not None and place.emitted:
             seq_ids = add_resumed(self.engine, place.emitted, *arguments, **options)
+            self._resumed[arguments[0]] = tuple([len(sample.token_ids) for sample in place.emitted])
+            if len(self._resumed) > REMEMBERED:
+                self._resumed.popitem(last=False)
         elif handoff is not None:
             seq_ids = self._add_handed_over(handoff, *arguments, **options)
         else:
@@ -297,6 +303,17 @@ class ReplicaEngine(EngineServer):
         """The computed prompt of a request that ended here; None where it is gone."""
         _, handoff = self._handed_off.pop(key, (0.0, None))
         return handoff
+
+    def _answer_timeline(self, request_id: str) -> dict[str, Any] | None:
+        """As `EngineServer`'s. Of tokens that came from another engine no times are known."""
+        timeline, lengths = super()._answer_timeline(request_id), self._resumed.get(request_id)
+        if timeline is not None and lengths is not None:
+            step = timeline["events"][0]["step"] if timeline["events"] else 0
+            for sample, length in zip(timeline["samples"], lengths, strict=True):
+                sample["tokens"] = [{}] * length + sample["tokens"]
+            event = {"step": step, "event": "resume", "why": f"resumed behind {max(lengths)} tokens of another engine"}
+            timeline["events"].insert(0, event | {"sample": 0})
+        return timeline
 
     def _answer_tokens(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
         """The seed of a request and the tokens of its samples so far; None for one that is not known (any more)."""
@@ -424,6 +441,7 @@ def main() -> None:
         listening = listen(host)
         address: Address = listening.getsockname()[:2]
         control.sendall(frame((address, ready_message(llm))))
+        gc.freeze()  # as `engine_process` does: a model's objects stay
         ReplicaEngine(llm, control, listening, secret).run()
     except ForgeError as error:
         control.sendall(frame(LoadFailed(str(error), error.exit_code)))

@@ -1,7 +1,7 @@
 """Routers: each looks at a `Fleet` and chooses a replica for one request.
 
 A router changes nothing but its own turn or draw; `Fleet.begin` counts the request afterwards. The same classes run
-behind Ray Serve (`serve_router`), in the simulation and in the experiment. To add one, write a class and enter it in
+in a server's front, in the simulation and in the experiment. To add one, write a class and enter it in
 `ROUTERS`.
 
 | | looks at | good at | bad at |
@@ -44,7 +44,7 @@ class Router(ABC):
 
     def route(self, request: RouteRequest) -> RouteRecord:
         """Choose, and count the request there. Raises `NoReplica` if none runs."""
-        candidates = self.fleet.candidates(request.avoid)
+        candidates = self.fleet.candidates(request.avoid, request.version)
         self.fleet.end(request.request_id)
         decision = self.choose(request, candidates)
         self.fleet.begin(request, decision)

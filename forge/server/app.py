@@ -1,6 +1,7 @@
 """The endpoints: each reads a body, submits it, and gives the engine's output OpenAI's shape."""
 
 from collections.abc import AsyncIterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -286,14 +287,16 @@ async def _native_body(service: Service, generation: Generation) -> bytes:
     """All of a request's choices with the milliseconds of each token, and what happened to it."""
     outputs = await generation.finished()
     timeline = await service.client.ask("timeline", generation.request_id)
+    if timeline is None:  # its engine has died since
+        timeline = {"samples": [], "events": []}
     return await beside_the_loop(size_of(outputs), lambda: to_json(_native_object(service, outputs, timeline)))
 
 
 def _native_object(service: Service, outputs: Sequence[RequestOutput], timeline: dict[str, Any]) -> dict[str, Any]:
     samples = outputs[0].outputs
-    steps = [sample["tokens"] for sample in timeline["samples"]]
+    steps: list[list[dict[str, Any]]] = [sample["tokens"] for sample in timeline["samples"]] or [[] for _ in samples]
     return {
-        "id": timeline["request_id"],
+        "id": outputs[0].request_id,
         "model": service.reader.model_names[0],
         "seed": outputs[0].seed,
         "choices": [
@@ -304,7 +307,7 @@ def _native_object(service: Service, outputs: Sequence[RequestOutput], timeline:
                 "stop_reason": sample.stop_reason,
                 "tokens": [
                     {"token_id": token_id, "text": service.tokenizer.token_text(token_id)} | step
-                    for token_id, step in zip(sample.token_ids, steps[sample.index], strict=False)
+                    for token_id, step in zip(sample.token_ids, chain(steps[sample.index], repeat({})), strict=False)
                 ],
                 "time_to_first_token_ms": sample.metrics.time_to_first_token_ms,
                 "end_to_end_ms": sample.metrics.end_to_end_ms,

@@ -2,7 +2,9 @@
 
 An id says everything that another server needs: the request's id, the seed of its draws, how many tokens of each choice
 the client has, and a checksum of prompt and parameters. The client sends the same body again; the tokens follow from it
-and the seed, and those that it has are left out. (The header is that of server-sent events in the HTML standard.)
+and the seed, and those that it has are left out. A client that has only the request's id sends that, and gets the same
+tokens from the first on, if an engine still knows the seed. (The header is that of server-sent events in the HTML
+standard.)
 """
 
 import re
@@ -16,6 +18,7 @@ import numpy as np
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 
+_REQUEST_ID = re.compile(r"(?:chat)?cmpl-[A-Za-z0-9_.~-]{1,200}")
 _ID = re.compile(r"([A-Za-z0-9_.~-]{1,200}):([0-9a-f]{1,16}):([0-9a-f]{8}):([0-9]+e?(?:,[0-9]+e?)*)")
 
 
@@ -35,16 +38,18 @@ class SeenStream:
     seed: int
     checksum: int
     tokens: tuple[int, ...]
-    """Of each choice, how many."""
+    """Of each choice, how many; empty where the client knows the request's id alone."""
     ended: tuple[bool, ...]
     """Of each choice, whether the client knows of its end."""
 
 
 def parse_event_id(text: str) -> SeenStream:
-    """Raises `UsageError` for what is no id of this server's events."""
+    """What the client has, from the id of an event or of a request. Raises `UsageError` for what is neither."""
+    if _REQUEST_ID.fullmatch(text):
+        return SeenStream(text, 0, 0, (), ())
     match = _ID.fullmatch(text)
     if match is None:
-        raise UsageError("Last-Event-ID is no id of an event of this server: leave it out")
+        raise UsageError("Last-Event-ID is no id of an event or a request of this server: leave it out")
     counts = match[4].split(",")
     return SeenStream(
         match[1],
@@ -68,16 +73,37 @@ def checksum_of(prompts: Iterable[Sequence[int]], params: SamplingParams) -> int
     return value
 
 
+def _with_model(checksum: int, model: str) -> int:
+    return checksum ^ crc32(model.encode())
+
+
 class StreamPosition:
     """Counts the tokens that a stream has sent, and marks its events with them."""
 
-    def __init__(self, request_id: str, seed: int, checksum: int, num_choices: int, seen: SeenStream | None = None):
-        """seen: what the client has already. Raises `UsageError` if that is of another request."""
-        self._head = f"{request_id}:{seed:x}:{checksum:08x}:"
+    def __init__(
+        self,
+        request_id: str,
+        seed: int,
+        checksum: int,
+        num_choices: int,
+        seen: SeenStream | None = None,
+        models: Iterable[str] = ("",),
+    ):
+        """seen: what the client has already. models: the versions that can be gone on with. Raises `UsageError` if it
+        is of another request, or of none of these models."""
+        self._head, self._checksum = f"{request_id}:{seed:x}:", checksum
+        self.model = ""
+        """The version of the model that computes the stream."""
         self._tokens, self._ended = [0] * num_choices, [False] * num_choices
         self.seen = seen
-        if seen is not None and (seen.checksum != checksum or len(seen.tokens) != num_choices):
-            raise UsageError("Last-Event-ID is of another request: send the body that the stream began with")
+        if seen is not None:
+            begun = [model for model in models if _with_model(checksum, model) == seen.checksum]
+            if not begun or len(seen.tokens) != num_choices:
+                raise UsageError(
+                    "Last-Event-ID is of another request, or of a model that was replaced: send the body that the "
+                    "stream began with, or begin again without the header"
+                )
+            (self.model, *_) = begun
 
     def splits_before(self, choice: int, num_tokens: int) -> bool:
         """Whether the client has exactly the first `num_tokens` of a choice: what follows is sent apart."""
@@ -102,4 +128,5 @@ class StreamPosition:
         counts = ",".join(
             [f"{count}e" if end else str(count) for count, end in zip(self._tokens, self._ended, strict=True)]
         )
-        return events[:-1] + f"id: {self._head}{counts}\n\n".encode() if events else events
+        checksum = _with_model(self._checksum, self.model)
+        return events[:-1] + f"id: {self._head}{checksum:08x}:{counts}\n\n".encode() if events else events

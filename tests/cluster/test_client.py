@@ -1,16 +1,20 @@
 """A front and its engines, without Ray: requests, faults, and streams that survive the death of their engine."""
 
 import asyncio
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from forge import SamplingParams
+from forge.cluster import breaker
 from forge.cluster.client import NoHealthyReplica
 from forge.cluster.handoff import MIN_PROMPT
 from forge.engine.structured_output import StructuredOutput
 from forge.engine.task import Task
 from forge.errors import UsageError
+from forge.server.app import _native_object
 from forge.server.engine_client import Prompt, RequestFailed
 from forge.server.resumption import parse_event_id
 from tests.cluster.local_engines import (
@@ -82,6 +86,77 @@ def test_a_stream_goes_on_with_its_very_tokens_when_its_engine_dies(case: str):
 
 
 @in_a_loop
+async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_one():
+    engines = {"a": LocalEngine(), "b": LocalEngine()}
+    for engine in engines.values():
+        engine.slow_down(0.003)
+    async with front_of(*engines.values()) as client:
+        outputs, seen, killed = [], [], []
+        client.on_end = lambda generation, output: outputs.append((generation, output))
+        generation = submit(client, "r", SEEDED)
+
+        def kill(number: int) -> None:
+            seen.append(time.perf_counter())
+            if number >= 5 and not killed:
+                killed.append(client.replica_of("r"))
+                engines.pop(killed[0]).kill()
+
+        await read(generation, kill)
+        ((_, output),) = outputs
+        times = output.outputs[0].metrics
+        assert times.arrived == generation.arrived < times.first_token <= seen[0]
+        (name,) = engines
+        text = client.metrics.text(client.gauges)
+        assert f'replica="{name}"' in text and f'replica="{killed[0]}"' not in text, "the dead one's series are gone"
+        assert 'replica=""' not in text
+        timeline = await client.ask("timeline", "r")
+        (sample,) = timeline["samples"]
+        known = [token for token in sample["tokens"] if token]
+        assert len(sample["tokens"]) == 40 and 0 < len(known) <= 35 and sample["tokens"][-len(known) :] == known
+        assert timeline["events"][0]["why"] == f"resumed behind {40 - len(known)} tokens of another engine"
+        answering = asyncio.create_task(client.ask("timeline", "r"))
+        engines[name].kill()
+        assert await answering is None, "no engine knows it any more"
+        service = SimpleNamespace(reader=SimpleNamespace(model_names=["hash"]), tokenizer=engines[name].llm.tokenizer)
+        body = _native_object(service, await generation.finished(), {"samples": [], "events": []})
+        assert len(body["choices"][0]["tokens"]) == 40 and body["id"] == "r"
+
+
+@in_a_loop
+async def test_a_stream_that_has_begun_goes_on_at_its_own_version_of_the_model_only():
+    a, b, c = (LocalEngine() for _ in range(3))
+    a.slow_down(0.003)
+    async with front_of(a) as client:
+        generation, steps = submit(client, "r", SEEDED), []
+
+        async def update() -> None:
+            client.join("b", "engines", b.address, "new")
+            await eventually(lambda: "b" in client._links)
+            a.kill()
+            client.leave("a")
+            fresh = submit(client, "s", SEEDED)
+            assert await read(fresh) == expected(SEEDED, 7) and client.replica_of("s") == "b"
+            steps.append(b.server._num_steps)
+            assert not generation.ended and client._homeless
+            client.join("c", "engines", c.address)
+            await eventually(lambda: "c" in client._links)
+            seen = parse_event_id(fresh.position.mark(b"data\n\n").decode().split("id: ")[1].strip())
+            client.leave("b")
+            await eventually(lambda: "b" not in client._links)
+            with pytest.raises(UsageError, match="of a model that was replaced"):
+                await client.resume(seen, [Prompt(PROMPT)], SEEDED)
+
+        updating = []
+        found = await read(
+            generation,
+            lambda number: updating or updating.append(asyncio.create_task(update())) if number > 3 else None,
+        )
+        await updating[0]
+        assert found == expected(SEEDED, 7) and client.replica_of("r") == "c" and b.server._num_steps == steps[0]
+    b.kill(), c.kill()
+
+
+@in_a_loop
 async def test_a_stream_survives_more_deaths_than_attempts_because_each_engine_brought_tokens():
     engines = [LocalEngine() for _ in range(2)]
     async with front_of(*engines) as client:
@@ -112,10 +187,14 @@ async def test_an_engine_whose_steps_raise_gets_no_requests_and_none_is_lost():
     async with front_of(a, b, router="least-tokens") as client:
         a.break_steps()
         alone = expected(SEEDED, 7)
-        for number in range(30):
-            assert await read(submit(client, f"r{number}", SEEDED)) == alone
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(breaker, "FIRST_PAUSE", breaker.LONGEST_PAUSE)  # no trial while this runs
+            for number in range(30):
+                assert await read(submit(client, f"r{number}", SEEDED)) == alone
         went = [client.pools["engines"].decisions[f"r{number}"].replica for number in range(30)]
-        assert set(went) == {"b"} and client.num_resumed <= 6, "it is asked a few times, and then left alone"
+        assert set(went) == {"b"} and client.num_resumed <= breaker.FAILURES, (
+            "it is asked a few times, and then left alone"
+        )
         assert client.pools["engines"].fleet.num_healthy == 1 and client.is_ready
     a.kill(), b.kill()
 
@@ -364,6 +443,10 @@ def test_a_client_of_a_dead_front_reads_the_rest_from_another(case: str):
                     if rest.position.is_new(delta):
                         texts[delta.choice] += delta.text
             assert texts == [text for text, *_ in expected(params, seed)]
+            by_id = await other.resume(replace(seen, tokens=(), ended=()), [Prompt(PROMPT)], params)
+            assert await read(by_id) == expected(params, seed)
+            with pytest.raises(UsageError, match="no engine remembers the request cmpl-none"):
+                await other.resume(parse_event_id("cmpl-none"), [Prompt(PROMPT)], params)
             with pytest.raises(UsageError, match="another request"):
                 await other.resume(seen, [Prompt([*PROMPT, 1])], params)
         a.kill()

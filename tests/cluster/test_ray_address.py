@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -14,11 +15,10 @@ from forge.cluster import ray_address
 from forge.cluster.options import ClusterOptions
 from forge.cluster.ray_address import (
     choose_ray,
-    clear_private,
-    prepare_private,
-    private_folder,
-    record_private,
-    remove_private,
+    clear_folder,
+    record_address,
+    release_lock,
+    server_folder,
     take_lock,
 )
 from forge.errors import UsageError
@@ -48,7 +48,7 @@ def start_private(name: str, running: set[str]) -> int:
     """The descriptor that locks its name."""
     place = choose_ray(name, OPTIONS)
     assert place.address is None and place.lock is not None
-    record_private(name, "10.0.0.1:1")
+    record_address(name, "10.0.0.1:1")
     running.add("10.0.0.1:1")
     return place.lock
 
@@ -67,10 +67,10 @@ def test_a_ray_that_was_asked_for_must_answer(machine, monkeypatch):
             choose_ray("one", options)
     machine.add("10.0.0.1:6379")
     assert choose_ray("one", OPTIONS).address == "10.0.0.1:6379"
-    assert choose_ray("one", ClusterOptions(ray_address="local")).address is None
+    assert choose_ray("two", ClusterOptions(ray_address="local")).address is None
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(UsageError, match="ray start --head makes one"):
-        choose_ray("two", OPTIONS)
+        choose_ray("three", OPTIONS)
 
 
 def test_another_server_never_joins_a_private_ray(machine):
@@ -107,12 +107,12 @@ def test_a_folder_that_is_removed_while_it_is_being_locked_is_made_again(machine
     def remove_first(descriptor: int, operation: int) -> None:
         if not taken:
             taken.append(descriptor)
-            remove_private("one")
+            shutil.rmtree(server_folder("one"))
         flock(descriptor, operation)
 
     monkeypatch.setattr(ray_address.fcntl, "flock", remove_first)
     lock = take_lock("one")
-    assert os.path.samestat(os.fstat(lock), os.stat(private_folder("one")))
+    assert os.path.samestat(os.fstat(lock), os.stat(server_folder("one")))
 
 
 def test_attach_joins_the_private_ray_of_that_name_with_its_token(machine):
@@ -125,8 +125,8 @@ def test_attach_joins_the_private_ray_of_that_name_with_its_token(machine):
 
 def test_attach_waits_for_a_ray_that_starts_again(machine, monkeypatch):
     start_private("one", machine)
-    clear_private("one")
-    monkeypatch.setattr(ray_address.time, "sleep", lambda seconds: record_private("one", "10.0.0.1:1"))
+    clear_folder("one")
+    monkeypatch.setattr(ray_address.time, "sleep", lambda seconds: record_address("one", "10.0.0.1:1"))
     assert choose_ray("one", ClusterOptions(attach="one")).address == "10.0.0.1:1"
     machine.clear()
     monkeypatch.setattr(ray_address, "RESTART_SECONDS", 0.0)
@@ -137,15 +137,26 @@ def test_attach_waits_for_a_ray_that_starts_again(machine, monkeypatch):
 def test_each_private_ray_has_a_token_that_only_its_user_reads(machine):
     tokens = set()
     for name in ("one", "two"):
-        take_lock(name)
-        prepare_private(name)
-        token = private_folder(name) / "token"
+        lock = choose_ray(name, OPTIONS).lock
+        token = server_folder(name) / "token"
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
-        assert stat.S_IMODE(private_folder(name).stat().st_mode) == 0o700
+        assert stat.S_IMODE(server_folder(name).stat().st_mode) == 0o700
         tokens.add(token.read_text())
     assert len(tokens) == 2 and min(map(len, tokens)) == 64
-    remove_private("one")
-    assert not private_folder("one").exists()
+    release_lock("two", lock)
+    assert not server_folder("two").exists()
+
+
+def test_attach_finds_a_server_on_a_shared_ray_by_its_name_too(machine, record):
+    record.write_text("10.0.0.1:6379")
+    machine.add("10.0.0.1:6379")
+    place = choose_ray("one", OPTIONS)
+    assert place.address == "10.0.0.1:6379" and place.lock is not None and not place.environment
+    record_address("one", place.address)
+    record.unlink()
+    assert choose_ray("one", ClusterOptions(attach="one")) == ("10.0.0.1:6379", {}, None)
+    with pytest.raises(UsageError, match="one runs already"):
+        choose_ray("one", OPTIONS)
 
 
 def test_engines_that_outlive_the_command_need_a_ray_that_does(machine):

@@ -20,11 +20,13 @@ import pytest
 from forge import LLM, SamplingParams
 from tests.cli.conftest import start
 from tests.server.conftest import Server, until
+from tests.small_models import write_small_qwen3
 
 pytest.importorskip("ray", reason="Ray Serve is not installed: pip install 'ray[serve]'")
 
 ALL = bool(os.environ.get("FORGE_ALL_TESTS"))
 KILLS = int(os.environ.get("FORGE_KILLS", "1"))
+long = pytest.mark.skipif(not ALL, reason="it takes a minute: run with FORGE_ALL_TESTS=1")
 BEGINNING = "Once upon a time there was a fox who lived by the old mill. "
 STREAMS = 4
 TOKENS = 1500
@@ -76,8 +78,8 @@ def pids(server: Server, part: str) -> list[int]:
 
 
 def is_whole(server: Server) -> bool:
-    """Both engines can be reached, and are those that Ray runs now; another front knows no processes."""
-    return server.metric("forge:replicas_reachable") == 2 and len(pids(server, "engine")) in (0, 2)
+    """Both engines can be reached, and are those that Ray runs now."""
+    return server.metric("forge:replicas_reachable") == 2 and len(pids(server, "engine")) == 2
 
 
 def completion(server: Server, prompt: str, **options) -> tuple[int, dict]:
@@ -280,7 +282,7 @@ def test_another_front_shares_the_engines_and_its_clients_go_on_at_the_first_whe
 
     other = Server("--attach", "tested")
     try:
-        assert until(lambda: is_whole(other), 60)
+        assert until(lambda: other.metric("forge:replicas_reachable") == 2, 60)
         first = completion(server, BEGINNING * 2)[1]
         assert until(lambda: route(other, completion(other, BEGINNING * 2 + "Every")[1]["id"])["why"] == "prefix", 20)
         assert completion(other, "A mill")[1]["choices"][0]["text"] == said(alone, "A mill", 8)
@@ -294,6 +296,68 @@ def test_another_front_shares_the_engines_and_its_clients_go_on_at_the_first_whe
         assert completion(server, BEGINNING * 2)[1]["choices"] == first["choices"], "a front that leaves ends nothing"
     finally:
         other.stop()
+
+
+def change(name: str, *options: str) -> tuple[int, str]:
+    """The exit status of `forge engines`, and its complaint."""
+    process = start("engines", name, *options, text=True)
+    _, message = process.communicate(timeout=120)
+    return process.returncode, message
+
+
+@long
+def test_engines_come_and_go_and_a_model_that_does_not_fit_is_refused_while_streams_run(server, alone, tmp_path):
+    assert until(lambda: is_whole(server), 90)
+    stop, prompts = threading.Event(), [f"a stream {number}" for number in range(STREAMS)]
+
+    def ask(prompt: str) -> int:
+        wanted, rounds = said(alone, prompt, TOKENS), 0
+        while not stop.is_set():
+            assert text_of(list(events(server, prompt, max_tokens=TOKENS))) == wanted
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        asked = [pool.submit(ask, prompt) for prompt in prompts]
+        try:
+            for number in (3, 2):
+                assert change("tested", "--replicas", str(number)) == (0, "")
+                assert until(lambda number=number: server.metric("forge:replicas_reachable") == number, 60)
+            status, message = change("tested", "--model", str(write_small_qwen3(tmp_path / "small.gguf")))
+            assert status == 1 and "the new model has another tokenizer and another context" in message
+            assert until(lambda: is_whole(server), 60)
+        finally:
+            stop.set()
+        assert all(one.result(120) for one in asked)
+
+
+@long
+def test_an_update_to_another_file_fails_no_request_and_mixes_no_answer(tmp_path):
+    paths = [str(write_small_qwen3(tmp_path / f"{seed}.gguf", seed=seed)) for seed in (1, 2)]
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    models = [LLM(path, threads=1) for path in paths]
+    wanted = [llm.generate(["a mill"], params)[0].outputs[0].text for llm in models]
+    assert wanted[0] != wanted[1]
+    options = ("--threads", "1", "--served-model-name", "hash", "--replicas", "1", "--ray-address", "local")
+    server = Server("--model", paths[0], *options, "--name", "updated")
+    try:
+        stop, answers = threading.Event(), []
+
+        def ask() -> None:
+            while not stop.is_set():
+                answers.append(text_of(list(events(server, "a mill", max_tokens=60))))
+
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(ask) for _ in range(2)]
+            try:
+                assert change("updated", "--model", paths[1]) == (0, "")
+                assert until(lambda: completion(server, "a mill", max_tokens=60)[1]["choices"][0]["text"] == wanted[1])
+            finally:
+                stop.set()
+            [one.result(60) for one in asked]
+        assert set(answers) == set(wanted)
+    finally:
+        server.stop()
 
 
 def test_prefill_apart_and_sigterm(alone):
@@ -314,9 +378,6 @@ def test_prefill_apart_and_sigterm(alone):
     finally:
         server.stop()
     assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), 30), "processes are left behind"
-
-
-long = pytest.mark.skipif(not ALL, reason="it takes a minute: run with FORGE_ALL_TESTS=1")
 
 
 @long

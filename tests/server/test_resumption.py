@@ -53,9 +53,14 @@ def test_a_generation_is_cut_exactly_where_the_client_stopped(cut: int):
     assert "".join(part.text for part in new) == "012345"[cut:]
 
 
+def test_the_id_of_a_request_says_that_the_client_has_no_token():
+    seen = parse_event_id("chatcmpl-1f")
+    assert (seen.request_id, seen.tokens) == ("chatcmpl-1f", ())
+
+
 @pytest.mark.parametrize("text", ["", "x", "a:b:c:d", "cmpl-1:7:00000abc:", "cmpl 1:7:00000abc:1", "c:7:00000abc:1,"])
 def test_an_id_of_another_server_is_refused(text: str):
-    with pytest.raises(UsageError, match="no id of an event"):
+    with pytest.raises(UsageError, match="no id of an event or a request"):
         parse_event_id(text)
 
 

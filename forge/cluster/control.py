@@ -1,0 +1,113 @@
+"""Changes to the engines of a server that runs: how many there are, and which model they load.
+
+`forge engines NAME` asks the server's front over a socket in the server's folder. The front passes the change on to its
+keeper, which tells Ray Serve: one new engine at a time, before an old one goes, and one that goes finishes what it has.
+The new model must look like the old one to a front, which has told its clients of the tokenizer and the context.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forge.cluster.keeper_messages import Deployment
+from forge.cluster.ray_address import server_folder
+from forge.errors import ForgeError, UsageError
+from forge.server.messages import Ready
+
+_SOCKET = "control"
+
+
+class Change(NamedTuple):
+    """What is to be different."""
+
+    replicas: int | None = None
+    """Engines that answer; with autoscaling, at least."""
+    model: str | None = None
+
+
+def changed(deployment: Deployment, change: Change) -> Deployment:
+    """The deployment with a change. Raises `UsageError` for one that has no meaning."""
+    cluster = deployment.cluster
+    if change.replicas is not None:
+        is_apart = cluster.decode_replicas is not None
+        number = change.replicas
+        cluster = replace(cluster, decode_replicas=number) if is_apart else replace(cluster, replicas=number)
+    return deployment._replace(cluster=cluster, model=change.model or deployment.model)
+
+
+def version_of(model: str, options: dict[str, Any]) -> str:
+    """The same for the same model with the same options, and another one for a file that has changed."""
+    path = Path(model)
+    state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in (path,) if file.exists()]
+    return sha256(repr((model, sorted(options.items()), state)).encode()).hexdigest()[:16]
+
+
+def interface_of(ready: Ready) -> dict[str, Any]:
+    """What a front relies on, by what a person calls it."""
+    tokenizer = sha256(repr((ready.tokenizer_type, ready.tokenizer_spec)).encode()).hexdigest()
+    return {
+        "tokenizer": tokenizer,
+        "context": ready.max_model_len,
+        "KV cache": (ready.kv, ready.block_size),
+        "kind of embeddings": ready.pooling,
+        "labels": ready.labels,
+    }
+
+
+def check_interface(known: dict[str, Any], ready: Ready) -> None:
+    """Raises `UsageError` for a model that fronts do not expect."""
+    differing = [name for name, value in interface_of(ready).items() if value != known[name]]
+    if differing:
+        what = " and ".join(f"another {name}" for name in differing)
+        raise UsageError(f"the new model has {what}: start a server of its own for it")
+
+
+# The socket
+
+
+async def listen_for_changes(name: str, make: Callable[[Change], Awaitable[None]]) -> asyncio.Server:
+    """Take changes of the server called `name`, one at a time. make: makes one, or raises the `ForgeError` that says
+    why not."""
+    lock = asyncio.Lock()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer: dict[str, Any] = {}
+        try:
+            change = Change(**json.loads(await reader.readline()))
+            async with lock:
+                await make(change)
+        except ForgeError as error:
+            answer = {"message": str(error), "exit_code": error.exit_code}
+        except (ValueError, TypeError) as error:
+            answer = {"message": f"no change: {error}", "exit_code": UsageError.exit_code}
+        writer.write(json.dumps(answer).encode() + b"\n")
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_unix_server(take, server_folder(name) / _SOCKET)
+
+
+def ask_for_change(name: str, change: Change) -> None:
+    """Let the server called `name` make a change, and wait until that is done. Raises the `ForgeError` that says why it
+    is not, after which the engines are those of before."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(server_folder(name) / _SOCKET))
+    except OSError:
+        raise UsageError(f"no server called {name} runs on this machine: ask where it was started") from None
+    with connection, connection.makefile("rw") as stream:
+        stream.write(json.dumps(change._asdict()) + "\n")
+        stream.flush()
+        line = stream.readline()
+    if not line:
+        raise ForgeError(f"the server {name} has ended before its engines were changed")
+    answer = json.loads(line)
+    if answer:
+        error = ForgeError(answer["message"])
+        error.exit_code = answer["exit_code"]
+        raise error
