@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from forge.errors import UsageError
 from forge.model.catalog import DEFAULT_MODEL
@@ -134,7 +134,7 @@ class EngineArgs:
         "Which sequence is preempted: lifo (the newest), lifo-others (never the one that asks), or least-progressed.",
         _SCHEDULER,
     )
-    mode: PreemptionMode = option("recompute", "What becomes of them: recompute, or swap.", _SCHEDULER)
+    preemption: PreemptionMode = option("recompute", "What becomes of them: recompute, or swap.", _SCHEDULER)
     num_host_blocks: int = option(256, "Blocks in the pool to swap to.", _SCHEDULER)
     prefix_planning: bool = option(
         True, "Requests that begin alike wait while one of them computes what they share.", _SWITCHES
@@ -169,9 +169,7 @@ class EngineArgs:
         _require_positive("block_size", self.block_size)
         checked_mode(self.speculate, self.k)
         checked_acceptance(self.acceptance)
-        self._config(
-            self.max_num_batched_tokens, self.prefill_only_tokens, self.prefill_only_bytes
-        )  # checks the scheduler's
+        self._config({})  # checks the scheduler's
         sizes = {"num_blocks": self.num_blocks, "kv_memory": self.pool_bytes}
         for name, value in (sizes | {"threads": self.threads, "max_model_len": self.max_model_len}).items():
             if value is not None:
@@ -218,41 +216,26 @@ class EngineArgs:
         return [self.draft] if isinstance(self.draft, str | Path) else self.draft
 
     def scheduler_config(self) -> "SchedulerConfig":
-        """What the scheduler is set to, with what suits the device where nothing was given."""
+        """The scheduler's options; those that are None get what suits the device."""
         from forge.backends.devices import is_large_gpu
 
-        step_tokens, prefill_only_tokens, prefill_only_bytes = (
-            self.max_num_batched_tokens,
-            self.prefill_only_tokens,
-            self.prefill_only_bytes,
-        )
         if is_large_gpu(self.device):
-            step_tokens = step_tokens if step_tokens is not None else max(LARGE_GPU_STEP_TOKENS, self.max_num_seqs)
-            if prefill_only_tokens is None:
-                prefill_only_tokens = LARGE_GPU_PREFILL_ONLY_TOKENS
-            prefill_only_bytes = prefill_only_bytes if prefill_only_bytes is not None else LARGE_GPU_PREFILL_ONLY_MEMORY
-        elif self.device == "cpu" and prefill_only_bytes is None:
-            prefill_only_bytes = CPU_PREFILL_ONLY_MEMORY
-        return self._config(step_tokens, prefill_only_tokens, prefill_only_bytes)
+            return self._config(
+                {
+                    "max_num_batched_tokens": max(LARGE_GPU_STEP_TOKENS, self.max_num_seqs),
+                    "prefill_only_tokens": LARGE_GPU_PREFILL_ONLY_TOKENS,
+                    "prefill_only_memory": LARGE_GPU_PREFILL_ONLY_MEMORY,
+                }
+            )
+        return self._config({"prefill_only_memory": CPU_PREFILL_ONLY_MEMORY} if self.device == "cpu" else {})
 
-    def _config(
-        self, step_tokens: int | None, prefill_only_tokens: int | None, prefill_only_bytes: int | None
-    ) -> "SchedulerConfig":
-        from forge.engine.policies import DEFAULT_PREFILL_ONLY_MEMORY, DEFAULT_PREFILL_ONLY_TOKENS, SchedulerConfig
+    def _config(self, defaults: dict[str, Any]) -> "SchedulerConfig":
+        """`SchedulerConfig` has its fields' names and meanings from here. Raises `UsageError`."""
+        from forge.engine.policies import SchedulerConfig
 
-        return SchedulerConfig(
-            self.max_num_seqs,
-            step_tokens,
-            self.chunked_prefill,
-            self.order,
-            self.preempt,
-            self.mode,
-            self.num_host_blocks,
-            self.prefix_planning,
-            self.prefill_only,
-            prefill_only_tokens if prefill_only_tokens is not None else DEFAULT_PREFILL_ONLY_TOKENS,
-            prefill_only_bytes if prefill_only_bytes is not None else DEFAULT_PREFILL_ONLY_MEMORY,
-        )
+        options = {field.name: getattr(self, field.name) for field in fields(SchedulerConfig)}
+        options["prefill_only_memory"] = self.prefill_only_bytes
+        return SchedulerConfig(**defaults | {name: value for name, value in options.items() if value is not None})
 
     def _check_gpu_memory(self, utilization: float) -> None:
         if self.num_blocks is not None or self.kv_memory is not None:

@@ -35,8 +35,8 @@ IGNORED = {
     ("tenants", "speculate"): "--tenants 4,2,0",
     ("preempt", "kv"): "--kv basic --preempt lifo",
     ("preempt", "order"): "--kv paged --order priority --preempt lifo",
-    ("mode", "kv"): "--kv off --mode swap",
-    ("num_host_blocks", "mode"): "--kv paged --num-host-blocks 3",
+    ("preemption", "kv"): "--kv off --preemption swap",
+    ("num_host_blocks", "preemption"): "--kv paged --num-host-blocks 3",
     ("prefix_planning", "kv"): "--kv paged --no-prefix-planning",
     ("top_p", "temperature"): "--top-p 0.9",
     ("top_k", "temperature"): "--top-k 9",
@@ -173,7 +173,7 @@ def test_a_command_refuses_an_option_that_it_would_ignore(forge, name, row):  # 
     [
         {"kv": "off", "num_blocks": 3},
         {"kv": "off", "block_size": 32},
-        {"kv": "basic", "mode": "swap"},
+        {"kv": "basic", "preemption": "swap"},
         {"kv": "paged", "order": "priority", "preempt": "least-progressed"},
         {"kv": "paged", "prefix_planning": False},
         {"device": "reference", "quantize": "q8_0"},
@@ -194,7 +194,7 @@ def test_a_loaded_model_may_be_asked_for_guesses_later():
 
 
 def test_a_part_of_the_callers_own_may_use_any_option():
-    EngineArgs("hash", kv=lambda size: None, mode="swap", num_host_blocks=3, prefix_planning=False)
+    EngineArgs("hash", kv=lambda size: None, preemption="swap", num_host_blocks=3, prefix_planning=False)
     EngineArgs("hash", order=lambda sequence: (0,), preempt="least-progressed", kv="paged")
 
 
@@ -215,7 +215,7 @@ def test_the_default_that_makes_it_meaningless_is_named(forge):  # noqa: F811
         "--kv off vs paged --num-blocks 8 -m hash abc 3",
         "--speculate off vs ngram --k 3 -m hash abc 3",
         "--temperature 0 vs 1 --top-p 0.5 --seed 3 -m hash abc 3",
-        "--mode recompute vs swap --num-host-blocks 4 -m hash --requests 3 4",
+        "--preemption recompute vs swap --num-host-blocks 4 -m hash --requests 3 4",
         "--order fcfs vs priority --preempt least-progressed -m hash --requests 3 4",
         "--preempt lifo vs least-progressed --num-blocks 48 -m hash --requests 3 4",
         "--device reference vs cpu --threads 1 -m hash abc 3",

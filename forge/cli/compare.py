@@ -45,7 +45,7 @@ DIFFERENT = 1
 
 _OF_MANY = (
     "requests", "prompt_tokens", "output_tokens", "arrival", "workload", "batch", "max_num_batched_tokens",
-    "chunked_prefill", "order", "preempt", "mode",
+    "chunked_prefill", "order", "preempt", "preemption",
 )  # fmt: skip
 """Options that mean something for many requests alone."""
 

@@ -107,7 +107,7 @@ COMPLETIONS: dict[str, Callable[[str], list[str]]] = {
     "acceptance": one_of("gumbel", "rejection"),
     "order": orders,
     "preempt": victim_policies,
-    "mode": preemption_modes,
+    "preemption": preemption_modes,
     "on_engine_death": one_of("exit", "restart"),
     "show": one_of("blocks"),
 }

@@ -32,7 +32,11 @@ CLOSED_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Why a file that output was sent to takes no more of it."""
-RENAMED = {"--oneshot-tokens": "--prefill-only-tokens", "--oneshot-memory": "--prefill-only-memory"}
+RENAMED = {
+    "--oneshot-tokens": "--prefill-only-tokens",
+    "--oneshot-memory": "--prefill-only-memory",
+    "--mode": "--preemption",
+}
 """From the former name of an option to the name that it has now."""
 _COMPLETION = ("install_completion", "show_completion")
 

@@ -285,7 +285,7 @@ def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
         config.token_budget,
         config.chunked_prefill,
         config.order_name,
-        config.victim_name,
+        config.preempt_name,
         config.preemption,
         config.num_host_blocks,
         tuple(sys.argv[1:]),

@@ -71,7 +71,7 @@ def trace_scheduler(
 
     With --order priority each request draws a priority of 0, 1 or 2; a lower one is served first.
 
-    [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --mode recompute --step[/dim]
+    [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --preemption recompute --step[/dim]
     [dim]forge trace-scheduler --workload run.jsonl --max-num-seqs 4[/dim]
     """
     limits = _tenants(tenants)

@@ -109,7 +109,7 @@ class SchedulerConfig:
     Without it a prompt is computed whole, in a step without decodes."""
     order: str | AdmissionOrder = "fcfs"
     """Which sequence is admitted first: one of `ADMISSION_ORDERS`, or such a function."""
-    victim: str | VictimPolicy = "lifo"
+    preempt: str | VictimPolicy = "lifo"
     """Which sequence is preempted: one of `VICTIM_POLICIES`, or such a function. With the order `priority` it is the
     worst placed instead."""
     preemption: PreemptionMode = "recompute"
@@ -129,13 +129,12 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name, choices in (
             ("order", ADMISSION_ORDERS),
-            ("victim", VICTIM_POLICIES),
+            ("preempt", VICTIM_POLICIES),
             ("preemption", PREEMPTION_MODES),
         ):
             chosen = getattr(self, name)
             if chosen not in choices and (name == "preemption" or not callable(chosen)):
-                option = {"order": "--order", "victim": "--preempt", "preemption": "--mode"}[name]
-                raise UsageError(f"unknown {option} {chosen!r}; supported: {', '.join(choices)}")
+                raise UsageError(f"unknown --{name} {chosen!r}; supported: {', '.join(choices)}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_only_tokens", "prefill_only_memory"):
             value = getattr(self, name)
             if name == "max_num_batched_tokens" and value is None:
@@ -168,11 +167,11 @@ class SchedulerConfig:
         """Its name and itself."""
         if self.order == "priority":
             return "priority", worst_placed
-        return self.victim_name, self.victim if callable(self.victim) else VICTIM_POLICIES[self.victim]
+        return self.preempt_name, self.preempt if callable(self.preempt) else VICTIM_POLICIES[self.preempt]
 
     @property
-    def victim_name(self) -> str:
-        return _name(self.victim)
+    def preempt_name(self) -> str:
+        return _name(self.preempt)
 
 
 def _require_whole(name: str, value: object, least: int) -> None:

@@ -18,9 +18,9 @@ def check_victim_policy(policy: VictimPolicy) -> None:
     alone = LLM("hash", kv="off", max_num_seqs=1).generate(prompts, params)
     expected = [output.outputs[0].token_ids for output in alone]
     for num_blocks in (14, 20, 33):
-        for mode in ("recompute", "swap"):
-            llm = LLM("hash", kv="paged", block_size=4, num_blocks=num_blocks, preempt=policy, mode=mode)
-            where = f"in a pool of {num_blocks} blocks ({mode})"
+        for preemption in ("recompute", "swap"):
+            llm = LLM("hash", kv="paged", block_size=4, num_blocks=num_blocks, preempt=policy, preemption=preemption)
+            where = f"in a pool of {num_blocks} blocks ({preemption})"
             run, preempted = llm.start(prompts, params), 0
             for steps, record in enumerate(run):
                 preempted += len(record.preempted)

@@ -180,7 +180,7 @@ def _engines(guesses: Proposer) -> list[tuple[str, dict]]:
         ("with the prefix cache", {"kv": "prefix"}),
         ("with prompts in chunks of 7 tokens", {"kv": "prefix", "max_num_seqs": 6, "max_num_batched_tokens": 7}),
         ("in a pool too small for all, where victims compute again,", {"kv": "paged", **few}),
-        ("in a pool too small for all, where victims are swapped,", {"kv": "paged", "mode": "swap", **few}),
+        ("in a pool too small for all, where victims are swapped,", {"kv": "paged", "preemption": "swap", **few}),
         ("with guesses, three in ten of them wrong,", {"kv": "paged", "speculate": guesses, "speculate_fixed": True}),
     ]
 

@@ -86,16 +86,16 @@ def explain_admission(admission: AdmitRecord) -> str:
     return f"{text}; {cached} from the cache" if admission.num_cached else text
 
 
-def explain_preemption(preemption: PreemptRecord, name: NameOf = _seq) -> str:
+def explain_preemption(record: PreemptRecord, name: NameOf = _seq) -> str:
     """`victim of seq 12: needed 1, free 0; lifo; 37 tokens to recompute`."""
-    match preemption.mode:
+    match record.preemption:
         case "recompute":
-            cost = f"{_plural(preemption.tokens_lost, 'token')} to recompute"
+            cost = f"{_plural(record.tokens_lost, 'token')} to recompute"
         case "swap":
-            cost = f"{_plural(preemption.blocks_freed, 'block')} to the host's pool"
+            cost = f"{_plural(record.blocks_freed, 'block')} to the host's pool"
         case _:
-            assert_never(preemption.mode)
-    return f"{_victim_of(preemption, name)}; {cost}{_fallback(preemption)}"
+            assert_never(record.preemption)
+    return f"{_victim_of(record, name)}; {cost}{_fallback(record)}"
 
 
 def explain_cycle(cycle: SpecCycle) -> str:
@@ -191,7 +191,7 @@ def explain_wait(wait: Wait, seq_id: int) -> str:
 def explain_preempted(preemption: Preemption) -> str:
     """`preempted at step 40, victim of seq 12: needed 1, free 0; lifo; 37 tokens recomputed`."""
     record = preemption.record
-    if record.mode == "swap":
+    if record.preemption == "swap":
         cost = "swapped to the host's pool, no token recomputed"
     elif record.tokens_lost == 0:
         cost = "no token had been computed"
@@ -234,14 +234,14 @@ def _budget(limit: int, option: BudgetOption) -> str:
             assert_never(option)
 
 
-def _victim_of(preemption: PreemptRecord, name: NameOf) -> str:
-    itself = preemption.victim_of == preemption.seq_id
-    victim = "its own victim" if itself else f"victim of {name(preemption.victim_of)}"
-    return f"{victim}: needed {preemption.needed}, free {preemption.free}; {preemption.policy}"
+def _victim_of(record: PreemptRecord, name: NameOf) -> str:
+    itself = record.victim_of == record.seq_id
+    victim = "its own victim" if itself else f"victim of {name(record.victim_of)}"
+    return f"{victim}: needed {record.needed}, free {record.free}; {record.preempt}"
 
 
-def _fallback(preemption: PreemptRecord) -> str:
-    return f" ({explain(preemption.fallback)})" if preemption.fallback is not None else ""
+def _fallback(record: PreemptRecord) -> str:
+    return f" ({explain(record.fallback)})" if record.fallback is not None else ""
 
 
 def _plural(number: int, noun: str) -> str:

@@ -17,7 +17,7 @@ ENGINE, SEQUENCES = 1, 2
 STEPS = 1
 """The thread id of the steps' track; a sequence's is one more than its own id, because 0 means something else."""
 Event = dict[str, Any]
-_PREEMPTION_FACTS = ("victim_of", "needed", "free", "policy", "mode", "tokens_lost")
+_PREEMPTION_FACTS = ("victim_of", "needed", "free", "preempt", "preemption", "tokens_lost")
 
 
 def perfetto_object(trace: Trace) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class TraceHeader:
     chunked_prefill: bool = True
     order: str = "fcfs"
     preempt: str = "lifo"
-    mode: str = "recompute"
+    preemption: str = "recompute"
     num_host_blocks: int = 0
     command: tuple[str, ...] = ()
     """The command line, without the program."""

@@ -21,7 +21,13 @@ from forge.reasons import (
     WaitReason,
 )
 
-FORMERLY = {"leader": "owner", "num_guesses": "num_draft_tokens", "oneshot": "prefill_only"}
+FORMERLY = {
+    "leader": "owner",
+    "num_guesses": "num_draft_tokens",
+    "oneshot": "prefill_only",
+    "policy": "preempt",
+    "mode": "preemption",
+}
 """From the names and values of fields in traces written before they were renamed to those of now."""
 
 
@@ -147,14 +153,14 @@ class PreemptRecord:
     """Blocks that `victim_of` needed."""
     free: int
     """Blocks that were free."""
-    policy: str
+    preempt: str
     """How the victim was chosen: `lifo`, `lifo-others`, `least-progressed`, `priority`."""
-    mode: PreemptionMode
+    preemption: PreemptionMode
     tokens_lost: int
     """Computed tokens that must be computed again; 0 where they were swapped out."""
     blocks_freed: int
     fallback: HostPoolFull | None = None
-    """Why the mode is `recompute` although swapping was asked for."""
+    """Why `preemption` is `recompute` although swapping was asked for."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) 
         ended=dict(Counter(request.finish_reason for request in requests if request.finish_reason is not None)),
         pool_exhausted=sum(request.finish is not None and request.finish.why is not None for request in requests),
         preemptions=len(preempted),
-        swaps=sum(preemption.mode == "swap" for preemption in preempted),
+        swaps=sum(victim.preemption == "swap" for victim in preempted),
         sequences_preempted=len({preemption.seq_id for preemption in preempted}),
         rejected=sum(len(step.rejected) for step in steps),
         queue=Percentiles.of([request.queue_ms for request in requests]),

@@ -24,7 +24,7 @@ _QUESTIONS = {
     "--requests": "What do more requests change for each of them?",
     "--batch": "What does it buy to run requests together, and who pays?",
     "--preempt": "Does it matter which request gives way?",
-    "--mode": "Compute again, or swap?",
+    "--preemption": "Compute again, or swap?",
     "--order": "Who waits under another order?",
     "--chunked-prefill": "Who waits for a long prompt?",
 }

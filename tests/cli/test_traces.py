@@ -163,7 +163,7 @@ def test_a_cut_trace_is_replayed_with_a_note(forge, recorded, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [("--order", "priority"), ("--mode", "swap"), ("--no-chunked-prefill",), ("--arrival", "every:3")],
+    [("--order", "priority"), ("--preemption", "swap"), ("--no-chunked-prefill",), ("--arrival", "every:3")],
 )
 def test_every_way_of_scheduling_ends_every_request(forge, small, options):
     facts = json.loads(forge("trace-scheduler", *FEW, *TIGHT, *small, *options, "--json").out)
@@ -197,7 +197,7 @@ def test_bench_engine_has_a_row_per_way(forge, small):
     [
         ("--batch", "1", "vs", "3"),
         ("--preempt", "lifo", "vs", "least-progressed", "--batch", "3"),
-        ("--mode", "recompute", "vs", "swap"),
+        ("--preemption", "recompute", "vs", "swap"),
         ("--order", "fcfs", "vs", "priority"),
     ],
 )

@@ -85,7 +85,7 @@ class Case:
     max_num_batched_tokens: int = 64
     chunked_prefill: bool = True
     order: str = "fcfs"
-    victim: str = "lifo"
+    preempt: str = "lifo"
     preemption: str = "recompute"
     num_host_blocks: int = 64
     prefill_only: bool = False
@@ -211,7 +211,7 @@ def new_engine(case: Case, max_model_len: int = MAX_MODEL_LEN) -> Engine:
         case.max_num_batched_tokens,
         case.chunked_prefill,
         case.order,
-        case.victim,
+        case.preempt,
         case.preemption,
         case.num_host_blocks,
         case.prefix_planning,
@@ -257,7 +257,7 @@ def random_case(seed: int, kv: str, runs_ahead: bool = False) -> Case:
         max_num_batched_tokens=max_num_seqs + int(rng.integers(0, one_of(2, 8, 40))),
         chunked_prefill=rng.random() < 0.75,
         order=one_of("fcfs", "fcfs", *ADMISSION_ORDERS),
-        victim=one_of(*VICTIM_POLICIES),
+        preempt=one_of(*VICTIM_POLICIES),
         preemption=one_of("recompute", "swap"),
         num_host_blocks=one_of(0, 2, least, 64, 64),
         prefill_only=rng.random() < 0.7,
@@ -522,7 +522,7 @@ class Play:
         self.check_shares(plan, left)
         for one in plan.preempted:
             assert one.needed > one.free
-            assert one.fallback is None or (one.mode == "recompute" and one.fallback.needed > one.fallback.free)
+            assert one.fallback is None or (one.preemption == "recompute" and one.fallback.needed > one.fallback.free)
         self.check_writes(whole)
 
     def check_shares(self, plan: StepPlan, left: list[int]) -> None:
@@ -570,7 +570,7 @@ class Play:
         seen["scheduled after looking ahead"] += self.was_ahead and not record.planned_ahead
         self.was_ahead = record.planned_ahead
         for one in record.preempted:
-            seen[one.mode] += 1
+            seen[one.preemption] += 1
             seen["fallback"] += one.fallback is not None
             seen["gave way itself"] += one.seq_id == one.victim_of
         for one in record.admitted:

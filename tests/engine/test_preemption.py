@@ -50,12 +50,12 @@ def preemptions(records: list[StepRecord]) -> list:
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("victim", VICTIM_POLICIES)
 def test_preempted_sequences_say_what_they_say_undisturbed_and_each_token_once(kv, block_size, preemption, victim):
-    engine = pressed(kv, 24 // block_size, block_size=block_size, preemption=preemption, victim=victim)
+    engine = pressed(kv, 24 // block_size, block_size=block_size, preemption=preemption, preempt=victim)
     add_all(engine)
 
     records = run_all(engine)
 
-    assert {one.mode for one in preemptions(records)} == {preemption}
+    assert {one.preemption for one in preemptions(records)} == {preemption}
     told = [(token.seq_id, token.position) for record in records for token in record.tokens]
     assert sorted(told) == [(seq_id, len(text) + place) for seq_id, text in enumerate(TEXTS) for place in range(10)]
     assert sorted(one.seq_id for record in records for one in record.finished) == [0, 1, 2, 3]
@@ -108,7 +108,7 @@ def test_a_victim_whose_block_this_step_was_to_copy_is_swapped_out_from_the_copy
     found, records = outputs_in(num_blocks=7)
 
     assert {one.seq_id for one in records[2].preempted} == {0, 1}
-    assert {one.mode for one in preemptions(records)} == {"swap"}
+    assert {one.preemption for one in preemptions(records)} == {"swap"}
     assert found == expected
 
 
@@ -284,7 +284,7 @@ def test_a_real_models_logits_have_the_same_bits_under_preemption(model, kv, mod
     free, _ = logits_of_all(LLM(model, kv="basic", block_size=4, max_model_len=64, kv_dtype=kv_dtype), prompts)
 
     sizes = {"block_size": 4, "max_model_len": 64, "num_blocks": 12, "max_num_batched_tokens": 24}
-    tight = LLM(model, kv=kv, mode=mode, kv_dtype=kv_dtype, **sizes)
+    tight = LLM(model, kv=kv, preemption=mode, kv_dtype=kv_dtype, **sizes)
     found, num_preempted = logits_of_all(tight, prompts)
 
     assert num_preempted > 1

@@ -221,7 +221,7 @@ def test_preempts_when_blocks_run_out():
 
     plan = step(scheduler)
 
-    record = PreemptRecord(2, 1, 1, 0, policy="lifo", mode="recompute", tokens_lost=3, blocks_freed=1)
+    record = PreemptRecord(2, 1, 1, 0, preempt="lifo", preemption="recompute", tokens_lost=3, blocks_freed=1)
     assert plan.preempted == (record,)
     assert shares(plan) == [(0, "decode", 4, 1), (1, "decode", 4, 1)], "the victim is not in the plan"
     assert [one.seq_id for one in scheduler.waiting] == [2]
@@ -273,7 +273,7 @@ def test_what_the_prefix_cache_still_has_of_a_victim_need_not_be_computed_again(
 
 
 def test_least_progressed_takes_the_fewest_output_tokens_and_of_equals_the_last():
-    scheduler = running(2, num_blocks=4, victim="least-progressed")
+    scheduler = running(2, num_blocks=4, preempt="least-progressed")
     for _ in range(2):
         step(scheduler)  # sequence 0 has three output tokens, and its next one needs a block
     for seq_id in (1, 2, 3):
@@ -285,11 +285,11 @@ def test_least_progressed_takes_the_fewest_output_tokens_and_of_equals_the_last(
 
     plan = step(scheduler)
 
-    assert [(one.seq_id, one.policy) for one in plan.preempted] == [(2, "least-progressed")]
+    assert [(one.seq_id, one.preempt) for one in plan.preempted] == [(2, "least-progressed")]
 
 
 def test_least_progressed_spares_the_one_that_asks():
-    scheduler = running(6, num_blocks=4, victim="least-progressed")
+    scheduler = running(6, num_blocks=4, preempt="least-progressed")
     scheduler.add(sequence(1, tokens=8))
     step(scheduler)
 
@@ -302,15 +302,15 @@ def test_least_progressed_spares_the_one_that_asks():
     ("victim", "expected"), [("lifo", (2, 2)), ("lifo-others", (1, 2)), ("least-progressed", (1, 2))]
 )
 def test_where_the_newest_asks_only_lifo_makes_it_its_own_victim(victim, expected):
-    scheduler = running(3, 3, 4, num_blocks=3, victim=victim)
+    scheduler = running(3, 3, 4, num_blocks=3, preempt=victim)
 
     (preemption,) = step(scheduler).preempted
 
-    assert ((preemption.seq_id, preemption.victim_of), preemption.policy) == (expected, victim)
+    assert ((preemption.seq_id, preemption.victim_of), preemption.preempt) == (expected, victim)
 
 
 def test_lifo_others_takes_the_newest_other_one_however_far_it_is():
-    scheduler = running(4, num_blocks=4, victim="lifo-others")
+    scheduler = running(4, num_blocks=4, preempt="lifo-others")
     for _ in range(2):
         step(scheduler)
     for seq_id in (1, 2):
@@ -319,7 +319,7 @@ def test_lifo_others_takes_the_newest_other_one_however_far_it_is():
 
     (preemption,) = step(scheduler).preempted
 
-    assert (preemption.seq_id, preemption.victim_of, preemption.policy) == (2, 1, "lifo-others")
+    assert (preemption.seq_id, preemption.victim_of, preemption.preempt) == (2, 1, "lifo-others")
 
 
 def test_priority_inversion_a_worse_placed_requester_gives_way_itself():
@@ -337,7 +337,7 @@ def test_priority_inversion_a_worse_placed_requester_gives_way_itself():
 
 
 def test_priority_takes_from_the_worst_placed_however_long_it_has_run():
-    scheduler = new_scheduler(3, order="priority", victim="least-progressed")
+    scheduler = new_scheduler(3, order="priority", preempt="least-progressed")
     scheduler.add(sequence(0, tokens=5, priority=5))
     for _ in range(2):
         step(scheduler)
@@ -346,7 +346,7 @@ def test_priority_takes_from_the_worst_placed_however_long_it_has_run():
 
     plan = step(scheduler)
 
-    assert [(one.seq_id, one.victim_of, one.policy) for one in plan.preempted] == [(0, 1, "priority")]
+    assert [(one.seq_id, one.victim_of, one.preempt) for one in plan.preempted] == [(0, 1, "priority")]
     assert shares(plan) == [(1, "decode", 4, 1)]
 
 
@@ -380,7 +380,7 @@ def test_what_waits_for_more_than_the_pool_ends_and_the_next_one_begins():
 def test_no_cycle_of_mutual_preemption(victim, preemption, block_size):
     """Each of four sequences comes to fill the whole pool by itself."""
     scheduler = new_scheduler(
-        12 // block_size, block_size=block_size, victim=victim, preemption=preemption, num_host_blocks=8 // block_size
+        12 // block_size, block_size=block_size, preempt=victim, preemption=preemption, num_host_blocks=8 // block_size
     )
     for seq_id in range(4):
         scheduler.add(sequence(seq_id, 2, 99, token_ids=[seq_id, 50]))
@@ -399,7 +399,7 @@ def test_swapping_out_and_in_computes_nothing_again():
     scheduler = running(4, 4, 6, num_blocks=5, preemption="swap")
     out = step(scheduler)
     assert out.swap_outs == (Swap(2, (2, 3)),)
-    assert (out.preempted[0].mode, out.preempted[0].tokens_lost) == ("swap", 0)
+    assert (out.preempted[0].preemption, out.preempted[0].tokens_lost) == ("swap", 0)
     assert scheduler.queues == Queues(waiting=0, running=2, swapped=1, finished=0)
     step(scheduler, ending=(0, 1))
 
@@ -417,7 +417,7 @@ def test_a_full_host_pool_falls_back_to_recompute_with_its_reason():
     plan = step(scheduler)
 
     (record,) = plan.preempted
-    assert (record.mode, record.tokens_lost, record.fallback) == ("recompute", 6, HostPoolFull(needed=2, free=1))
+    assert (record.preemption, record.tokens_lost, record.fallback) == ("recompute", 6, HostPoolFull(needed=2, free=1))
     assert plan.swap_outs == ()
     assert [one.seq_id for one in scheduler.waiting] == [2]
 

@@ -108,7 +108,7 @@ def test_end_of_sequence_comes_only_if_it_is_allowed(llm):
 def test_preemption_does_not_change_what_a_filter_leaves(llm, mode):
     params = SamplingParams(60, 1.0, seed=4, n=3, bad_words=BAD)
     expected = [sample.token_ids for sample in llm.generate([PROMPT], params)[0].outputs]
-    tight = LLM("tales", kv="paged", num_blocks=12, block_size=8, mode=mode, max_model_len=80, check=True)
+    tight = LLM("tales", kv="paged", num_blocks=12, block_size=8, preemption=mode, max_model_len=80, check=True)
     run = tight.start(PROMPT, params)
     assert any(record.preempted for record in list(run))
     assert [sample.token_ids for sample in run.outputs[0].outputs] == expected

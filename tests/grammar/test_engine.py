@@ -101,7 +101,7 @@ def test_the_cache_does_not_change_the_output(llm, kv):
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_does_not_change_the_output(llm, mode):
-    tight = LLM("tales", kv="paged", num_blocks=20, block_size=8, mode=mode, max_model_len=160, check=True)
+    tight = LLM("tales", kv="paged", num_blocks=20, block_size=8, preemption=mode, max_model_len=160, check=True)
     expected = says(llm, temperature=1.0, n=3)
     run = tight.start(
         ["Once upon a time", "The fox"], SamplingParams(max_tokens=150, structured=FORM, seed=4, temperature=1.0, n=3)

@@ -59,14 +59,14 @@ def test_who_gives_way_is_a_function_and_the_record_says_its_name():
     llm = LLM("hash", kv="paged", preempt=the_first, block_size=4, num_blocks=14)
     records = list(llm.start(["a" * 8, "b" * 8, "c" * 8], SamplingParams(max_tokens=20, **UNENDING)))
     lost = [one for record in records for one in record.preempted]
-    assert lost and {one.policy for one in lost} == {"the-first"} and lost[0].seq_id == 0
+    assert lost and {one.preempt for one in lost} == {"the-first"} and lost[0].seq_id == 0
     assert trace_header(llm, llm.engine).preempt == "the-first"
 
 
 def test_a_policy_by_name_is_called_by_it():
-    assert SchedulerConfig(victim="least-progressed").victim_name == "least-progressed"
-    assert SchedulerConfig(victim=lifo).victim_policy == ("lifo", lifo)
-    assert SchedulerConfig(order="priority", victim=lifo).victim_policy[0] == "priority"
+    assert SchedulerConfig(preempt="least-progressed").preempt_name == "least-progressed"
+    assert SchedulerConfig(preempt=lifo).victim_policy == ("lifo", lifo)
+    assert SchedulerConfig(order="priority", preempt=lifo).victim_policy[0] == "priority"
 
 
 class Same(Proposer):

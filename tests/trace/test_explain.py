@@ -119,7 +119,7 @@ def test_an_admission(admission, said):
 def test_a_preemption_in_its_step():
     assert {"recompute", "swap"} == set(get_args(PreemptionMode))
     assert explain_preemption(LOST) == "victim of seq 12: needed 1, free 0; lifo; 37 tokens to recompute"
-    swapped = replace(LOST, mode="swap", victim_of=1)
+    swapped = replace(LOST, preemption="swap", victim_of=1)
     assert explain_preemption(swapped) == "its own victim: needed 1, free 0; lifo; 3 blocks to the host's pool"
     full = replace(LOST, fallback=HostPoolFull(3, 1))
     assert explain_preemption(full).endswith("; 37 tokens to recompute (no swap: needs 3 host blocks, free 1)")
@@ -132,7 +132,7 @@ def test_a_preemption_in_its_step():
         (Preemption(40, LOST, 37), "37 tokens recomputed"),
         (Preemption(40, LOST, 5), "37 tokens lost, 5 recomputed"),
         (Preemption(40, replace(LOST, tokens_lost=0)), "no token had been computed"),
-        (Preemption(40, replace(LOST, mode="swap")), "swapped to the host's pool, no token recomputed"),
+        (Preemption(40, replace(LOST, preemption="swap")), "swapped to the host's pool, no token recomputed"),
     ],
 )
 def test_what_a_preemption_cost(preemption, said):
