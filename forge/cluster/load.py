@@ -27,7 +27,7 @@ class LoadMeter:
         for seq_id, sequence in scheduler.running.items():
             left = len(sequence.token_ids) - computed_length(seq_id)
             tokens += left if left > 1 else 0
-            sequences += len(sequence.forks)
+            sequences += len(sequence.waiting_samples)
         if not scheduler.queue.sequences:
             self._expected.clear()
             return Load(tokens, sequences)
@@ -37,5 +37,5 @@ class LoadMeter:
                 self._expected[seq_id] = cached
                 tokens -= min(cached, len(sequence.token_ids) - 1)
             tokens += len(sequence.token_ids)
-            sequences += 1 + len(sequence.forks)
+            sequences += 1 + len(sequence.waiting_samples)
         return Load(tokens, sequences)

@@ -79,7 +79,7 @@ class Admission:
     def _admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
         """Admit a generation with blocks for all its tokens, or say why it has to wait."""
         # Samples that wait for their prompt have a slot each, so that no later request takes it before they begin.
-        if sum([1 + len(running.forks) for running in self._running.values()]) >= self._config.max_num_seqs:
+        if sum([1 + len(running.waiting_samples) for running in self._running.values()]) >= self._config.max_num_seqs:
             return MaxNumSeqs(self._config.max_num_seqs)
         is_swapped = sequence.seq_id in self._host.entries
         retained = self._retained.match(sequence) if self._retained.sequences and not is_swapped else None

@@ -135,7 +135,7 @@ class AsyncEngine(Engine):
 def _prepare_masks(items: Iterable[PlanItem]) -> None:
     """Have the masks of a step's items computed, before there are logits to apply them to. Raises nothing."""
     for item in items:
-        for sequence in (item.sequence, *item.sequence.forks) if item.samples else ():
+        for sequence in (item.sequence, *item.sequence.waiting_samples) if item.samples else ():
             if sequence.matcher is not None:
                 with suppress(MatcherError):  # raised again where the token is chosen
                     sequence.matcher.mask(sequence.output_token_ids)

@@ -14,7 +14,7 @@ from forge.engine.proposer import Proposal
 from forge.engine.step_plan import PlanItem
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 
-Runs = Mapping[int, tuple[Proposal, ...]]
+Drafts = Mapping[int, tuple[Proposal, ...]]
 """By sequence id: its proposals. The first is verified in the sequence's own blocks, others in its forks' blocks."""
 
 
@@ -29,7 +29,7 @@ class BatchBuilder:
         """A sequence has ended."""
         self._tables.pop(seq_id, None)
 
-    def build(self, items: Items[PlanItem], runs: Runs) -> ForwardBatch:
+    def build(self, items: Items[PlanItem], drafts: Drafts) -> ForwardBatch:
         """The rows of all items end to end, with the proposals of each sequence that has any."""
         parts, tables = [], self._tables
         for item in items:
@@ -42,7 +42,7 @@ class BatchBuilder:
             else:
                 known = item.sequence.token_ids[item.start : item.start + item.num_tokens]
             if item.num_draft_tokens:
-                parts += _with_draft_tokens(item, known, cached[1], runs.get(item.seq_id, ()))
+                parts += _with_draft_tokens(item, known, cached[1], drafts.get(item.seq_id, ()))
             else:
                 parts.append(SequenceRows(known, item.start, cached[1], item.logit_rows))
         return flat_batch(parts, self._block_size)

@@ -45,7 +45,7 @@ class DraftSlots:
             plan.items[item.seq_id] = item
 
     def end_forks(self, item: PlanItem, owner: int) -> tuple[BlockCopy, ...]:
-        """Keep what the accepted run of draft tokens has computed, `owner`'s, as the sequence's own; drop the rest."""
+        """Keep what the winning draft, `owner`'s, has computed as the sequence's own; drop the rest."""
         copies: tuple[BlockCopy, ...] = ()
         if owner != item.seq_id:
             self._cache.remove(item.seq_id)
@@ -71,7 +71,7 @@ class DraftSlots:
         return fitting
 
     def _forks(self, item: PlanItem, plan: PlanBuilder) -> tuple[ForkSlots, ...]:
-        """Room for further runs of draft tokens, as many as are wanted and fit."""
+        """Reserve room for further drafts, as many as are wanted and fit."""
         cache, forks, num_rows = self._cache, [], item.num_tokens + item.num_draft_tokens
         for _ in range(self._speculation.wanted_forks(item.sequence)):
             if num_rows > plan.budget:

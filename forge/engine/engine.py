@@ -171,7 +171,7 @@ class Engine(RequestRegistry):
         assert plan.items or plan.separate or plan.exhausted, f"nothing can run: {plan.waiting}"
         self._plan = plan
         drafts = self._speculation.propose(plan, self.scheduler.running) if self._speculates else NO_DRAFTS
-        batch = self._batch_builder.build(plan.items, drafts.runs) if plan.items else None
+        batch = self._batch_builder.build(plan.items, drafts.proposals) if plan.items else None
         if plan.copies or plan.swap_outs or plan.swap_ins:
             self._move_blocks(plan)
         launched = time.perf_counter()

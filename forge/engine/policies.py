@@ -10,7 +10,7 @@ What follows from each victim policy, where a running sequence (the requester) a
 | the requester | gives way itself if it is the newest | never gives way | gives way itself if it is the last |
 | one sequence runs alone | it ends with reason `length`: the pool is its limit | the same | the same |
 | a swapped-in sequence | newest again: it counts from its last admission | by its output tokens | by its priority |
-| samples of one request (forks) | the later sample first | the later sample, of equals | the later sample, of equals |
+| samples of one request | the later sample first | the later sample, of equals | the later sample, of equals |
 | a victim waits | in order of arrival, before all newer requests | the same | in its priority, by arrival |
 
 `lifo-others` is `lifo` but for the requester, which never gives way: the newest other sequence does.

@@ -110,10 +110,10 @@ class ProposerFailure(NamedTuple):
 class StepDrafts:
     """The draft tokens of one step."""
 
-    runs: dict[int, tuple[Proposal, ...]] = field(default_factory=dict)
-    """By sequence id: its runs of draft tokens, none of them empty."""
+    proposals: dict[int, tuple[Proposal, ...]] = field(default_factory=dict)
+    """By sequence id: its drafts, none of them empty."""
     proposers: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """The name of the proposer of each run."""
+    """By sequence id: the name of each draft's proposer."""
     ms: dict[str, float] = field(default_factory=dict)
     """Each proposer's time, by name."""
     failures: dict[int, ProposerFailure] = field(default_factory=dict)
@@ -132,15 +132,15 @@ class Verification:
 
     sampled: tuple[SampledToken, ...]
     """The accepted draft tokens, then one token of the target's own."""
-    forks: tuple[tuple[TokenVerdict, ...], ...]
-    """For each run: a verdict per draft token, up to the first that was rejected."""
+    by_draft: tuple[tuple[TokenVerdict, ...], ...]
+    """For each draft: a verdict per token, up to the first that was rejected."""
     winner: int
-    """The run whose rows hold the accepted tokens: its keys and values are kept."""
+    """The draft whose rows hold the accepted tokens: its keys and values are kept."""
 
     @property
     def verdicts(self) -> tuple[TokenVerdict, ...]:
         """The winner's."""
-        return self.forks[self.winner]
+        return self.by_draft[self.winner]
 
     @property
     def num_accepted(self) -> int:
@@ -188,7 +188,7 @@ class Speculation(Protocol):
         ...
 
     def wanted_forks(self, sequence: Sequence) -> int:
-        """How many runs of draft tokens beyond the first: one for each further proposer."""
+        """The number of drafts beyond the first: one for each further proposer."""
         ...
 
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
@@ -199,18 +199,18 @@ class Speculation(Protocol):
     def verify(
         self,
         sequence: Sequence,
-        runs: Items[Proposal],
-        logits_of_run: Callable[[int], np.ndarray],
-        argmax_of_runs: Items[Items[int]],
-        max_logits_of_runs: Items[Items[float]],
+        proposals: Items[Proposal],
+        logits_of_draft: Callable[[int], np.ndarray],
+        argmax_of_drafts: Items[Items[int]],
+        max_logits_of_drafts: Items[Items[float]],
         wants_probabilities: bool,
     ) -> Verification:
         """Decide which draft tokens of a sequence stand. It must not have its new tokens yet.
 
-        logits_of_run: the target's logits after the sequence's last token and after each of the run's K tokens, float32
-        `[K + 1, vocab]`; not called where the argmax decides. argmax_of_runs, max_logits_of_runs: of each of these rows
-        the token with the greatest logit (or the first NaN), and that logit. wants_probabilities: fill in the tokens'
-        probabilities. Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity.
+        logits_of_draft: the target's logits after the sequence's last token and after each of the draft's K tokens,
+        float32 `[K + 1, vocab]`; not called where the argmax decides. argmax_of_drafts, max_logits_of_drafts: of each
+        of these rows the token with the greatest logit (or the first NaN), and that logit. wants_probabilities: fill in
+        the tokens' probabilities. Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity.
         """
         ...
 
@@ -249,7 +249,7 @@ class NoSpeculation:
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
         return NO_DRAFTS
 
-    def verify(self, sequence: Sequence, runs: Items[Proposal], *rows: object) -> Verification:
+    def verify(self, sequence: Sequence, proposals: Items[Proposal], *rows: object) -> Verification:
         raise AssertionError("there is nothing to verify: nothing was proposed")
 
     def learn(self, *step: object) -> SpeculationUpdate:

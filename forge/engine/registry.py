@@ -160,9 +160,9 @@ class RequestRegistry(ABC):
     def _register(self, request: RequestState, computed: HostEntry | None) -> None:
         """Make a request known, and queue its sequences."""
         first, *samples = request.sequences
-        first.forks = samples
+        first.waiting_samples = samples
         for sample in samples:
-            sample.forked_from = first
+            sample.waits_in = first
         self._requests[request.request_id] = request  # from here on the request exists
         self._issued = _Issued(first.seq_id + len(request.sequences), self._issued.retained_forks)
         self.scheduler.add(first, computed)
@@ -268,7 +268,7 @@ class RequestRegistry(ABC):
     ) -> list[FinishRecord]:
         """End a request's unfinished sequences between steps, wherever they are."""
         finished = []
-        for sequence in reversed(request.sequences):  # forks before those whose prompt they share
+        for sequence in reversed(request.sequences):  # samples before the sequence in which they wait
             if sequence.finish_reason is not None:
                 continue
             if error is not None:

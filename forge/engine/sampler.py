@@ -72,10 +72,10 @@ class Sampler:
         for item in plan.items:
             sequence = item.sequence
             row = first_row + len(item.logit_rows) - item.num_draft_tokens - 1  # that of the last known token
-            runs = drafts.runs.get(item.seq_id, ()) if item.num_draft_tokens else ()
+            proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_tokens else ()
             if sequence.finish_reason is None:  # else it ended after this step was planned ahead
-                results.outcomes.append(self._outcome(item, runs, logits, first_row, row))
-            first_row = row + sum([len(run) + 1 for run in runs]) if runs else row + 1
+                results.outcomes.append(self._outcome(item, proposals, logits, first_row, row))
+            first_row = row + sum([len(proposal) + 1 for proposal in proposals]) if proposals else row + 1
         for item, result in zip(plan.separate, separate, strict=True):
             results.outcomes.append(self._separate_outcome(item, result))
         return results
@@ -85,23 +85,23 @@ class Sampler:
         self._results.outcomes.append(self._ended(sequence, "length"))
 
     def _outcome(
-        self, item: PlanItem, runs: tuple[Proposal, ...], logits: StepLogits, first_row: int, row: int
+        self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int, row: int
     ) -> Outcome:
         """What an item brings, whose rows of logits begin at `first_row`."""
         sequence = item.sequence
         try:
-            if runs:
-                return self._verify(item, runs, logits, row)
+            if proposals:
+                return self._verify(item, proposals, logits, row)
             if sequence.task is not GENERATE:
                 readout = read_out(item, np.asarray(logits.rows[first_row : row + 1]))
                 return self._answer(item, readout, logits, row)
             if sequence.params.prompt_logprobs is not None and sequence.needs_prompt_logprobs:
                 self._score_prompt(sequence, item.start + item.logit_rows.start, logits.rows[first_row : row + 1])
             if item.samples:
-                if not sequence.forks:
+                if not sequence.waiting_samples:
                     return self._next_token(sequence, logits, row)
-                forked = tuple([self._next_token(fork, logits, row) for fork in sequence.forks])
-                return self._next_token(sequence, logits, row)._replace(forked=forked)
+                samples = tuple([self._next_token(sample, logits, row) for sample in sequence.waiting_samples])
+                return self._next_token(sequence, logits, row)._replace(samples=samples)
             if item.remaining:
                 return Outcome(item.seq_id, len(sequence.token_ids), (), None)
             return self._ended(sequence, "length")
@@ -158,16 +158,16 @@ class Sampler:
         )
         return self._emit(sequence, (token,), (logits_row,))
 
-    def _verify(self, item: PlanItem, runs: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
-        """Decide which draft tokens of an item stand; the rows of its runs begin at `first_row`."""
+    def _verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
+        """Decide which draft tokens of an item stand; the rows of its drafts begin at `first_row`."""
         sequence, spans = item.sequence, []
-        for run in runs:
-            spans.append(slice(first_row, first_row + len(run) + 1))
+        for proposal in proposals:
+            spans.append(slice(first_row, first_row + len(proposal) + 1))
             first_row = spans[-1].stop
         verification = self._results.verified[item.seq_id] = self._speculation.verify(
             sequence,
-            runs,
-            lambda run: logits.rows[spans[run]],
+            proposals,
+            lambda draft: logits.rows[spans[draft]],
             [logits.argmax[span] for span in spans],
             [logits.max_logit[span] for span in spans],
             self._report_probabilities,
@@ -229,13 +229,14 @@ class Sampler:
         self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, message, by_request, why))
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
-    def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError, samples: bool = False) -> Outcome:
-        """A sequence ends because its logits are not numbers, or its grammar needs too much work. samples: with it end
-        those that wait for its first token."""
-        forked = tuple([self._broken(fork, error) for fork in sequence.forks]) if samples else ()
+    def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError, with_samples: bool = False) -> Outcome:
+        """A sequence ends because its logits are not numbers, or its grammar needs too much work. with_samples:
+        the samples that wait in it end too."""
+        waiting = sequence.waiting_samples if with_samples else ()
+        samples = tuple([self._broken(sample, error) for sample in waiting])
         sequence.readout = None
         sequence.add_error(str(error))
-        return self._ended(sequence, "error", error=error)._replace(forked=forked)
+        return self._ended(sequence, "error", error=error)._replace(samples=samples)
 
     def _score_prompt(self, sequence: Sequence, position: int, rows: np.ndarray) -> None:
         """Log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens from

@@ -14,7 +14,8 @@ No sequence starves: a request that could never fit is refused when it arrives, 
 compute a token in that very step.
 
 A sequence's state is the container that holds it: the queue (waiting; with an entry in the host pool: swapped),
-`running`, the `forks` of the sequence whose prompt it shares, or, ended with its cache left in place, `retained`.
+`running`, the `waiting_samples` of the sequence that computes its prompt, or, ended with its cache left in place,
+`retained`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -85,11 +86,11 @@ class Scheduler:
     # Between steps
 
     def add(self, sequence: Sequence, computed: HostEntry | None = None) -> None:
-        """Queue a new sequence, and its forks with it.
+        """Queue a new sequence, and its waiting samples with it.
 
         computed: keys and values of its beginning; dropped where the host pool has no room for them.
         """
-        for sample in (sequence, *sequence.forks):
+        for sample in (sequence, *sequence.waiting_samples):
             sample.arrival = self._num_arrived
         self._num_arrived += 1
         if self.config.prefix_planning:
@@ -102,11 +103,11 @@ class Scheduler:
             self.host.add(sequence.seq_id, computed)
 
     def separate(self, sequence: Sequence) -> None:
-        """Queue the forks of a waiting sequence apart from it: they do not continue from its prompt alone."""
-        forks, sequence.forks = sequence.forks, []
-        for fork in forks:
-            fork.forked_from = None
-            self._enqueue(fork)
+        """Queue the samples that wait in a sequence apart from it, if they do not continue from its prompt alone."""
+        samples, sequence.waiting_samples = sequence.waiting_samples, []
+        for sample in samples:
+            sample.waits_in = None
+            self._enqueue(sample)
 
     def has_unfinished(self) -> bool:
         return bool(self.queue.sequences or self.running)
@@ -115,7 +116,7 @@ class Scheduler:
         """Every sequence that has not ended, whichever container holds it."""
         for sequence in [*self.queue, *self.running.values()]:
             yield sequence
-            yield from sequence.forks
+            yield from sequence.waiting_samples
 
     def find(self, seq_id: int) -> Sequence:
         """A sequence that runs or waits in the queue. Raises `KeyError` for any other."""
@@ -140,8 +141,8 @@ class Scheduler:
         """End a sequence between steps, wherever it is, unless it has ended."""
         if sequence.finish_reason is not None:
             return
-        if sequence.forked_from is not None:
-            sequence.forked_from.forks.remove(sequence)
+        if sequence.waits_in is not None:
+            sequence.waits_in.waiting_samples.remove(sequence)
             sequence.finish_reason = reason
             self.num_finished += 1
         else:
@@ -157,11 +158,11 @@ class Scheduler:
         self.cache.clear()
         begun: dict[str, list[Sequence]] = {sequence.request_id: [] for sequence in sequences}
         for sequence in sequences:
-            sequence.forks, sequence.forked_from = [], None
+            sequence.waiting_samples, sequence.waits_in = [], None
             fresh = begun[sequence.request_id]
             if fresh and not sequence.num_output_tokens:
-                sequence.forked_from = fresh[0]
-                fresh[0].forks.append(sequence)
+                sequence.waits_in = fresh[0]
+                fresh[0].waiting_samples.append(sequence)
             else:
                 self._enqueue(sequence)
                 fresh += [sequence] if not sequence.num_output_tokens else []
@@ -252,8 +253,8 @@ class Scheduler:
                 copies += self._commit_draft_tokens(item, outcome)
             elif outcome.finish_reason != "error":  # what a broken forward wrote must not serve other sequences
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
-            if outcome.forked:
-                copies += self._begin_samples(item.sequence, outcome.forked)
+            if outcome.samples:
+                copies += self._begin_samples(item.sequence, outcome.samples)
         ended += [(self.find(seq_id), outcome_of[seq_id]) for seq_id in plan.exhausted]
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
@@ -268,7 +269,7 @@ class Scheduler:
             self.cache.commit(swap.seq_id, self.running[swap.seq_id].token_ids[:num_tokens])
 
     def _commit_draft_tokens(self, item: PlanItem, outcome: Outcome) -> tuple[BlockCopy, ...]:
-        """Keep the accepted draft tokens of the winning run, and roll the rest back."""
+        """Keep the accepted draft tokens of the winning draft, and roll the rest back."""
         end = item.start + item.num_tokens + outcome.num_accepted
         owner = item.seq_id if outcome.winner is None else outcome.winner
         if outcome.finish_reason != "error":
@@ -281,9 +282,9 @@ class Scheduler:
         """The prompt is computed: its other samples fork the cache. Those without a slot wait for one, as preempted
         sequences do, with their first token."""
         copies: list[BlockCopy] = []
-        children, parent.forks = parent.forks, []
+        children, parent.waiting_samples = parent.waiting_samples, []
         for child, outcome in zip(children, outcomes, strict=True):
-            child.forked_from = None
+            child.waits_in = None
             child.token_ids += outcome.token_ids
             if outcome.finish_reason is not None:
                 self._retire(child, outcome.finish_reason, outcome.stop_reason)
@@ -310,8 +311,8 @@ class Scheduler:
         sequence.stop_reason, sequence.finish_reason = stop_reason, reason
         self.num_finished += 1
         seq_id = sequence.seq_id
-        if sequence.forks:
-            self._promote_fork(sequence)
+        if sequence.waiting_samples:
+            self._promote_sample(sequence)
         if seq_id in self.running:
             del self.running[seq_id]
             if sequence.retain_cache:
@@ -323,12 +324,13 @@ class Scheduler:
             self.planner.remove(sequence)
             self.host.drop(seq_id)
 
-    def _promote_fork(self, ended: Sequence) -> None:
+    def _promote_sample(self, ended: Sequence) -> None:
         """A sequence ended before its prompt was computed: the next sample takes its place."""
-        heir, *samples = ended.forks
-        heir.forked_from, heir.forks, heir.prefix_keys, ended.forks = None, samples, ended.prefix_keys, []
+        heir, *samples = ended.waiting_samples
+        heir.waits_in, heir.waiting_samples = None, samples
+        heir.prefix_keys, ended.waiting_samples = ended.prefix_keys, []
         for sample in samples:
-            sample.forked_from = heir
+            sample.waits_in = heir
         self._enqueue(heir)
 
     def check_invariants(self) -> None:

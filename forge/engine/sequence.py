@@ -46,10 +46,10 @@ class Sequence:
     """Retain the cache when the sequence ends, for another to continue from."""
     continues_from: int | None = None
     """The ended sequence whose retained cache this one takes over, if it is still there when this one begins."""
-    forks: list["Sequence"] = field(default_factory=list)
-    """Further samples of the same prompt. They fork this one in the step that has computed the prompt."""
-    forked_from: "Sequence | None" = None
-    """The sequence in whose `forks` this one waits."""
+    waiting_samples: list["Sequence"] = field(default_factory=list)
+    """The request's further samples, until the step that computes their prompt: then they fork its cache."""
+    waits_in: "Sequence | None" = None
+    """The sequence in whose `waiting_samples` this one is."""
     times_preempted: int = 0
     times_deferred: int = 0
     """Steps that it waited for another sequence to compute blocks that it begins with too."""

@@ -77,7 +77,7 @@ class SequenceBuilder:
                 token_ids=list(first.token_ids),
                 output_text=self.new_text(first.params),
                 matcher=grammar.new_matcher() if grammar is not None else None,
-                forks=[],
+                waiting_samples=[],
                 errors=[],
                 logprobs=[],
             )

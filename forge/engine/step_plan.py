@@ -176,12 +176,12 @@ class Outcome(NamedTuple):
     """Draft tokens whose keys and values are right."""
     winner: int | None = None
     """The fork that computed them, where that was not the item itself."""
-    forked: tuple["Outcome", ...] = ()
-    """Those of the samples that begin as forks of this sequence."""
+    samples: tuple["Outcome", ...] = ()
+    """The outcomes of the samples whose prompt this sequence has computed."""
 
 
 def flat(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Every outcome, those of forks after that of the sequence whose prompt they share."""
+    """Yield every outcome: those of samples follow that of the sequence that computed their prompt."""
     for outcome in outcomes:
         yield outcome
-        yield from outcome.forked
+        yield from outcome.samples

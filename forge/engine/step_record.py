@@ -114,9 +114,11 @@ def _item_records(plan: StepPlan, drafts: StepDrafts) -> tuple[ItemRecord, ...]:
     records = []
     for item in (*plan.items, *plan.separate):
         num_draft_tokens = 0
-        if item.num_draft_tokens and item.seq_id in drafts.runs:  # each further run computes the known tokens again
-            runs = drafts.runs[item.seq_id]
-            num_draft_tokens = sum([item.num_tokens + len(run) for run in runs]) - item.num_tokens
+        if (
+            item.num_draft_tokens and item.seq_id in drafts.proposals
+        ):  # each further draft computes the known tokens again
+            proposals = drafts.proposals[item.seq_id]
+            num_draft_tokens = sum([item.num_tokens + len(proposal) for proposal in proposals]) - item.num_tokens
         records.append(
             ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_draft_tokens)
         )

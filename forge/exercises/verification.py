@@ -285,21 +285,21 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
     def verify(
         self: Speculator,
         sequence: TokenSequence,
-        runs: Sequence[Proposal],
-        logits_of_run: Callable[[int], np.ndarray],
-        argmax_of_runs: Sequence[Sequence[int]],
-        max_logits_of_runs: Sequence[Sequence[float]],
+        proposals: Sequence[Proposal],
+        logits_of_draft: Callable[[int], np.ndarray],
+        argmax_of_drafts: Sequence[Sequence[int]],
+        max_logits_of_drafts: Sequence[Sequence[float]],
         wants_probabilities: bool,
     ) -> Verification:
-        arguments = sequence, runs, logits_of_run, argmax_of_runs, max_logits_of_runs, wants_probabilities
+        arguments = sequence, proposals, logits_of_draft, argmax_of_drafts, max_logits_of_drafts, wants_probabilities
         params = sequence.params
-        if len(runs) != 1 or sequence.matcher is not None:
+        if len(proposals) != 1 or sequence.matcher is not None:
             return verify_forge(self, *arguments)
-        (proposal,), draft, start = runs, list(runs[0].token_ids), len(sequence.token_ids) - 1
+        (proposal,), draft, start = proposals, list(proposals[0].token_ids), len(sequence.token_ids) - 1
         if params.plain_greedy:
-            emitted = [int(token) for token in piece.verify_greedy(list(argmax_of_runs[0]), draft)]
+            emitted = [int(token) for token in piece.verify_greedy(list(argmax_of_drafts[0]), draft)]
             verdicts = [
-                TokenVerdict(token, index < len(emitted) - 1, int(argmax_of_runs[0][index]))
+                TokenVerdict(token, index < len(emitted) - 1, int(argmax_of_drafts[0][index]))
                 for index, token in enumerate(draft[: len(emitted)])
             ]
             _verified[sequence.seq_id] = start, len(emitted) - 1
@@ -309,9 +309,9 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
         elif self.acceptance != "rejection" or proposal.distributions is None:
             return verify_forge(self, *arguments)
         else:
-            emitted, verdicts = _sampled(piece, sequence, proposal, logits_of_run(0))
+            emitted, verdicts = _sampled(piece, sequence, proposal, logits_of_draft(0))
             _verified[sequence.seq_id] = start, len(emitted) - 1
-        rows = logits_of_run(0)
+        rows = logits_of_draft(0)
         tokens = [
             sampled_token(row, log_sum_exp(row, float(row.max())), token, params)
             for row, token in zip(rows, emitted, strict=False)

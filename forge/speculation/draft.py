@@ -59,7 +59,7 @@ def _difference(target: Tokenizer, draft: Tokenizer) -> str:
 
 
 @dataclass(eq=False)
-class _Run:
+class _Draft:
     """The draft tokens of one request while they are made."""
 
     index: int
@@ -135,13 +135,13 @@ class DraftProposer(Proposer):
         self.model.check_available()
         self._start_operation()
         proposals = [NO_PROPOSAL] * len(requests)
-        runs = self._begin(requests)
-        self._first_tokens(runs)
-        self._further_tokens(runs)
-        for run in runs:
-            self._commit(run)
-            cached = run.num_cached, len(self._held[run.request.seq_id])
-            proposals[run.index] = Proposal(tuple(run.token_ids), tuple(run.distributions) or None, cached)
+        drafts = self._begin(requests)
+        self._first_tokens(drafts)
+        self._further_tokens(drafts)
+        for draft in drafts:
+            self._commit(draft)
+            cached = draft.num_cached, len(self._held[draft.request.seq_id])
+            proposals[draft.index] = Proposal(tuple(draft.token_ids), tuple(draft.distributions) or None, cached)
         self._operating = False
         return proposals
 
@@ -165,19 +165,19 @@ class DraftProposer(Proposer):
             self.cache.remove(seq_id)
         self._held.pop(seq_id, None)
 
-    def _begin(self, requests: Sequence[ProposalRequest]) -> list[_Run]:
-        """Reserve what this call will write, as far as there is room. Runs with the most draft tokens come first."""
+    def _begin(self, requests: Sequence[ProposalRequest]) -> list[_Draft]:
+        """Reserve what this call will write, as far as there is room. Drafts with the most tokens come first."""
         requested = {request.seq_id for request in requests if request.max_tokens > 0}
-        runs = []
+        drafts = []
         for index, request in enumerate(requests):
             fits = self.max_model_len - len(request.token_ids) + 1  # the last draft token is never computed
-            run = self._reserve(index, request, min(request.max_tokens, fits), requested)
-            if run is not None:
-                runs.append(run)
-        return sorted(runs, key=lambda run: -run.num_tokens)
+            draft = self._reserve(index, request, min(request.max_tokens, fits), requested)
+            if draft is not None:
+                drafts.append(draft)
+        return sorted(drafts, key=lambda draft: -draft.num_tokens)
 
-    def _reserve(self, index: int, request: ProposalRequest, num_tokens: int, requested: set[int]) -> _Run | None:
-        """A run with slots for as many of `num_tokens` draft tokens as there is room for; None if that is none."""
+    def _reserve(self, index: int, request: ProposalRequest, num_tokens: int, requested: set[int]) -> _Draft | None:
+        """A draft with slots for as many of `num_tokens` tokens as there is room for; None if that is none."""
         seq_id = request.seq_id
         while num_tokens > 0:
             try:
@@ -191,7 +191,7 @@ class DraftProposer(Proposer):
                     num_tokens -= 1
                 continue
             self.storage.copy_blocks(copies)
-            return _Run(index, request, num_tokens, computed, self.cache.block_table(seq_id), computed)
+            return _Draft(index, request, num_tokens, computed, self.cache.block_table(seq_id), computed)
         return None
 
     def _matched(self, request: ProposalRequest) -> int:
@@ -212,85 +212,85 @@ class DraftProposer(Proposer):
         self.cache.truncate(seq_id, kept)
         return kept
 
-    def _commit(self, run: _Run) -> None:
+    def _commit(self, draft: _Draft) -> None:
         """Commit what has been computed: the request's tokens and all draft tokens but the last."""
-        held = self._held[run.request.seq_id]
-        new = [*run.request.token_ids[len(held) :], *run.token_ids[:-1]]
-        self.cache.commit(run.request.seq_id, new)
+        held = self._held[draft.request.seq_id]
+        new = [*draft.request.token_ids[len(held) :], *draft.token_ids[:-1]]
+        self.cache.commit(draft.request.seq_id, new)
         held += new
 
     # The draft tokens
 
-    def _first_tokens(self, runs: list[_Run]) -> None:
+    def _first_tokens(self, drafts: list[_Draft]) -> None:
         """Compute what the draft has not seen of each text, and choose what follows it."""
-        behind = runs
+        behind = drafts
         while behind:
             parts = list(self._next_rows(behind))
             logits = iter(self._forward(flat_batch([rows for _, rows in parts], self.storage.layout.block_size)))
-            for run, rows in parts:
-                run.computed += len(rows.token_ids)
+            for draft, rows in parts:
+                draft.computed += len(rows.token_ids)
                 if rows.logit_rows:
-                    self._append(run, next(logits))
-            behind = [run for run in behind if run.computed < run.length]
+                    self._append(draft, next(logits))
+            behind = [draft for draft in behind if draft.computed < draft.length]
 
-    def _next_rows(self, behind: list[_Run]) -> Iterator[tuple[_Run, SequenceRows]]:
-        """What the next forward computes of the runs that are behind: `CATCH_UP_ROWS` in all at most."""
+    def _next_rows(self, behind: list[_Draft]) -> Iterator[tuple[_Draft, SequenceRows]]:
+        """What the next forward computes of the drafts that are behind: `CATCH_UP_ROWS` in all at most."""
         room = CATCH_UP_ROWS
-        for run in behind:
-            token_ids = run.request.token_ids[run.computed : run.computed + room]
+        for draft in behind:
+            token_ids = draft.request.token_ids[draft.computed : draft.computed + room]
             if not token_ids:
                 return
             room -= len(token_ids)
-            is_last = run.computed + len(token_ids) == run.length
+            is_last = draft.computed + len(token_ids) == draft.length
             logit_rows = range(len(token_ids) - is_last, len(token_ids))
-            yield run, SequenceRows(token_ids, run.computed, run.block_table, logit_rows)
+            yield draft, SequenceRows(token_ids, draft.computed, draft.block_table, logit_rows)
 
-    def _further_tokens(self, runs: list[_Run]) -> None:
-        """One row per run and forward, each the draft token before. The arrays are made once and advanced in place."""
-        num_steps = max((run.num_tokens for run in runs), default=0)
+    def _further_tokens(self, drafts: list[_Draft]) -> None:
+        """Compute one row per draft in each forward: its last token. The arrays are made once and advanced in place."""
+        num_steps = max((draft.num_tokens for draft in drafts), default=0)
         if num_steps < 2:
             return
         block_size = self.storage.layout.block_size
-        batch = _decode_batch(runs)
+        batch = _decode_batch(drafts)
         for step in range(1, num_steps):
-            while runs[len(batch.positions) - 1].num_tokens <= step:  # runs with the fewest draft tokens come last
+            while drafts[len(batch.positions) - 1].num_tokens <= step:  # the shortest drafts come last
                 batch = _without_last(batch)
-            for row, run in enumerate(runs[: len(batch.positions)]):
-                block, offset = divmod(run.length + step - 1, block_size)
-                batch.token_ids[row] = run.token_ids[-1]
-                batch.slot_mapping[row] = run.block_table[block] * block_size + offset
-            for run, logits in zip(runs[: len(batch.positions)], self._forward(batch), strict=True):
-                self._append(run, logits)
+            for row, draft in enumerate(drafts[: len(batch.positions)]):
+                block, offset = divmod(draft.length + step - 1, block_size)
+                batch.token_ids[row] = draft.token_ids[-1]
+                batch.slot_mapping[row] = draft.block_table[block] * block_size + offset
+            for draft, logits in zip(drafts[: len(batch.positions)], self._forward(batch), strict=True):
+                self._append(draft, logits)
             batch.positions[:] += 1
             batch.context_lens[:] += 1
 
     def _forward(self, batch: ForwardBatch) -> np.ndarray:
         return np.asarray(self.model.forward(batch, self.storage))
 
-    def _append(self, run: _Run, logits: np.ndarray) -> None:
-        """Choose the run's next token from the logits after everything so far: float32 `[draft's vocab]`."""
+    def _append(self, draft: _Draft, logits: np.ndarray) -> None:
+        """Choose the draft's next token from the logits after everything so far: float32 `[draft's vocab]`."""
         logits = logits[: self.vocab_size]
-        request, position = run.request, run.length + len(run.token_ids)
+        request, position = draft.request, draft.length + len(draft.token_ids)
         params = request.params
-        history = [*request.token_ids, *run.token_ids] if params.changes_logits else ()
+        history = [*request.token_ids, *draft.token_ids] if params.changes_logits else ()
         if params.greedy or not request.independent:
             name = request.seed, request.sample_index, position
-            run.token_ids.append(choose_token(logits, params, history, *name, request.num_prompt_tokens))
+            draft.token_ids.append(choose_token(logits, params, history, *name, request.num_prompt_tokens))
             return
         check_logits(logits)
         q = distribution(penalized(logits, history, params, request.num_prompt_tokens), params)
-        run.token_ids.append(q.draw(request.seed, request.sample_index, position, Purpose.PROPOSE, request.branch))
-        run.distributions.append(q)
+        draft.token_ids.append(q.draw(request.seed, request.sample_index, position, Purpose.PROPOSE, request.branch))
+        draft.distributions.append(q)
 
 
-def _decode_batch(runs: list[_Run]) -> ForwardBatch:
-    """A batch with one row per run, at the position after its request's tokens; token ids and slots are still empty."""
-    tables = np.full((len(runs), max(len(run.block_table) for run in runs)), -1, np.int32)
-    for table, run in zip(tables, runs, strict=True):
-        table[: len(run.block_table)] = run.block_table
-    token_ids, slots = np.empty((2, len(runs)), np.int32)
-    positions = np.array([run.length for run in runs], np.int32)
-    rows = np.arange(len(runs) + 1, dtype=np.int32)
+def _decode_batch(drafts: list[_Draft]) -> ForwardBatch:
+    """A batch with one row per draft, at the position after its request's tokens; token ids and slots are not set."""
+    tables = np.full((len(drafts), max(len(draft.block_table) for draft in drafts)), -1, np.int32)
+    for table, draft in zip(tables, drafts, strict=True):
+        table[: len(draft.block_table)] = draft.block_table
+    token_ids, slots = np.empty((2, len(drafts)), np.int32)
+    positions = np.array([draft.length for draft in drafts], np.int32)
+    rows = np.arange(len(drafts) + 1, dtype=np.int32)
     return ForwardBatch(token_ids, positions, rows, slots, tables, positions + np.int32(1), rows[:-1])
 
 

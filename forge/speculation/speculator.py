@@ -40,7 +40,7 @@ from forge.reasons import UndraftedReason
 from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
 from forge.speculation.leases import LeaseRevoked
-from forge.speculation.verification import Acceptance, verify_argmax, verify_runs
+from forge.speculation.verification import Acceptance, verify_argmax, verify_drafts
 from forge.trace.records import SpecCycle, SpecDecision, Undrafted
 
 _SILENCES_PER_TOKEN = 2
@@ -179,7 +179,7 @@ class Speculator:
         return Undrafted(seq_id, "measures", left) if left else k
 
     def wanted_forks(self, sequence: Sequence) -> int:
-        """How many runs of draft tokens beyond the first: one for each further proposer."""
+        """The number of drafts beyond the first: one for each further proposer."""
         return max(0, len(self._sources_of(sequence)) - 1)
 
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
@@ -194,7 +194,7 @@ class Speculator:
             if mine:
                 self._ask(source, mine, running, drafts)
         drafts.total_ms = sum(drafts.ms.values())
-        drafts.silent = {item.seq_id for item in items} - drafts.runs.keys()
+        drafts.silent = {item.seq_id for item in items} - drafts.proposals.keys()
         return drafts
 
     def _begin(self, sequence: Sequence) -> _State:
@@ -235,7 +235,7 @@ class Speculator:
                 proposal = _without_refused(proposal, sequence.matcher, sequence.output_token_ids)
             if len(proposal):
                 longest = max(longest, len(proposal))
-                drafts.runs[item.seq_id] = (*drafts.runs.get(item.seq_id, ()), proposal)
+                drafts.proposals[item.seq_id] = (*drafts.proposals.get(item.seq_id, ()), proposal)
                 drafts.proposers[item.seq_id] = (*drafts.proposers.get(item.seq_id, ()), name)
         if longest:
             follows = all(self._states[item.seq_id].follows for item in items)  # else it read a text as well
@@ -260,18 +260,18 @@ class Speculator:
     def verify(
         self,
         sequence: Sequence,
-        runs: Items[Proposal],
-        logits_of_run: Callable[[int], np.ndarray],
-        argmax_of_runs: Items[Items[int]],
-        max_logits_of_runs: Items[Items[float]],
+        proposals: Items[Proposal],
+        logits_of_draft: Callable[[int], np.ndarray],
+        argmax_of_drafts: Items[Items[int]],
+        max_logits_of_drafts: Items[Items[float]],
         wants_probabilities: bool,
     ) -> Verification:
         """Decide which draft tokens of a sequence stand; see `Speculation.verify`."""
         if sequence.params.plain_greedy and not wants_probabilities:
-            return verify_argmax(argmax_of_runs, max_logits_of_runs, runs)
-        return verify_runs(
-            [logits_of_run(run) for run in range(len(runs))],
-            runs,
+            return verify_argmax(argmax_of_drafts, max_logits_of_drafts, proposals)
+        return verify_drafts(
+            [logits_of_draft(draft) for draft in range(len(proposals))],
+            proposals,
             sequence.params,
             sequence.token_ids,
             sequence.seed,
@@ -326,7 +326,7 @@ class Speculator:
     def _next_state(
         self, result: Outcome, drafts: StepDrafts, verification: Verification, sequence: Sequence
     ) -> _State:
-        proposed = max(map(len, drafts.runs[result.seq_id]))
+        proposed = max(map(len, drafts.proposals[result.seq_id]))
         control = self._states[result.seq_id].control
         control = control.after_cycle(proposed, verification.num_accepted, self._costs(sequence))
         return _State.after(control, result.position + len(result.token_ids), follows=control.k > 0)
@@ -334,12 +334,12 @@ class Speculator:
     def _cycles(
         self, result: Outcome, drafts: StepDrafts, verification: Verification, ms: float, then: SpecDecision
     ) -> list[SpecCycle]:
-        """A record for each run of draft tokens."""
+        """A record for each draft."""
         seq_id, cycles = result.seq_id, []
         sources = {source.proposer.name: source for source in self._sources}
-        runs = zip(drafts.proposers[seq_id], drafts.runs[seq_id], verification.forks, strict=True)
-        for run, (name, proposal, verdicts) in enumerate(runs):
-            won = run == verification.winner
+        judged = zip(drafts.proposers[seq_id], drafts.proposals[seq_id], verification.by_draft, strict=True)
+        for draft, (name, proposal, verdicts) in enumerate(judged):
+            won = draft == verification.winner
             sources[name].recent = sources[name].recent.add(
                 len(proposal), sum([verdict.accepted for verdict in verdicts])
             )
@@ -372,7 +372,7 @@ class Speculator:
             result.position,
             proposed=(),
             verdicts=(),
-            emitted=() if result.seq_id in drafts.runs else result.token_ids,
+            emitted=() if result.seq_id in drafts.proposals else result.token_ids,
             draft_ms=0.0,
             target_ms=ms,
             decision=self.decision(result.seq_id),
@@ -387,7 +387,7 @@ class Speculator:
             [
                 self._undrafted.get(item.seq_id) or Undrafted(item.seq_id, _no_drafts(item))
                 for item in plan.items
-                if item.phase == "decode" and item.seq_id not in drafts.runs and item.seq_id not in drafts.failures
+                if item.phase == "decode" and item.seq_id not in drafts.proposals and item.seq_id not in drafts.failures
             ]
         )
 

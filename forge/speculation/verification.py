@@ -15,8 +15,8 @@ a token is drawn from the positive part of p - q, normalized. What is emitted ha
 more tokens are accepted. But which token is emitted depends on how many were proposed: only a fixed K is reproducible.
 A draft token without a q is decided by `gumbel`.
 
-Several proposers may propose for one sequence, each a run of its own, computed in a fork of the cache. Position by
-position, the runs that hold what was emitted so far take part. The one that agrees longest wins. Under `rejection`
+Several proposers may propose for one sequence, each a draft of its own, computed in a fork of the cache. Position by
+position, the drafts that hold what was emitted so far take part. The one that agrees longest wins. Under `rejection`
 their tokens are tried in turn, each against what the ones before have left of p (recursive rejection: Miao et al. 2024,
 SpecInfer), which needs drafts that draw independently.
 
@@ -51,37 +51,37 @@ Acceptance = Literal["gumbel", "rejection"]
 
 
 class _DraftToken(NamedTuple):
-    """One run's token at one position."""
+    """One draft's token at one position."""
 
-    run: int
+    draft: int
     token_id: int
     q: Distribution | None
 
 
 Decide = Callable[[int, int, Sequence[_DraftToken]], tuple[SampledToken, list[TokenVerdict]]]
-"""From (a run that holds all emitted tokens, a row of it, the draft tokens there) to the token to emit, and a verdict
+"""From (a draft that holds all emitted tokens, a row of it, the draft tokens there) to the token to emit, and a verdict
 per draft token."""
 
 
 def verify_argmax(
     argmax: Sequence[Sequence[int]], max_logits: Sequence[Sequence[float]], proposals: Sequence[Proposal]
 ) -> Verification:
-    """`verify_runs` for plain greedy decoding without probabilities: microseconds, as no row is looked at.
+    """`verify_drafts` for plain greedy decoding without probabilities: microseconds, as no row is looked at.
 
     argmax, max_logits: `[K + 1]` for each proposal, of each of its rows the token with the greatest logit, and that
     logit.
     """
 
-    def decide(run: int, index: int, drafts: Sequence[_DraftToken]) -> tuple[SampledToken, list[TokenVerdict]]:
-        check_max_logit(max_logits[run][index])
-        token_id = argmax[run][index]
-        verdicts = [TokenVerdict(draft.token_id, draft.token_id == token_id, token_id) for draft in drafts]
+    def decide(draft: int, index: int, proposed: Sequence[_DraftToken]) -> tuple[SampledToken, list[TokenVerdict]]:
+        check_max_logit(max_logits[draft][index])
+        token_id = argmax[draft][index]
+        verdicts = [TokenVerdict(token.token_id, token.token_id == token_id, token_id) for token in proposed]
         return SampledToken(token_id, None, None), verdicts
 
     return _verify(proposals, decide)
 
 
-def verify_runs(
+def verify_drafts(
     logits: Sequence[np.ndarray],
     proposals: Sequence[Proposal],
     params: SamplingParams,
@@ -108,15 +108,15 @@ def verify_runs(
         _check_proposal(rows, proposal)
     tokens = list(history)
 
-    def decide(run: int, index: int, drafts: Sequence[_DraftToken]) -> tuple[SampledToken, list[TokenVerdict]]:
-        row = logits[run][index]
-        if not params.greedy and acceptance == "rejection" and any(draft.q is not None for draft in drafts):
+    def decide(draft: int, index: int, proposed: Sequence[_DraftToken]) -> tuple[SampledToken, list[TokenVerdict]]:
+        row = logits[draft][index]
+        if not params.greedy and acceptance == "rejection" and any(token.q is not None for token in proposed):
             name = seed, sample_index, len(tokens)
-            sampled, verdicts = _accept_or_resample(row, drafts, params, tokens, num_prompt_tokens, name, matcher)
+            sampled, verdicts = _accept_or_resample(row, proposed, params, tokens, num_prompt_tokens, name, matcher)
         else:
             name = seed, sample_index, len(tokens)
             sampled = choose(row, params, tokens, *name, num_prompt_tokens, wants_probabilities, matcher)
-            verdicts = _agreement(row, drafts, sampled, params, tokens, num_prompt_tokens, matcher)
+            verdicts = _agreement(row, proposed, sampled, params, tokens, num_prompt_tokens, matcher)
         tokens.append(sampled.token_id)
         return sampled, verdicts
 
@@ -138,32 +138,32 @@ def residual(p: Distribution, q: Distribution) -> Distribution:
 
 
 def _verify(proposals: Sequence[Proposal], decide: Decide) -> Verification:
-    """Emit tokens for as long as they are the draft tokens of some run."""
+    """Emit tokens for as long as they are the tokens of some draft."""
     emitted: list[SampledToken] = []
     verdicts: list[list[TokenVerdict]] = [[] for _ in proposals]
-    agreeing = list(range(len(proposals)))  # the runs that hold all emitted tokens
+    agreeing = list(range(len(proposals)))  # the drafts that hold all emitted tokens
     winner = 0
     for index in range(max(map(len, proposals)) + 1):
         winner = agreeing[0]  # the others have the same rows: they hold the same tokens
-        drafts = [_draft_token(run, proposals[run], index) for run in agreeing if index < len(proposals[run])]
+        proposed = [_draft_token(draft, proposals[draft], index) for draft in agreeing if index < len(proposals[draft])]
         try:
-            sampled, judged = decide(winner, index, drafts)
+            sampled, judged = decide(winner, index, proposed)
         except (BrokenLogits, MatcherError):
             if not emitted:
                 raise
             break  # the tokens before stand; the next step computes this row again, and the sequence ends there
         emitted.append(sampled)
-        for draft, verdict in zip(drafts, judged, strict=True):
-            verdicts[draft.run].append(verdict)
-        agreeing = [draft.run for draft in drafts if draft.token_id == sampled.token_id]
+        for token, verdict in zip(proposed, judged, strict=True):
+            verdicts[token.draft].append(verdict)
+        agreeing = [token.draft for token in proposed if token.token_id == sampled.token_id]
         if not agreeing:
             break
     return Verification(tuple(emitted), tuple(map(tuple, verdicts)), winner)
 
 
-def _draft_token(run: int, proposal: Proposal, index: int) -> _DraftToken:
+def _draft_token(draft: int, proposal: Proposal, index: int) -> _DraftToken:
     q = None if proposal.distributions is None else proposal.distributions[index]
-    return _DraftToken(run, proposal.token_ids[index], q)
+    return _DraftToken(draft, proposal.token_ids[index], q)
 
 
 def _agreement(
@@ -204,10 +204,10 @@ def _accept_or_resample(
     log_total = log_sum_exp(logits, float(logits[argmax]))
     left, taken = distribution(scores, params), None
     trials: list[tuple[float, float, float, float | None]] = []  # of each draft token: probability, p, q, draw
-    for run, token_id, proposed in drafts:
+    for draft, token_id, proposed in drafts:
         q = proposed or Distribution(np.array([token_id]), np.ones(1))
         p_token, q_token = left.probability(token_id), q.probability(token_id)
-        draw = None if taken is not None else uniform(*name, Purpose.ACCEPT, run)
+        draw = None if taken is not None else uniform(*name, Purpose.ACCEPT, draft)
         trials.append((math.exp(float(logits[token_id]) - log_total), p_token, q_token, draw))
         if draw is not None and draw * q_token < p_token:
             taken = token_id

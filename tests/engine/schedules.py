@@ -39,8 +39,8 @@ def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = 
 
     outcomes = []
     for item in plan.items:
-        forked = tuple(outcome(fork, True) for fork in item.sequence.forks if item.samples)
-        outcomes.append(outcome(item.sequence, item.samples)._replace(forked=forked))
+        samples = tuple(outcome(sample, True) for sample in item.sequence.waiting_samples if item.samples)
+        outcomes.append(outcome(item.sequence, item.samples)._replace(samples=samples))
     return outcomes + [
         outcome(one, False)._replace(finish_reason="length") for one in map(scheduler.find, plan.exhausted)
     ]

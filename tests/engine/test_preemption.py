@@ -211,7 +211,7 @@ def has_a_fork_that_waits(engine: Engine) -> bool:
 
 
 def is_to_be_forked(engine: Engine) -> bool:
-    return is_mid_prefill(engine) and any(one.forks for one in engine.scheduler.running.values())
+    return is_mid_prefill(engine) and any(one.waiting_samples for one in engine.scheduler.running.values())
 
 
 @pytest.mark.parametrize(

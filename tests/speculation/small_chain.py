@@ -11,7 +11,7 @@ from forge.engine.proposer import Proposal
 from forge.engine.rng import Purpose
 from forge.engine.sampling import choose, distribution
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.verification import Verification, verify_runs
+from forge.speculation.verification import Verification, verify_drafts
 
 VOCAB = 8
 FIRST = 0
@@ -59,12 +59,12 @@ class Chain:
 
 def verify(logits, proposal: Proposal, *how) -> Verification:
     """Decide about one proposal, by rejection where it has distributions."""
-    return verify_runs([logits], [proposal], *how, acceptance="rejection")
+    return verify_drafts([logits], [proposal], *how, acceptance="rejection")
 
 
 def verify_chosen(logits, proposal: Proposal, *how) -> Verification:
     """Decide about one proposal by the default rule."""
-    return verify_runs([logits], [proposal], *how)
+    return verify_drafts([logits], [proposal], *how)
 
 
 def speculate(target: Chain, proposing, num_tokens: int, params: SamplingParams, seed: int, rule=verify) -> list[int]:
@@ -83,7 +83,7 @@ def speculate_with_several(target: Chain, proposing, num_tokens: int, params: Sa
     while len(tokens) <= num_tokens:
         proposals = proposing(tokens, seed)
         rows = [target.logits[[tokens[-1], *proposal.token_ids]] for proposal in proposals]
-        tokens += verify_runs(rows, proposals, params, tokens, seed, 0, acceptance="rejection").token_ids
+        tokens += verify_drafts(rows, proposals, params, tokens, seed, 0, acceptance="rejection").token_ids
     return tokens[1 : num_tokens + 1]
 
 

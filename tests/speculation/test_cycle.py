@@ -15,7 +15,7 @@ from forge.speculation.controller import RecentCycles
 from forge.speculation.draft import DraftProposer
 from forge.speculation.ngram import NgramProposer
 from forge.speculation.replay import ReplayProposer
-from forge.speculation.verification import verify_runs
+from forge.speculation.verification import verify_drafts
 from forge.tokenizer import Tokenizer
 from tests.small_models import write_small_qwen3
 from tests.speculation.requests import request
@@ -67,7 +67,7 @@ def speculate(model: Qwen3, proposer, k: int, prompt=PROMPT, params=GREEDY, seed
     while len(tokens) < len(prompt) + num_tokens:
         (proposal,) = proposer.propose([request(tokens, k, params=params, seed=seed)])
         logits = target.logits([*tokens, *proposal.token_ids], len(proposal) + 1)
-        result = verify_runs([logits], [proposal], params, tokens, seed, 0)
+        result = verify_drafts([logits], [proposal], params, tokens, seed, 0)
         tokens += result.token_ids
         target.cache.truncate(0, len(tokens) - 1)
         assert target.cache.computed_length(0) == len(tokens) - 1

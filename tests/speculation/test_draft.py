@@ -147,9 +147,9 @@ def model(request, tmp_path_factory) -> Qwen3:
 class ListeningDraft(DraftProposer):
     """Keeps the logits that it guesses from, by the text that they follow."""
 
-    def _append(self, run, logits):
-        self.heard[(*run.request.token_ids, *run.token_ids)] = logits.copy()
-        super()._append(run, logits)
+    def _append(self, draft, logits):
+        self.heard[(*draft.request.token_ids, *draft.token_ids)] = logits.copy()
+        super()._append(draft, logits)
 
 
 def test_a_models_logits_have_the_bits_that_it_has_alone(model):

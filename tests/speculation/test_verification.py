@@ -7,7 +7,7 @@ from forge.engine.proposer import NO_PROPOSAL, Proposal
 from forge.engine.rng import Purpose, uniform
 from forge.engine.sampling import BrokenLogits, Distribution, choose, distribution
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.verification import residual, verify_runs
+from forge.speculation.verification import residual, verify_drafts
 from tests.speculation.small_chain import verify
 
 VOCAB = 12
@@ -208,14 +208,14 @@ def test_a_draft_with_a_larger_vocabulary_has_odds_for_tokens_that_the_target_la
         ([[4], [5, 8], []], (7,), 0),
     ],
 )
-def test_of_several_runs_the_one_that_is_accepted_longest_wins(runs, emitted, winner):
+def test_of_several_drafts_the_one_that_is_accepted_longest_wins(runs, emitted, winner):
     truth = [7, 8, 9, 3]
     rows = [rows_saying(truth[: len(run) + 1]) for run in runs]
 
-    result = verify_runs(rows, [Proposal(tuple(run)) for run in runs], GREEDY, [1, 2], 5, 0)
+    result = verify_drafts(rows, [Proposal(tuple(run)) for run in runs], GREEDY, [1, 2], 5, 0)
 
     assert (result.token_ids, result.winner) == (emitted, winner)
-    for run, verdicts in zip(runs, result.forks, strict=True):
+    for run, verdicts in zip(runs, result.by_draft, strict=True):
         agreeing = next((i for i in range(len(run)) if run[i] != truth[i]), len(run))
         assert [verdict.accepted for verdict in verdicts] == [True] * agreeing + [False] * (agreeing < len(run))
 
@@ -226,10 +226,12 @@ def test_one_fork_of_several_is_what_it_is_alone_where_the_others_propose_nothin
         rows, q = random_rows(seed, 3), distribution(random_rows(1000 + seed, 1)[0], SamplingParams(temperature=1.0))
         proposal = Proposal((q.draw(1, 0, 2, Purpose.PROPOSE), q.draw(1, 0, 3, Purpose.PROPOSE)), (q, q))
         alone = verify(rows, proposal, params, [1, 2], seed, 0)
-        beside = verify_runs([rows, rows[:1]], [proposal, NO_PROPOSAL], params, [1, 2], seed, 0, acceptance="rejection")
+        beside = verify_drafts(
+            [rows, rows[:1]], [proposal, NO_PROPOSAL], params, [1, 2], seed, 0, acceptance="rejection"
+        )
 
         assert beside.sampled == alone.sampled
-        assert beside.forks == (alone.verdicts, ())
+        assert beside.by_draft == (alone.verdicts, ())
 
 
 def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
@@ -240,7 +242,7 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
         p, q1, q2 = (distribution(row, params) for row in (target, first, second))
         x1, x2 = (q.draw(seed, 0, 2, Purpose.PROPOSE, branch) for branch, q in enumerate((q1, q2)))
         rows = np.stack([target, target])
-        result = verify_runs(
+        result = verify_drafts(
             [rows, rows],
             [Proposal((x1,), (q1,)), Proposal((x2,), (q2,))],
             params,
@@ -256,7 +258,7 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
             expected = x1
         elif draws[1] * q2.probability(x2) < left.probability(x2):
             expected = x2
-            assert (result.forks[1][0].p, result.forks[1][0].draw) == (left.probability(x2), draws[1])
+            assert (result.by_draft[1][0].p, result.by_draft[1][0].draw) == (left.probability(x2), draws[1])
         else:
             expected = residual(left, q2).draw(seed, 0, 2, Purpose.RESAMPLE)
         assert result.token_ids[0] == expected

@@ -12,7 +12,16 @@ from forge.errors import UsageError
 from forge.reasons import Deferred, NoBlocks
 from forge.trace.codec import codec_of
 from forge.trace.recorder import SCHEMA_VERSION, Trace, TraceError, TraceWriter, read_trace
-from forge.trace.records import EndRecord, FinishRecord, ItemRecord, SpecCycle, StepRecord, TokenRecord, WaitRecord
+from forge.trace.records import (
+    EndRecord,
+    FinishRecord,
+    ItemRecord,
+    PreemptRecord,
+    SpecCycle,
+    StepRecord,
+    TokenRecord,
+    WaitRecord,
+)
 from tests.trace.runs import HEADER, crowded, write_trace
 
 RUN = crowded()
@@ -155,5 +164,9 @@ def test_a_trace_from_before_a_field_was_renamed_still_opens():
     }
     item = {"seq_id": 1, "phase": "oneshot", "start": 0, "num_tokens": 4, "num_guesses": 2}
     assert codec_of(ItemRecord).decode(item, "") == ItemRecord(1, "prefill_only", 0, 4, num_draft_tokens=2)
+    lost = PreemptRecord(1, 12, 1, 0, "lifo", "swap", 37, 3)
+    before = codec_of(PreemptRecord).encode(lost)
+    before |= {"policy": before.pop("preempt"), "mode": before.pop("preemption")}
+    assert codec_of(PreemptRecord).decode(before, "") == lost
     with pytest.raises(ValueError, match="chief is no field of Deferred"):
         codec_of(Deferred).decode({"chief": 4, "num_tokens": 48}, "")
