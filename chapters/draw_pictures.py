@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge.cli.main import parse_and_run
-from forge.cli.run_control import advance, drive, load_model, new_history, run_label, warm_up
+from forge.cli.run_control import advance, create_llm, drive, new_history, run_label, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.views.blocks import BlockScreen
 from forge.views.generation import LiveGeneration
@@ -29,7 +29,7 @@ OPENING = "Once upon a time, when the first snow fell, a little girl named Hazel
 
 
 def generation(console: ForgeConsole) -> None:
-    llm, prompt = load_model("tales", kv="basic"), "Once upon a time"
+    llm, prompt = create_llm("tales", kv="basic"), "Once upon a time"
     warm_up(llm, prompt)
     params = SamplingParams(max_tokens=32, temperature=0.0)
     view = LiveGeneration(console, run_label(llm), prompt)  # never entered: what moves while it runs is no picture
@@ -37,7 +37,7 @@ def generation(console: ForgeConsole) -> None:
 
 
 def block_map(console: ForgeConsole) -> None:
-    llm = load_model("tales", kv="paged", num_blocks=64)
+    llm = create_llm("tales", kv="paged", num_blocks=64)
     llm.engine.report_blocks = True
     params, screen = SamplingParams(max_tokens=80, temperature=0.9, seed=7, n=4), BlockScreen()
     drive(llm, llm.start([OPENING], params), params, screen.feed)
@@ -47,7 +47,7 @@ def block_map(console: ForgeConsole) -> None:
 
 
 def scheduler(console: ForgeConsole) -> None:
-    llm = load_model("tales", kv="paged", num_blocks=48)
+    llm = create_llm("tales", kv="paged", num_blocks=48)
     llm.engine.report_probabilities = False
     workload = make_workload(
         llm.tokenizer, 64, Range.parse("16:64", ""), Range.parse("64", ""), Arrival.parse("all"), seed=0

@@ -56,8 +56,8 @@ def _is_above_zero(value: Any) -> bool:
     return bool(value > 0)
 
 
-_POOL, _BLOCKS, _GUESSES = "--kv basic, paged or prefix", "--kv paged or prefix", "--speculate draft or ngram"
-_CACHED, _PAGED, _GUESSING = _none_of("off"), _one_of("paged", "prefix"), _none_of("off")
+_POOL, _BLOCKS, _PROPOSERS = "--kv basic, paged or prefix", "--kv paged or prefix", "--speculate draft or ngram"
+_CACHED, _PAGED, _SPECULATING = _none_of("off"), _one_of("paged", "prefix"), _none_of("off")
 _SAMPLING, _COMPARED = "--temperature above 0", "--engine MODEL or --peer URL"
 _ONE_PROMPT = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "drafts",
@@ -81,12 +81,12 @@ NEEDS: tuple[Need, ...] = (
     Need("threads", "device", _none_of("reference"), "--device cpu (the reference has no threads)"),
     Need("draft", "speculate", _one_of("draft"), "--speculate draft"),
     Need("draft_device", "speculate", _one_of("draft"), "--speculate draft", may_come_later=True),
-    Need("k", "speculate", _GUESSING, _GUESSES, may_come_later=True),
-    Need("speculate_fixed", "speculate", _GUESSING, _GUESSES, may_come_later=True),
-    Need("acceptance", "speculate", _one_of("draft", "ngram"), _GUESSES, may_come_later=True),
+    Need("k", "speculate", _SPECULATING, _PROPOSERS, may_come_later=True),
+    Need("speculate_fixed", "speculate", _SPECULATING, _PROPOSERS, may_come_later=True),
+    Need("acceptance", "speculate", _one_of("draft", "ngram"), _PROPOSERS, may_come_later=True),
     Need("drafts", "speculate", _one_of("draft"), "--speculate draft"),
-    Need("num_speculative_tokens", "speculate", _GUESSING, _GUESSES),
-    Need("tenants", "speculate", _GUESSING, _GUESSES),
+    Need("num_speculative_tokens", "speculate", _SPECULATING, _PROPOSERS),
+    Need("tenants", "speculate", _SPECULATING, _PROPOSERS),
     Need("preempt", "kv", _PAGED, _BLOCKS),
     Need("preempt", "order", _none_of("priority"), "another --order (priority chooses the victim itself)"),
     Need("preemption", "kv", _PAGED, _BLOCKS),

@@ -44,8 +44,8 @@ def bench_engine(
     values["speculate"] = values["speculate"] or ("draft" if values["draft"] else "off")
     check_needs(values, given, spelled)
     engine = make(EngineArgs, values)
-    guesses = engine.speculate != "off"
-    hows: tuple[How, ...] = ("static", "continuous", "speculative") if guesses else ("static", "continuous")
+    speculates = engine.speculate != "off"
+    hows: tuple[How, ...] = ("static", "continuous", "speculative") if speculates else ("static", "continuous")
     ways: list[tuple[How, int]] = [("sequential", 1), *((how, size) for size in sizes for how in hows)]
-    engine = replace(engine, speculate_fixed=guesses)
+    engine = replace(engine, speculate_fixed=speculates)
     return measure_ways(engine, (requests, prompt_tokens, max_tokens, seed), ways, reps)

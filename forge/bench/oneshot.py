@@ -15,7 +15,7 @@ from forge.bench import kit
 from forge.bench.kit import Facts, Progress, option
 from forge.cache.paged import PagedKvCache
 from forge.cli.arguments import Takes
-from forge.cli.run_control import load_model
+from forge.cli.run_control import create_llm
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
@@ -87,7 +87,7 @@ def bench_oneshot(
     callers = kit.numbers(concurrency, "--concurrency", "numbers of callers", "1,16,128")
     parts = kit.select(only, PARTS, "part")
     kit.at_least_one(prompt_tokens=prompt_tokens, requests=requests, reps=reps)
-    llm = load_model(engine)
+    llm = create_llm(engine)
     maker = kit.PromptMaker(llm)
     same: list[bool] = []
     engines = {name: llm.new_engine(prefill_only=prefill_only) for name, prefill_only in CLASSES.items()}

@@ -7,7 +7,7 @@ from forge.bench import kit
 from forge.bench.kit import Facts, Progress, option
 from forge.cache.prefix import PrefixKvCache
 from forge.cli.arguments import Takes
-from forge.cli.run_control import load_model
+from forge.cli.run_control import create_llm
 from forge.engine.engine import Engine
 from forge.engine_args import EngineArgs
 from forge.views.formatting import plural
@@ -44,7 +44,7 @@ def bench_prefix_planning(
     """
     rubrics = rubric_tokens or (100, 400, 1000)
     kit.at_least_one(rubric_tokens=min(rubrics), requests=requests, item_tokens=item_tokens, reps=reps)
-    llm = load_model(engine)
+    llm = create_llm(engine)
     maker = kit.PromptMaker(llm)
     engines = {name: llm.new_engine(prefix_planning=planning) for name, planning in (("off", False), ("on", True))}
     for one in engines.values():

@@ -13,7 +13,7 @@ from forge.bench import kit
 from forge.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.cli import machine
 from forge.cli.arguments import Takes
-from forge.cli.run_control import load_model, run_label
+from forge.cli.run_control import create_llm, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -92,7 +92,7 @@ def bench_speculation(
             raise UsageError(f"--batch takes 1 to {len(BEGINNINGS)} sequences, got {size}")
     tokens = (32 if quick else 128) if tokens is None else tokens
     reps = (1 if quick else 5) if reps is None else reps
-    llm = load_model(engine, speculate=None, draft=())
+    llm = create_llm(engine, speculate=None, draft=())
     facts = {"label": f"{run_label(llm)} · {machine.cpu_model()}", "tokens": tokens, "repetitions": reps}
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     proposers = speculate or ["draft", "ngram"]
@@ -112,7 +112,7 @@ def bench_speculation(
                     turns.setdefault((proposer, number), []).append((plain, _turn(llm, prompts, params)))
         llm.speculate_with("off")
         for (proposer, number), found in turns.items():
-            identical = all(plain[1] == guessed[1] for plain, guessed in found)
+            identical = all(plain[1] == drafted[1] for plain, drafted in found)
             figure = {"proposer": proposer, "k": number, "batch": size, **_figure(found[1:]), "identical": identical}
             figures.append(figure)
         yield facts | {"figures": figures}
@@ -132,11 +132,11 @@ def _figure(turns: Sequence[tuple[_Turn, _Turn]]) -> Facts:
     """What came of a case: medians over the rounds."""
     times = [
         (before, after)
-        for (plain, _), (guessed, _) in turns
-        if (before := DecodeTime.of(plain)) and (after := DecodeTime.of(guessed))
+        for (plain, _), (drafted, _) in turns
+        if (before := DecodeTime.of(plain)) and (after := DecodeTime.of(drafted))
     ]
     speed_up = Figure.of([before.ms_per_token / after.ms_per_token for before, after in times])
-    summaries = [SpeculationSummary.of(plain, guessed) for (plain, _), (guessed, _) in turns]
+    summaries = [SpeculationSummary.of(plain, drafted) for (plain, _), (drafted, _) in turns]
     found = {name: [getattr(one, name) for one in summaries if one is not None] for name in SUMMARIES}
     return {
         **{name: median(values) if values else None for name, values in found.items()},

@@ -40,7 +40,7 @@ class Node:
     children: set["Node"] = field(default_factory=set)
 
 
-class IndexObserver(Protocol):
+class IndexSubscriber(Protocol):
     """Told when a content enters the index, and when the last block with it has left. Contents are named by the keys
     that `PrefixIndex.keys` gives for a prompt."""
 
@@ -59,7 +59,7 @@ class PrefixIndex:
     def __init__(self, hash_function: ChainHash = chain_hash):
         self.node_of: dict[int, Node] = {}
         """For each indexed block its content. To be read."""
-        self.observer: IndexObserver | None = None
+        self.subscriber: IndexSubscriber | None = None
         self._hash = hash_function
         self._nodes: dict[int, Node] = {}
         self._roots: WeakValueDictionary[str, Node] = WeakValueDictionary()
@@ -87,8 +87,8 @@ class PrefixIndex:
         if node is None:
             node = self._nodes[key] = Node(key, parent, parent.depth + 1, token_ids)
             parent.children.add(node)
-            if self.observer is not None:
-                self.observer.published(key)
+            if self.subscriber is not None:
+                self.subscriber.published(key)
         elif node.parent is not parent or node.token_ids != token_ids:
             return None
         if block not in node.blocks:
@@ -111,8 +111,8 @@ class PrefixIndex:
         while doomed:
             node = doomed.pop()
             del self._nodes[node.key]
-            if self.observer is not None:
-                self.observer.evicted(node.key)
+            if self.subscriber is not None:
+                self.subscriber.evicted(node.key)
             for orphan in node.blocks:
                 del self.node_of[orphan]
             lost += node.blocks
@@ -120,9 +120,9 @@ class PrefixIndex:
         return lost
 
     def clear(self) -> None:
-        if self.observer is not None:
+        if self.subscriber is not None:
             for key in self._nodes:
-                self.observer.evicted(key)
+                self.subscriber.evicted(key)
         self.node_of.clear()
         self._nodes.clear()
         self._roots.clear()

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 from forge.cli.arguments import Takes
-from forge.cli.run_control import load_model
+from forge.cli.run_control import create_llm
 from forge.engine_args import EngineArgs
 from forge.views.progress import CountingBar
 from forge.views.terminal import open_error_console
@@ -18,8 +18,8 @@ AnsweringEngine = Annotated[EngineArgs, Takes("model Model prefill_only_tokens p
 """What several inputs begin with is computed once."""
 
 
-def load_answering(engine: EngineArgs) -> "LLM":
-    llm = load_model(engine)
+def load_answering(engine_args: EngineArgs) -> "LLM":
+    llm = create_llm(engine_args)
     return llm
 
 

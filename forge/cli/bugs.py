@@ -2,7 +2,7 @@
 
 from forge.book.bug_view import bug_object, print_bug
 from forge.book.bugs import find_bug
-from forge.cli.run_control import load_model
+from forge.cli.run_control import create_llm
 from forge.engine_args import EngineArgs
 from forge.views.report import Report
 
@@ -11,16 +11,16 @@ UNNOTICED = 1
 """The exit status when nothing caught the bug, or the engine fails without it."""
 
 
-def run_bug(chapter: str, name: str, engine: EngineArgs, json: bool) -> "Report":
+def run_bug(chapter: str, name: str, engine_args: EngineArgs, json: bool) -> "Report":
     """The runs of one of a chapter's bugs, in which texts are compared that the bundled model tells. Of `engine` they
     have its device and threads."""
     from forge.book.bug_runs import run_with_and_without
 
     bug = find_bug(name, chapter)
-    loading = {"device": engine.device, "threads": engine.threads}
-    if bug.loading.get("device", engine.device) == "reference":
+    loading = {"device": engine_args.device, "threads": engine_args.threads}
+    if bug.loading.get("device", engine_args.device) == "reference":
         del loading["threads"]  # which that device has none of
-    runs = run_with_and_without(bug, lambda: load_model(_MODEL, **{**loading, **bug.loading}))
+    runs = run_with_and_without(bug, lambda: create_llm(_MODEL, **{**loading, **bug.loading}))
     is_caught = runs.sound.failure is None and runs.caught_by is not None
     report = Report(bug_object(runs), lambda console: print_bug(console, runs), 0 if is_caught else UNNOTICED)
     return report.as_json() if json else report

@@ -119,7 +119,7 @@ def run(
     number: Number = None,
     folder: FolderOption = None,
     *,
-    engine: Annotated[EngineArgs, Takes("model")],
+    engine_args: Annotated[EngineArgs, Takes("model")],
     json: options.JsonOption = False,
 ) -> Any:
     """Run the real engine on your code, and compare tokens and speed with the engine's own.
@@ -130,7 +130,7 @@ def run(
 
     folder = _folder(ctx, folder)
     entry = _entry(number, folder)
-    shown = running.run(entry, session.path_of(entry, folder), open_console(), str(engine.model))
+    shown = running.run(entry, session.path_of(entry, folder), open_console(), str(engine_args.model))
     report = Report(
         shown.facts,
         lambda console: console.print(screen_lines(shown.screen), end="", soft_wrap=True),

@@ -6,7 +6,7 @@ import typer
 
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import StepObserver, drive, interruption, load_model, run_label
+from forge.cli.run_control import StepSubscriber, create_llm, drive, interruption, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @command
 def chat(
     sampling: Annotated[SamplingParams, Takes(without="n logprobs prompt_logprobs", max_tokens=256)],
-    engine: Annotated[EngineArgs, Takes(kv="basic")],
+    engine_args: Annotated[EngineArgs, Takes(kv="basic")],
     output: Annotated[OutputArgs, Takes("show trace step")],
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
 ) -> None:
@@ -31,16 +31,16 @@ def chat(
     """
     from forge.views.chat import ChatView
 
-    blocks, observer = output.shows_blocks, StepObserver(output.trace, output.step)
-    llm = load_model(engine)
+    blocks, subscriber = output.shows_blocks, StepSubscriber(output.trace, output.step)
+    llm = create_llm(engine_args)
     llm.engine.report_blocks = blocks
     view = ChatView(open_console(), run_label(llm))
     view.welcome()
-    _converse(llm, llm.chat_session(system), sampling, view, observer)
+    _converse(llm, llm.chat_session(system), sampling, view, subscriber)
 
 
 def _converse(
-    llm: "LLM", session: "ChatSession", params: SamplingParams, view: "ChatView", observer: StepObserver
+    llm: "LLM", session: "ChatSession", params: SamplingParams, view: "ChatView", subscriber: StepSubscriber
 ) -> None:
     """Read messages until there are no more."""
     while (message := view.ask()) is not None:
@@ -70,4 +70,4 @@ def _converse(
                 except ForgeError as error:
                     view.trouble(str(error))
                     continue
-                view.finish(drive(llm, run, params, view.step, observer))
+                view.finish(drive(llm, run, params, view.step, subscriber))

@@ -13,7 +13,7 @@ from forge.cli import options
 from forge.cli.arguments import Takes, command, make, stated
 from forge.cli.arrivals import Arrival, drive_arrivals
 from forge.cli.compare_judging import compare_judging, is_judging
-from forge.cli.run_control import Found, exit_status, load_model, run_label, warm_up
+from forge.cli.run_control import Found, create_llm, exit_status, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
@@ -72,7 +72,7 @@ def compare(
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     *,
     sampling: Annotated[SamplingParams, Takes(without="max_tokens n logprobs prompt_logprobs", unmade=True)],
-    engine: Annotated[EngineArgs, Takes(without="max_num_seqs prefill_only", unmade=True)],
+    engine_args: Annotated[EngineArgs, Takes(without="max_num_seqs prefill_only", unmade=True)],
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -209,7 +209,7 @@ def _serve_side(side: Mapping[str, Any], has_prompt: bool):
     from forge.workload.ways import measure_all
 
     number, length = side["requests"] or MANY, side["max_tokens"]
-    llm = load_model(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}))
+    llm = create_llm(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}))
     if side["workload"] is not None:
         workload = recorded_workload(side["workload"], llm.tokenizer)
     elif has_prompt:
@@ -236,7 +236,7 @@ def _run_side(
     if params.seed is None:
         seed = earlier[0].result.output.seed if earlier else secrets.randbits(32)
         params = replace(params, seed=seed)
-    llm = load_model(make(EngineArgs, values))
+    llm = create_llm(make(EngineArgs, values))
     llm.engine.report_probabilities = True  # shown at the first difference
     warm_up(llm, prompts[0])
     arrivals = [Arrival(prompt, params, step) for step, prompt in enumerate(prompts)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.arguments import make
-from forge.cli.run_control import load_model, run_label
+from forge.cli.run_control import create_llm, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.report import Report
@@ -56,7 +56,7 @@ def compare_judging(left: Mapping[str, Any], versus: "Versus", texts: Sequence[s
 
 
 def _load_side(side: Mapping[str, Any]) -> "LLM":
-    llm = load_model(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}, **_config(side)))
+    llm = create_llm(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}, **_config(side)))
     return llm
 
 

@@ -8,7 +8,7 @@ import typer
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.options import FormArgs, OutputArgs
-from forge.cli.run_control import StepObserver, drive, exit_status, load_model, run_label
+from forge.cli.run_control import StepSubscriber, create_llm, drive, exit_status, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.views.generation import generation_view
@@ -28,7 +28,7 @@ def generate(
     prompt: options.PromptArgument,
     sampling: Annotated[SamplingParams, Takes(without="max_tokens")],
     form: FormArgs,
-    engine: EngineArgs,
+    engine_args: EngineArgs,
     output: Annotated[OutputArgs, Takes(without="svg lines")],
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     chat: Annotated[
@@ -52,15 +52,15 @@ def generate(
     if prompt_logprobs is None and echo and max_tokens == 0:
         sampling = replace(sampling, prompt_logprobs=0)
     params = replace(sampling, max_tokens=max_tokens, structured=form.structured_output())
-    observer = StepObserver(output.trace, output.step)
-    llm = load_model(engine)
+    subscriber = StepSubscriber(output.trace, output.step)
+    llm = create_llm(engine_args)
     llm.engine.report_blocks = blocks
-    llm.engine.report_probabilities = output.json or observer.is_on
+    llm.engine.report_probabilities = output.json or subscriber.is_on
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
     if output.json:
-        status = _run_json(llm, text, token_ids, params, observer)
+        status = _run_json(llm, text, token_ids, params, subscriber)
     else:
-        status = _run_shown(llm, text, token_ids, params, observer, echo, prompt_logprobs, output.pace)
+        status = _run_shown(llm, text, token_ids, params, subscriber, echo, prompt_logprobs, output.pace)
     raise typer.Exit(status)
 
 
@@ -72,7 +72,7 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
 
 
 def _run_json(
-    llm: "LLM", text: str, token_ids: list[int] | None, params: SamplingParams, observer: StepObserver
+    llm: "LLM", text: str, token_ids: list[int] | None, params: SamplingParams, subscriber: StepSubscriber
 ) -> int:
     from forge.views.blocks import BlockScreen, blocks_object
 
@@ -82,7 +82,7 @@ def _run_json(
         if record.blocks is not None:
             blocks.append(blocks_object(record, screen.feed(record), screen.names))
 
-    result = drive(llm, llm.start([token_ids or text], params), params, look, observer)
+    result = drive(llm, llm.start([token_ids or text], params), params, look, subscriber)
     record = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
     if llm.engine.report_blocks:
         record["blocks"] = blocks
@@ -95,7 +95,7 @@ def _run_shown(
     text: str,
     token_ids: list[int] | None,
     params: SamplingParams,
-    observer: StepObserver,
+    subscriber: StepSubscriber,
     echo: bool,
     prompt_logprobs: int | None,
     pace: float,
@@ -110,7 +110,7 @@ def _run_shown(
     else:
         following = generation_view(console, run_label(llm), shown, echo)
     with following as view:
-        result = drive(llm, llm.start([token_ids or text], params), params, view.step, observer)
+        result = drive(llm, llm.start([token_ids or text], params), params, view.step, subscriber)
         view.finish(result)
     print_logprobs(console, result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text)
     return exit_status(result)

@@ -33,11 +33,12 @@ Found = Any
 """What a command may return: a `Report`, which the command line then shows; an exit status; or nothing."""
 
 
-def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
-    """The model, loaded and ready, with some options changed. What takes long shows on standard error."""
+def create_llm(engine_args: EngineArgs | str, **changed: Any) -> "LLM":
+    """Load the model, with some options changed. Standard error shows the progress."""
     from forge.llm import LLM
 
-    args = replace(engine, **changed) if isinstance(engine, EngineArgs) else EngineArgs(engine, **changed)
+    is_name = isinstance(engine_args, str)
+    args = EngineArgs(engine_args, **changed) if is_name else replace(engine_args, **changed)
     with LoadingBar(open_error_console(), model_label(str(args.model))) as bar:
         return LLM.from_engine_args(replace(args, on_load_progress=bar, on_compile_progress=bar.compiling))
 
@@ -90,7 +91,7 @@ class Driven:
     """Their times, as those of the records, without the time for which the reader looked at steps."""
 
 
-class StepObserver:
+class StepSubscriber:
     """Records the steps of a command's runs in a trace, and lets a reader step through them."""
 
     def __init__(self, trace: Path | None = None, step: bool = False):
@@ -121,7 +122,7 @@ class StepObserver:
             self._writer.write(record)
 
 
-UNOBSERVED = StepObserver()
+NO_SUBSCRIBER = StepSubscriber()
 
 
 def drive(
@@ -129,10 +130,10 @@ def drive(
     run: AnyRun,
     params: SamplingParams,
     on_step: "Callable[[StepRecord], None]",
-    observer: StepObserver = UNOBSERVED,
+    subscriber: StepSubscriber = NO_SUBSCRIBER,
 ) -> RunResult:
     """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
-    driven = advance(llm, llm.engine, run, on_step, observer)
+    driven = advance(llm, llm.engine, run, on_step, subscriber)
     label = run_label(llm)
     return RunResult(label, driven.records, driven.outputs[0], not params.greedy, driven.interrupted, driven.left)
 
@@ -171,14 +172,14 @@ class RepeatedRun:
     runs: int
 
     @classmethod
-    def of(cls, engine: EngineArgs, prompt: str, max_tokens: int, observer: StepObserver) -> "RepeatedRun":
+    def of(cls, engine_args: EngineArgs, prompt: str, max_tokens: int, subscriber: StepSubscriber) -> "RepeatedRun":
         """Watched the first time; the fastest of each forward's times count."""
         from forge.views.generation import watching
 
-        params, llm = SamplingParams(max_tokens=max_tokens, ignore_eos=True), load_model(engine)
+        params, llm = SamplingParams(max_tokens=max_tokens, ignore_eos=True), create_llm(engine_args)
         warm_up(llm, prompt)
         with watching(open_console(), run_label(llm), prompt) as view:
-            first = drive(llm, llm.start([prompt], params), params, view.step, observer)
+            first = drive(llm, llm.start([prompt], params), params, view.step, subscriber)
             again = lambda: drive(llm, llm.start([prompt], params), params, lambda record: None)  # noqa: E731
             return cls(llm, prompt, params, *fastest(first, again))
 
@@ -188,18 +189,18 @@ def advance(
     engine: "Engine",
     run: AnyRun,
     on_step: "Callable[[StepRecord], None]",
-    observer: StepObserver = UNOBSERVED,
+    subscriber: StepSubscriber = NO_SUBSCRIBER,
     history: "History | None" = None,
 ) -> Driven:
-    """Advance a run to its end, or to Ctrl-C, with `observer`. Where it is stepped through, `on_step` sees the steps
+    """Advance a run to its end, or to Ctrl-C, with `subscriber`. Where it is stepped through, `on_step` sees the steps
     when that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
     `ForgeError` if a sample ended as an `error`."""
     from forge.trace.pauses import Pauses
 
-    observer.begin(llm, engine)
+    subscriber.begin(llm, engine)
     pauses = Pauses()
     records: list[StepRecord] = []
-    stepped = _stepper(llm, engine, history) if observer.steps else None
+    stepped = _stepper(llm, engine, history) if subscriber.steps else None
     if stepped is not None:
         stepper, history = stepped
         with interruption() as requested, stepper:
@@ -208,7 +209,7 @@ def advance(
                 with pauses.pause():
                     return stepper.asks_for_another(requested)
 
-            left = _advance(map(pauses.step, run), run.abort, records, observer, history, ask)
+            left = _advance(map(pauses.step, run), run.abort, records, subscriber, history, ask)
             if not left:
                 stepper.ended(requested)
             interrupted = requested()
@@ -222,10 +223,10 @@ def advance(
 
         left = False
         with interruption() as requested:
-            interrupted = _advance(run, run.abort, records, observer, history, show)
+            interrupted = _advance(run, run.abort, records, subscriber, history, show)
     outputs = tuple(_without_pauses(output, pauses) for output in run.outputs)
     for output in outputs:
-        observer.record(end_record(output))
+        subscriber.record(end_record(output))
     for sample in [sample for output in outputs for sample in output.outputs]:
         if sample.finish_reason == "error":
             raise ForgeError("; ".join(sample.errors))
@@ -241,14 +242,14 @@ def _advance(
     steps: "Iterable[StepRecord]",
     abort: "Callable[[], None]",
     records: "list[StepRecord]",
-    observer: StepObserver,
+    subscriber: StepSubscriber,
     history: "History | None",
     goes_on: "Callable[[StepRecord], bool]",
 ) -> bool:
     """Take the steps of a run while `goes_on`; whether it was aborted because that said no."""
     for record in steps:
         records.append(record)
-        observer.record(record)
+        subscriber.record(record)
         if history is not None:
             history.feed(record)
         if not goes_on(record):

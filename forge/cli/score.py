@@ -42,11 +42,11 @@ def logprobs(
     return _scored(engine, "", options.read_prompt(text), top)
 
 
-def _scored(engine: EngineArgs, prompt: str, continuation: str, top: int) -> Report:
+def _scored(engine_args: EngineArgs, prompt: str, continuation: str, top: int) -> Report:
 
     if top < 0:
         raise UsageError(f"--top is a number of tokens, and not {top}")
-    llm = load_answering(engine)
+    llm = load_answering(engine_args)
     top = min(top, llm.model.vocab_size)
     with counting("score") as on_progress:
         (scored,) = llm.score([(prompt, continuation)], top, on_progress=on_progress)

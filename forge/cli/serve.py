@@ -31,7 +31,7 @@ ADDRESS_VARIABLE = "FORGE_ADDR"
 @command
 def serve(
     ctx: typer.Context,
-    engine: Annotated[EngineArgs, Takes(kv="prefix", max_num_seqs=64)],
+    engine_args: Annotated[EngineArgs, Takes(kv="prefix", max_num_seqs=64)],
     server: Settings,
     limits: Limits,
     cluster: ClusterOptions,
@@ -49,10 +49,10 @@ def serve(
 
     stated = (server.host if was_given(ctx, "host") else None, server.port if was_given(ctx, "port") else None)
     host, port = address(*stated, os.environ.get(ADDRESS_VARIABLE))
-    model = str(engine.model)
+    model = str(engine_args.model)
     names = server.model_names or (() if Path(model).exists() else (model,))
     settings = replace(server, host=host, port=port, model_names=names, limits=limits)
-    loading = {name: value for name, value in vars(engine).items() if name != "model"}
+    loading = {name: value for name, value in vars(engine_args).items() if name != "model"}
     configure_logging(server.access_log)
     if any(was_given(ctx, field.name) for field in fields(cluster)):
         require_ray()

@@ -15,7 +15,7 @@ def tour(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the request says.")] = "Once upon a time",
     max_tokens: Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Tokens to generate.", min=1)] = 8,
     *,
-    engine: Annotated[EngineArgs, Takes("model")],
+    engine_args: Annotated[EngineArgs, Takes("model")],
     output: Annotated[OutputArgs, Takes("svg json")],
 ) -> Found:
     """Follow one request from HTTP to a token and back, with file and function at each station.
@@ -31,7 +31,7 @@ def tour(
     if not prompt:
         raise UsageError("the prompt is empty: give it at least one word")
     require_server()
-    findings = take_tour(str(engine.model), prompt, max_tokens, lambda url: steps_of(url, None))
+    findings = take_tour(str(engine_args.model), prompt, max_tokens, lambda url: steps_of(url, None))
     if output.svg is not None:
         from forge.views.picture import picture_console, save_picture
 

@@ -11,10 +11,10 @@ from forge.cli.options import OutputArgs
 from forge.cli.run_control import (
     INTERRUPTED,
     Found,
-    StepObserver,
+    StepSubscriber,
     advance,
+    create_llm,
     end_record,
-    load_model,
     new_history,
 )
 from forge.engine_args import EngineArgs
@@ -53,7 +53,7 @@ def trace_scheduler(
     seed: options.WorkloadSeedOption = 0,
     workload: options.WorkloadOption = None,
     *,
-    engine: Annotated[EngineArgs, Takes(kv="paged")],
+    engine_args: Annotated[EngineArgs, Takes(kv="paged")],
     output: Annotated[OutputArgs, Takes(without="show pace")],
     tenants: Annotated[
         str | None,
@@ -80,9 +80,9 @@ def trace_scheduler(
     arrivals = Arrival.parse(arrival)
     if workload is not None:
         recorded_requests(workload)  # a wrong file is refused before the model is loaded
-    observer = StepObserver(output.trace, output.step)
-    llm = load_model(engine)
-    priorities = engine.order == "priority"
+    subscriber = StepSubscriber(output.trace, output.step)
+    llm = create_llm(engine_args)
+    priorities = engine_args.order == "priority"
     if workload is not None:
         planned = recorded_workload(workload, llm.tokenizer, seed)
     else:
@@ -96,7 +96,7 @@ def trace_scheduler(
             for number, request in enumerate(planned.requests)
         ),
     )
-    return _run(llm, planned, observer, output, limits, chart)
+    return _run(llm, planned, subscriber, output, limits, chart)
 
 
 def _tenants(text: str | None) -> tuple[int, ...]:
@@ -109,15 +109,20 @@ def _tenants(text: str | None) -> tuple[int, ...]:
 
 
 def _run(
-    llm: "LLM", workload: "Workload", observer: StepObserver, output: OutputArgs, tenants: tuple[int, ...], chart: bool
+    llm: "LLM",
+    workload: "Workload",
+    subscriber: StepSubscriber,
+    output: OutputArgs,
+    tenants: tuple[int, ...],
+    chart: bool,
 ) -> Found:
     engine = llm.engine
     history = new_history(llm, engine)
     run = WorkloadRun(engine, workload)
     console = open_console()
-    quiet = output.json or observer.steps or not (output.lines or can_redraw(console))
+    quiet = output.json or subscriber.steps or not (output.lines or can_redraw(console))
     with serving_view(console, history, quiet) as view:
-        driven = advance(llm, engine, run, view.step, observer, history)
+        driven = advance(llm, engine, run, view.step, subscriber, history)
     if not history.records and run.refused:
         raise UsageError(f"no request can run: {run.refused[0][1]}")
     history.end([end_record(output) for output in run.outputs])

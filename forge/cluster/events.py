@@ -47,7 +47,7 @@ class EventLog:
         self._lock = Lock()
 
     def observe(self, index: PrefixIndex) -> None:
-        index.observer = self
+        index.subscriber = self
 
     def published(self, key: int) -> None:
         self._note(key, True)

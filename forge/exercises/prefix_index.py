@@ -383,7 +383,7 @@ EXERCISE = Exercise(
         "pool.cached is ordered by release. So the order of eviction is decided when a sequence releases its blocks.",
     ),
     solution=("forge.cache.prefix_index.PrefixIndex.insert", "forge.cache.prefix.PrefixKvCache._allocate"),
-    differs="The engine's own also tells an observer what is published and evicted: a router before several engines "
+    differs="The engine's own also tells an subscriber what is published and evicted: a router before several engines "
     "lives on these events. The order of eviction is no code of its own: blocks are released the last one first.",
     next_question="Two blocks have the same content, and a sequence reads each. Why is the second not given back at "
     "once?",

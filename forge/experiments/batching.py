@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.run_control import load_model, run_label
+from forge.cli.run_control import create_llm, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
@@ -107,7 +107,7 @@ def measure_ways(
     number, prompt_tokens, max_tokens, seed = asked
     prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
     output_range = Range.parse(max_tokens, "--max-tokens")
-    llm = load_model(engine)
+    llm = create_llm(engine)
     workload = make_workload(llm.tokenizer, number, prompt_range, output_range, seed=seed)
     with progress_line() as progress:
         measured = measure_all(llm, workload, ways, turns, progress)
@@ -148,7 +148,7 @@ def parse_numbers(text: str, flag: str, example: str) -> list[int]:
 
 def measure_budgets(engine: EngineArgs, budgets: Sequence[int], seed: int) -> Report:
     """Run the same stories and prompts under every budget, and with whole prompts."""
-    llm = load_model(engine)
+    llm = create_llm(engine)
     stories = make_workload(llm.tokenizer, NUM_STORIES, Range(16, 16), Range(STORY_TOKENS, STORY_TOKENS), seed=seed)
     length = min(LONG_PROMPT, llm.max_model_len - 8)
     arrival = Arrival("every", STEPS_BETWEEN)
@@ -230,7 +230,7 @@ class LoadRun:
 def measure_loads(engine: EngineArgs, loads: Sequence[int], number: int, seed: int) -> Report:
     """Run the same requests at every load. They arrive on the engine's clock of steps, so every machine sees the same
     queue; milliseconds are this machine's."""
-    llm = load_model(engine, max_num_seqs=LOAD_SLOTS)
+    llm = create_llm(engine, max_num_seqs=LOAD_SLOTS)
     workload = make_workload(llm.tokenizer, number, Range(16, 16), Range(8, 64), seed=seed)
     runs = []
     with progress_line() as progress:

@@ -18,7 +18,7 @@ from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import FormArgs
-from forge.cli.run_control import drive, exit_status, load_model, run_label
+from forge.cli.run_control import create_llm, drive, exit_status, run_label
 from forge.engine.sampling import log_sum_exp
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
@@ -121,8 +121,8 @@ def record_schema(fields: str) -> dict[str, Any]:
 def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: EngineArgs) -> Report:
     """Answer the question without the form, with it, and with its forced text proposed; then once more to record every
     row of logits."""
-    plain, params = load_model(engine), SamplingParams(max_tokens, structured=form)
-    proposing = load_model(engine, speculate="grammar", k=PROPOSED, speculate_fixed=True)
+    plain, params = create_llm(engine), SamplingParams(max_tokens, structured=form)
+    proposing = create_llm(engine, speculate="grammar", k=PROPOSED, speculate_fixed=True)
     token_ids = plain.tokenizer.encode_chat([{"role": "user", "content": prompt}])[1]
     free_text = plain.generate([token_ids], SamplingParams(max_tokens))[0].outputs[0].text
     places = _places(plain, token_ids, params)

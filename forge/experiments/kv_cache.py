@@ -12,7 +12,7 @@ from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import RepeatedRun, StepObserver, exit_status
+from forge.cli.run_control import RepeatedRun, StepSubscriber, exit_status
 from forge.engine_args import EngineArgs
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, plural, size
@@ -36,12 +36,12 @@ def kv_cache(
     engine: Annotated[EngineArgs, Takes("model device threads", kv="basic")],
     output: Annotated[OutputArgs, Takes("trace step")],
 ) -> Experiment:
-    observer = StepObserver(output.trace, output.step)
-    return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, engine, observer), observer.is_on)
+    subscriber = StepSubscriber(output.trace, output.step)
+    return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, engine, subscriber), subscriber.is_on)
 
 
-def _measure(prompt: str, max_tokens: int, engine: EngineArgs, observer: StepObserver) -> Report:
-    run = RepeatedRun.of(engine, prompt, max_tokens, observer)
+def _measure(prompt: str, max_tokens: int, engine: EngineArgs, subscriber: StepSubscriber) -> Report:
+    run = RepeatedRun.of(engine, prompt, max_tokens, subscriber)
     layout, result = run.llm.kv_layout, run.result
     item_bytes = KV_ITEM_BYTES[layout.kv_dtype]
     scale_bytes = vector_bytes(layout.head_dim, layout.kv_dtype) - layout.head_dim * item_bytes

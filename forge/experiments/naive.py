@@ -14,7 +14,7 @@ from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import RepeatedRun, StepObserver, drive, exit_status, run_label
+from forge.cli.run_control import RepeatedRun, StepSubscriber, drive, exit_status, run_label
 from forge.engine_args import EngineArgs
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
@@ -44,12 +44,12 @@ def naive(
     engine: Annotated[EngineArgs, Takes("model device threads", kv="off")],
     output: Annotated[OutputArgs, Takes("trace step")],
 ) -> Experiment:
-    observer = StepObserver(output.trace, output.step)
-    return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, engine, observer), observer.is_on)
+    subscriber = StepSubscriber(output.trace, output.step)
+    return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, engine, subscriber), subscriber.is_on)
 
 
-def _measure(prompt: str, max_tokens: int, engine: EngineArgs, observer: StepObserver) -> Report:
-    run = RepeatedRun.of(engine, prompt, max_tokens, observer)
+def _measure(prompt: str, max_tokens: int, engine: EngineArgs, subscriber: StepSubscriber) -> Report:
+    run = RepeatedRun.of(engine, prompt, max_tokens, subscriber)
     llm, result = run.llm, run.result
     if not result.interrupted:  # once more, with a clock around every operation, which takes time of its own
         llm.time_operations()

@@ -12,7 +12,7 @@ from rich.text import Text
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.compare_judging import CLASSES
-from forge.cli.run_control import load_model, run_label
+from forge.cli.run_control import create_llm, run_label
 from forge.engine_args import EngineArgs
 from forge.option import option
 from forge.reasons import Deferred
@@ -51,7 +51,7 @@ def oneshot(asked: JudgeArgs, engine: Annotated[EngineArgs, Takes(_ENGINE, kv="p
 
 def _measure(args: EngineArgs, requests: int, max_tokens: int) -> Report:
     """Run the same requests through each life once, on one model, after a few that are not timed."""
-    llm = load_model(args)
+    llm = create_llm(args)
     prompts = judge_prompts(llm.tokenizer, requests)
     lives = []
     with progress_line() as progress:

@@ -16,7 +16,7 @@ from forge.cli.arguments import Takes
 from forge.cli.arrivals import Arrival, WatchedRun
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import load_model
+from forge.cli.run_control import create_llm
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -66,7 +66,7 @@ def paged(
 def _measure(prompt: str, sequences: int, engine: EngineArgs, pace: float, quiet: bool) -> Report:
     runs: dict[str, PoolRun] = {}
     for kind in NAMES:
-        llm = load_model(engine, kv=kind, max_num_seqs=sequences)
+        llm = create_llm(engine, kv=kind, max_num_seqs=sequences)
         runs[kind] = PoolRun.of(llm, _stories(llm, prompt, sequences), QUESTION, pace, quiet)
     result = PagedExperiment(prompt, llm.max_model_len, llm.kv_layout.bytes_per_token, runs["basic"], runs["paged"])
     facts = paged_object(result)

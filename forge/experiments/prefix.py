@@ -14,7 +14,7 @@ from forge.cli.arguments import Takes
 from forge.cli.arrivals import Arrival, WatchedRun, drive_arrivals, watch_arrivals, whole
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import forget_prefixes, load_model
+from forge.cli.run_control import create_llm, forget_prefixes
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -96,7 +96,7 @@ def prefix(
     shared = RUBRIC if sizes.rubric is None else options.read_text(sizes.rubric)
 
     def run() -> Report:
-        text, llm = options.read_prompt(prompt), load_model(engine)
+        text, llm = options.read_prompt(prompt), create_llm(engine)
         place = branch_at or _middle_of_a_block(len(llm.tokenizer.encode(text)), max_tokens, engine.block_size)
         if sizes.snapshot:
             from forge.experiments.snapshot import snapshot_report
@@ -105,7 +105,7 @@ def prefix(
         fork = _fork_story(llm, text, max_tokens, branches, place, output.pace, json)
         texts = [shared + QUESTIONS[number % len(QUESTIONS)] for number in range(requests)]
         with_index = _share_rubric(llm, texts, output.pace, json)
-        alone = _share_rubric(load_model(engine, kv="paged"), texts, 0.0, quiet=True)
+        alone = _share_rubric(create_llm(engine, kv="paged"), texts, 0.0, quiet=True)
         result = PrefixExperiment(text, fork, len(llm.tokenizer.encode(shared)), alone, with_index)
         return report(prefix_object(result), lambda: screen(result))
 

@@ -220,9 +220,9 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         """The engine's steps from now on, as server-sent events; without texts unless the server shows them."""
         if service.client.dead:
             raise EngineDead
-        watcher = service.steps.join()
+        subscriber = service.steps.join()
         return EventStream(
-            service.steps.pieces(watcher), service.limits.stall_timeout, lambda: service.steps.leave(watcher)
+            service.steps.pieces(subscriber), service.limits.stall_timeout, lambda: service.steps.leave(subscriber)
         )
 
 

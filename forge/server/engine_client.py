@@ -2,7 +2,7 @@
 
 `EngineClient` lives on one asyncio loop and nothing in it blocks. What the engine sends is taken in at once and merged
 per request; a reader of a `Generation` gets all that has come since it last looked. A first token, an end and a
-failure wake their follower at once. Everything else wakes all followers together, at most so often that the events of
+failure wake their reader at once. Everything else wakes all readers together, at most so often that the events of
 several streams stay below `EVENTS_PER_SECOND`: alone, every token is an event; with many, a few tokens share one.
 """
 
@@ -50,7 +50,7 @@ logger = logging.getLogger("forge.server")
 
 _RECEIVE = 1 << 18
 MAX_PENDING_CHARS = 1 << 20
-"""What a follower may leave unread before its request is aborted."""
+"""What a client may leave unread before its request is aborted."""
 
 
 MAX_DELTAS = 256
@@ -75,13 +75,13 @@ class ShuttingDown(ForgeError):
         super().__init__("the server is shutting down")
 
 
-class FollowerStalled(ForgeError):
+class ClientStalled(ForgeError):
     """A client did not take what was generated for it."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice: several tokens where its follower was slow."""
+    """What is new of one choice: several tokens if its reader was slow."""
 
     choice: int
     text: str = ""
@@ -256,7 +256,7 @@ class EngineClient(asyncio.BufferedProtocol):
         self._num_asked = 0
         self._probe: tuple[int, float] | None = None
         """The question that shows whether the engine's loop turns, and when it was sent."""
-        self._watchers: set[asyncio.Queue] = set()
+        self._subscribers: set[asyncio.Queue] = set()
         self._dirty: set[Generation] = set()
         self._streams: set[Generation] = set()
         self._last_flush = 0.0
@@ -463,19 +463,19 @@ class EngineClient(asyncio.BufferedProtocol):
     async def records(self, most: int = 256) -> AsyncIterator[StepRecord]:
         """Whole records of the steps from now on. A reader that is more than `most` behind misses some."""
         queue: asyncio.Queue = asyncio.Queue(most)
-        self._watchers.add(queue)
+        self._subscribers.add(queue)
         self._send(Watch(True))
         try:
             while (record := await queue.get()) is not None:
                 yield record
         finally:
-            self._watchers.discard(queue)
-            if not self._watchers and self.on_record is None and not self.dead:
+            self._subscribers.discard(queue)
+            if not self._subscribers and self.on_record is None and not self.dead:
                 self._send(Watch(False))
 
     def end_records(self) -> None:
         """End the iteration of every reader of `records`."""
-        for queue in self._watchers:
+        for queue in self._subscribers:
             offer(queue, None)
 
     def _send(self, command: Any) -> None:
@@ -533,7 +533,7 @@ class EngineClient(asyncio.BufferedProtocol):
             else:
                 dirty.add(generation)
                 if generation.is_stalled:
-                    self.abort(generation, FollowerStalled("the client does not take what is generated"))
+                    self.abort(generation, ClientStalled("the client does not take what is generated"))
         for key, sample, reason, text, stop in update.sample_ends:
             if (place := find(key)) is not None:
                 generation, index = place
@@ -550,7 +550,7 @@ class EngineClient(asyncio.BufferedProtocol):
         if update.gauges is not None:
             self.gauges = update.gauges
         for record in update.records:
-            for queue in self._watchers:
+            for queue in self._subscribers:
                 offer(queue, record)
             if self.on_record is not None:
                 self.on_record(record)
@@ -583,7 +583,7 @@ class EngineClient(asyncio.BufferedProtocol):
             future.set_exception(_error_of(answer.fault))
 
     def _flush_when_due(self) -> None:
-        """Wake the followers, now or when the next events are due."""
+        """Wake the streams' readers, now or when the next events are due."""
         if not self._dirty or self._flush_timer is not None:
             return
         due = self._last_flush + pause_between_events(len(self._streams), self._device)

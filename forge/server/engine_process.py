@@ -130,7 +130,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The one-shot requests of one question."""
+    """The prefill-only requests of one question."""
 
     number: int
     requests: dict[int, str] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class EngineServer:
         self._groups: dict[int, _Group] = {}
         """From a question's number."""
         self._group_of: dict[int, _Group] = {}
-        """From a one-shot's sequence id to the question that it belongs to."""
+        """From a prefill-only request's sequence id to the question that it belongs to."""
         self._asked: deque[tuple[_Group, list[int], Any]] = deque()
         """Requests of questions that are not queued yet."""
         self._watched = False

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from forge.errors import ForgeError
-from forge.server.engine_client import EngineDead, FollowerStalled, RequestFailed, ShuttingDown
+from forge.server.engine_client import ClientStalled, EngineDead, RequestFailed, ShuttingDown
 
 logger = logging.getLogger("forge.server")
 
@@ -56,7 +56,7 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(str(error), 503, code="engine_dead", retry_after=5)
     if isinstance(error, ShuttingDown):
         return ApiError(str(error), 503, code="shutting_down", retry_after=5)
-    if isinstance(error, RequestFailed | FollowerStalled):
+    if isinstance(error, RequestFailed | ClientStalled):
         return ApiError(str(error), 500, code="request_failed")
     if isinstance(error, ForgeError):
         return ApiError(str(error))

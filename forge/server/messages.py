@@ -77,7 +77,7 @@ class AskTasks(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """The client of a question of one-shots has left: its answer is not needed any more."""
+    """The client that asked for prefill-only requests has left: drop them."""
 
     number: int
 

@@ -40,7 +40,7 @@ class _Asked(Exception):
 
 
 async def _run(service: Service, request: Request, work: Work, param: str) -> Any:
-    """`work(answer)`, where `answer` runs one-shot requests, or none of them when the client leaves.
+    """`work(answer)`, where `answer` runs prefill-only requests, or none of them when the client leaves.
 
     A task asks once, at its beginning, and waits for the answer. So it is run up to its question, which it leaves
     behind, and from the start again when the answer is here: nothing waits in between but this coroutine.

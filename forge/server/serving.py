@@ -227,7 +227,7 @@ class _Ending:
 
     @property
     def _num_running(self) -> int:
-        return max(self._exchanges.num_open - self._service.steps.num_watchers, 0)
+        return max(self._exchanges.num_open - self._service.steps.num_subscribers, 0)
 
     async def _end(self) -> None:
         deadline = time.monotonic() + self._grace

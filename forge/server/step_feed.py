@@ -1,7 +1,7 @@
-"""The engine's steps for clients that watch them: encoded once for all watchers, of which there are few.
+"""The engine's steps for clients that watch them: encoded once for all subscribers, of which there are few.
 
-A step costs the loop some 0.1 ms to encode, and each watcher a write per piece. So a watcher gets the steps of 50 ms as
-one piece, and encoding takes at most half of the loop's time; where more happens than that, watchers miss steps.
+A step costs the loop some 0.1 ms to encode, and each subscriber a write per piece. So a subscriber gets the steps of
+50 ms as one piece, and encoding takes at most half of the loop's time; where more happens, subscribers miss steps.
 """
 
 import asyncio
@@ -15,54 +15,54 @@ from forge.server.streaming import DONE, event
 from forge.trace.codec import codec_of
 from forge.trace.records import StepRecord
 
-MAX_WATCHERS = 8
+MAX_SUBSCRIBERS = 8
 _PAUSE = 0.05
-"""Seconds between two pieces for one watcher."""
+"""Seconds between two pieces for one subscriber."""
 _MOST_BEHIND = 256
-"""Steps that a watcher may be behind before it misses some."""
+"""Steps that a subscriber may be behind before it misses some."""
 
-Watcher = asyncio.Queue[bytes]
-"""Steps, as events, that a watcher has not been sent yet."""
+Subscriber = asyncio.Queue[bytes]
+"""Steps, as events, that a subscriber has not been sent yet."""
 
 
 class StepFeed:
-    """Gives the steps of an engine to watchers, as server-sent events."""
+    """Gives the steps of an engine to subscribers, as server-sent events."""
 
     def __init__(self, client: EngineClient, texts: bool):
         """texts: whether events have token ids and texts."""
         self._client, self._texts = client, texts
-        self._watchers: set[Watcher] = set()
+        self._subscribers: set[Subscriber] = set()
         self._reading: asyncio.Task[None] | None = None
 
     @property
-    def num_watchers(self) -> int:
-        return len(self._watchers)
+    def num_subscribers(self) -> int:
+        return len(self._subscribers)
 
-    def join(self) -> Watcher:
-        """Begin to watch. Raises `ApiError` where there are too many watchers."""
-        if len(self._watchers) >= MAX_WATCHERS:
-            message = f"{MAX_WATCHERS} clients watch the steps already, which is the most: come back later"
-            raise ApiError(message, 429, code="too_many_watchers", retry_after=5)
-        watcher: Watcher = asyncio.Queue(_MOST_BEHIND)
-        self._watchers.add(watcher)
+    def join(self) -> Subscriber:
+        """Begin to watch. Raises `ApiError` where there are too many subscribers."""
+        if len(self._subscribers) >= MAX_SUBSCRIBERS:
+            message = f"{MAX_SUBSCRIBERS} clients watch the steps already, which is the most: come back later"
+            raise ApiError(message, 429, code="too_many_subscribers", retry_after=5)
+        subscriber: Subscriber = asyncio.Queue(_MOST_BEHIND)
+        self._subscribers.add(subscriber)
         if self._reading is None:
             self._reading = asyncio.get_running_loop().create_task(self._read())
-        return watcher
+        return subscriber
 
-    def leave(self, watcher: Watcher) -> None:
-        """End watching. With the last watcher the engine stops to send records."""
-        self._watchers.discard(watcher)
-        if not self._watchers and self._reading is not None:
+    def leave(self, subscriber: Subscriber) -> None:
+        """End watching. With the last subscriber the engine stops to send records."""
+        self._subscribers.discard(subscriber)
+        if not self._subscribers and self._reading is not None:
             self._reading.cancel()
             self._reading = None
 
-    async def pieces(self, watcher: Watcher) -> AsyncIterator[bytes]:
+    async def pieces(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
         """Events of the steps from now on, until the engine ends."""
         piece = b""
         while not piece.endswith(DONE):
-            events = [await watcher.get()]
-            while not watcher.empty():
-                events.append(watcher.get_nowait())
+            events = [await subscriber.get()]
+            while not subscriber.empty():
+                events.append(subscriber.get_nowait())
             yield (piece := b"".join(events))
             await asyncio.sleep(_PAUSE)
 
@@ -71,9 +71,9 @@ class StepFeed:
         async for record in self._client.records():
             began = time.perf_counter()
             step = event(encode(record if self._texts else without_texts(record)))
-            for watcher in self._watchers:
-                offer(watcher, step)
+            for subscriber in self._subscribers:
+                offer(subscriber, step)
             await asyncio.sleep(time.perf_counter() - began)
         self._reading = None
-        for watcher in self._watchers:
-            offer(watcher, DONE)
+        for subscriber in self._subscribers:
+            offer(subscriber, DONE)

@@ -159,10 +159,10 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
     for prompt, output, run in zip(prompts, tokens, runs, strict=True):
         whole = alone.logits([*prompt, *output])[len(prompt) - 1 : len(prompt) - 1 + len(output)]
         _equal(run.logits, whole, "through the engine a token has other logits than from one forward over all tokens")
-    guesses = ReplayProposer(
+    proposer = ReplayProposer(
         [[*prompt, *output] for prompt, output in zip(prompts, tokens, strict=True)], loaded.model.vocab_size, 0.7
     )
-    for where, options in _engines(guesses):
+    for where, options in _engines(proposer):
         run = _run(LLM(loaded, max_model_len=96, prefill_only=False, **options), prompts)
         assert run.outputs == tokens, f"{where} the model says something else: {_first_difference(run.outputs, tokens)}"
         _equal(run.logits, runs[0].logits, f"{where} the tokens are the same and the logits are not")
@@ -170,7 +170,7 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
         assert few is None or run.preempted, f"no sequence was preempted: {few} blocks are not too few"
 
 
-def _engines(guesses: Proposer) -> list[tuple[str, dict]]:
+def _engines(proposer: Proposer) -> list[tuple[str, dict]]:
     """Every technique, in words and as options."""
     few = {"num_blocks": 14, "block_size": 8}
     return [
@@ -181,7 +181,7 @@ def _engines(guesses: Proposer) -> list[tuple[str, dict]]:
         ("with prompts in chunks of 7 tokens", {"kv": "prefix", "max_num_seqs": 6, "max_num_batched_tokens": 7}),
         ("in a pool too small for all, where victims compute again,", {"kv": "paged", **few}),
         ("in a pool too small for all, where victims are swapped,", {"kv": "paged", "preemption": "swap", **few}),
-        ("with guesses, three in ten of them wrong,", {"kv": "paged", "speculate": guesses, "speculate_fixed": True}),
+        ("with guesses, three in ten of them wrong,", {"kv": "paged", "speculate": proposer, "speculate_fixed": True}),
     ]
 
 

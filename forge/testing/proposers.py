@@ -77,7 +77,7 @@ def _check_text(new_proposer: Callable[[], Proposer]) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     prompts = ["Once upon a time", "ab ab ab ab", "a"]
     plain = LLM("hash", kv="paged").generate(prompts, params)
-    guessed = LLM("hash", kv="paged", speculate=new_proposer(), speculate_fixed=True).generate(prompts, params)
-    for output, guessed_output in zip(plain, guessed, strict=True):
-        ours, theirs = output.outputs[0].token_ids, guessed_output.outputs[0].token_ids
+    drafted = LLM("hash", kv="paged", speculate=new_proposer(), speculate_fixed=True).generate(prompts, params)
+    for output, drafted_output in zip(plain, drafted, strict=True):
+        ours, theirs = output.outputs[0].token_ids, drafted_output.outputs[0].token_ids
         assert ours == theirs, f"after {output.prompt!r} the text with its guesses is another: {theirs} and not {ours}"

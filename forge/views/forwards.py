@@ -112,7 +112,7 @@ def shape_sentence(forwards: Sequence[Forward]) -> str:
     later = forwards[1:]
     if len(later) < 2:
         return f"{plural(len(forwards), 'forward')}: too few to have a shape"
-    most = max(forward.guesses for forward in later)
+    most = max(forward.num_draft_tokens for forward in later)
     if most:
         return f"{plural(len(forwards), 'forward')}: up to {plural(most, 'guess', 'guesses')} verified in each"
     quarter = max(1, len(later) // 4)

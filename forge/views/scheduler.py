@@ -109,8 +109,8 @@ def items_line(record: StepRecord, width: int) -> Text:
 def work_texts(record: StepRecord) -> list[str]:
     """What the step computes: `decode 11 seqs + 9 guesses`, each prefill, `prefill-only 8 requests, 367 rows`."""
     decodes = sum(item.phase == "decode" for item in record.items)
-    guesses = sum(len(cycle.proposed) for cycle in record.cycles)
-    verified = f" + {plural(guesses, 'guess', 'guesses')}" if guesses else ""
+    num_draft_tokens = sum(len(cycle.proposed) for cycle in record.cycles)
+    verified = f" + {plural(num_draft_tokens, 'guess', 'guesses')}" if num_draft_tokens else ""
     texts = [f"decode {plural(decodes, 'seq')}{verified}"] if decodes else []
     texts += [prefill_text(item) for item in record.items if item.phase == "prefill"]
     alone = [item.num_tokens for item in record.items if item.phase == "prefill_only"]

@@ -42,13 +42,13 @@ class Forward:
     tokens: int
     """Rows that went through the model."""
     ms: float
-    guesses: int = 0
-    """Of those, the rows that verified guesses."""
+    num_draft_tokens: int = 0
+    """Of those, the rows that verified draft tokens."""
 
     @classmethod
     def of(cls, number: int, record: StepRecord) -> "Forward":
-        guesses = sum([item.num_draft_tokens for item in record.items])
-        return cls(number, record.phase, record.tokens_computed, record.forward_ms, guesses)
+        num_draft_tokens = sum([item.num_draft_tokens for item in record.items])
+        return cls(number, record.phase, record.tokens_computed, record.forward_ms, num_draft_tokens)
 
 
 @dataclass(frozen=True)

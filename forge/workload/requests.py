@@ -226,8 +226,8 @@ class WorkloadRun:
         now, room = self._now, self._together or len(self._pending)
         while self._pending and room and self._pending[0][1].arrival <= now:
             number, request = self._pending.pop(0)
-            guesses = request.num_speculative_tokens
-            params = SamplingParams(request.max_tokens, ignore_eos=True, num_speculative_tokens=guesses)
+            k = request.num_speculative_tokens
+            params = SamplingParams(request.max_tokens, ignore_eos=True, num_speculative_tokens=k)
             request_id = f"request-{number}"
             try:
                 self._engine.add_request(request_id, request.prompt_token_ids, params, priority=request.priority)

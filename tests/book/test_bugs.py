@@ -15,7 +15,7 @@ from forge.book.command_line import Given
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.cli.chapters import with_given
-from forge.cli.run_control import load_model
+from forge.cli.run_control import create_llm
 from forge.engine import sampling
 from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence
@@ -48,7 +48,7 @@ def patched() -> dict:
 @each_bug
 def test_a_bug_is_caught_as_it_says_and_the_engine_is_sound_without_it(bug):
     before = patched()
-    runs = run_with_and_without(bug, lambda: load_model("tales", **bug.loading))
+    runs = run_with_and_without(bug, lambda: create_llm("tales", **bug.loading))
     assert patched() == before
     assert runs.sound.failure is None
     assert runs.caught_by == bug.caught_by
@@ -67,7 +67,7 @@ def test_every_chapter_that_has_bugs_offers_them_and_no_other(forge):
 
 
 def test_a_bug_that_is_not_there_goes_unnoticed(model):
-    llm = load_model(model, device="reference", kv="paged", num_blocks=16)
+    llm = create_llm(model, device="reference", kv="paged", num_blocks=16)
     run = run_requests(llm, (BugRequest("Once", {"max_tokens": 3, "ignore_eos": True}),), checked=True)
     assert run.failure is None and run.steps == 3 and len(run.token_ids[0]) == 3
 

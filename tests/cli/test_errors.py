@@ -133,7 +133,7 @@ def test_running_out_of_memory_is_said_in_a_line(forge, small, monkeypatch):
     def too_much(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr("forge.cli.generate.load_model", too_much)
+    monkeypatch.setattr("forge.cli.generate.create_llm", too_much)
     found = forge("generate", "x", *small)
     assert found.status == 1 and "out of memory" in complaint(found)
 
@@ -142,7 +142,7 @@ def test_a_bug_keeps_its_traceback(forge, small, monkeypatch):
     def broken(*args, **options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("forge.cli.generate.load_model", broken)
+    monkeypatch.setattr("forge.cli.generate.create_llm", broken)
     with pytest.raises(ZeroDivisionError):
         forge("generate", "x", *small)
 
@@ -154,7 +154,7 @@ def test_an_error_of_the_library_keeps_its_exit_status(forge, small, monkeypatch
     def refuse(*args, **options):
         raise Odd("two\nlines")
 
-    monkeypatch.setattr("forge.cli.generate.load_model", refuse)
+    monkeypatch.setattr("forge.cli.generate.create_llm", refuse)
     found = forge("generate", "x", *small)
     assert found.status == 7 and complaint(found) == "forge: two lines"
 

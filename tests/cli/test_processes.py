@@ -133,7 +133,7 @@ def test_ctrl_c_before_the_run_ends_quietly(forge, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("forge.cli.generate.load_model", interrupted)
+    monkeypatch.setattr("forge.cli.generate.create_llm", interrupted)
     found = forge("generate", "x")
     assert found.status == 130 and found.out == found.err == ""
 

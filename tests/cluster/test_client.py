@@ -402,7 +402,7 @@ async def test_several_prompts_of_one_request_survive_too():
 
 
 @in_a_loop
-async def test_a_follower_of_records_sees_the_steps_of_all_engines_and_why_requests_came():
+async def test_a_subscriber_to_records_sees_the_steps_of_all_engines_and_why_requests_came():
     a, b = LocalEngine(), LocalEngine()
     async with front_of(a, b, router="round-robin") as client:
         records = client.records()

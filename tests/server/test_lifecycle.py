@@ -62,7 +62,7 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(long_model):
     assert refused.startswith("HTTP/1.1 503") and "shutting_down" in refused
 
 
-def test_a_watcher_does_not_hold_up_the_end(long_model):
+def test_a_subscriber_does_not_hold_up_the_end(long_model):
     server = Server("-m", long_model)
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: localhost\r\n\r\n")

@@ -7,7 +7,7 @@ import pytest
 
 from forge.server import step_feed
 from forge.server.errors import ApiError
-from forge.server.step_feed import MAX_WATCHERS, StepFeed
+from forge.server.step_feed import MAX_SUBSCRIBERS, StepFeed
 from tests.server.conftest import until
 
 
@@ -43,27 +43,27 @@ def encoded(monkeypatch):
     return steps
 
 
-def test_a_watcher_too_many_is_refused_until_one_leaves():
+def test_a_subscriber_too_many_is_refused_until_one_leaves():
     async def watch() -> None:
         feed = StepFeed(Client(), texts=True)
-        watchers = [feed.join() for _ in range(MAX_WATCHERS)]
-        with pytest.raises(ApiError, match=f"{MAX_WATCHERS} clients watch") as refused:
+        subscribers = [feed.join() for _ in range(MAX_SUBSCRIBERS)]
+        with pytest.raises(ApiError, match=f"{MAX_SUBSCRIBERS} clients watch") as refused:
             feed.join()
         assert refused.value.status == 429 and refused.value.retry_after
-        feed.leave(watchers[0])
+        feed.leave(subscribers[0])
         feed.join()
 
     asyncio.run(watch())
 
 
-def test_a_step_is_encoded_once_for_all_watchers_and_comes_to_each(encoded):
+def test_a_step_is_encoded_once_for_all_subscriber_and_comes_to_each(encoded):
     async def watch() -> list[bytes]:
         client = Client()
         feed = StepFeed(client, texts=True)
-        watchers = [feed.join() for _ in range(3)]
+        subscribers = [feed.join() for _ in range(3)]
         for step in (1, 2, None):
             client.steps.put_nowait(step)
-        return [b"".join([piece async for piece in feed.pieces(watcher)]) for watcher in watchers]
+        return [b"".join([piece async for piece in feed.pieces(subscriber)]) for subscriber in subscribers]
 
     assert asyncio.run(watch()) == [b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"] * 3
     assert encoded == [1, 2]
@@ -75,11 +75,11 @@ def test_steps_that_come_together_are_one_piece_and_one_that_falls_behind_misses
     async def watch() -> list[bytes]:
         client = Client()
         feed = StepFeed(client, texts=True)
-        watcher = feed.join()
+        subscriber = feed.join()
         for step in (1, 2, 3, 4, None):
             client.steps.put_nowait(step)
         await asyncio.sleep(0.05)
-        return [piece async for piece in feed.pieces(watcher)]
+        return [piece async for piece in feed.pieces(subscriber)]
 
     assert asyncio.run(watch()) == [b"data: 3\n\ndata: 4\n\ndata: [DONE]\n\n"]
 
@@ -88,25 +88,25 @@ def test_nothing_is_read_where_nobody_watches(encoded):
     async def watch() -> tuple[bool, bool]:
         client = Client()
         feed = StepFeed(client, texts=True)
-        watcher = feed.join()
+        subscriber = feed.join()
         await asyncio.sleep(0.01)
         was_read = client.is_read
-        feed.leave(watcher)
+        feed.leave(subscriber)
         await asyncio.sleep(0.01)
         return was_read, client.is_read
 
     assert asyncio.run(watch()) == (True, False)
 
 
-def test_a_server_has_so_many_watchers_and_answers_the_next_in_one_line(server, forge):
-    raws = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_WATCHERS)]
+def test_a_server_has_so_many_subscriber_and_answers_the_next_in_one_line(server, forge):
+    raws = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_SUBSCRIBERS)]
     for raw in raws:
         raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert raw.recv(1000).startswith(b"HTTP/1.1 200")
     status, answer = server.request("/debug/steps")
-    assert status == 429 and answer["error"]["code"] == "too_many_watchers"
+    assert status == 429 and answer["error"]["code"] == "too_many_subscribers"
     found = forge("watch", server.url)
-    assert found.status == 2 and f"{MAX_WATCHERS} clients watch" in found.err and found.err.count("\n") == 1
+    assert found.status == 2 and f"{MAX_SUBSCRIBERS} clients watch" in found.err and found.err.count("\n") == 1
     raws.pop().close()
 
     def is_let_in() -> bool:

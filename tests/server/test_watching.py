@@ -171,7 +171,7 @@ def test_a_records_texts_and_token_ids_are_taken_out():
     assert {(one.token_id, one.target_argmax) for one in shown.cycles[0].verdicts} == {(0, 0)}
 
 
-def test_a_watcher_that_leaves_is_forgotten(server):
+def test_a_subscriber_that_leaves_is_forgotten(server):
     raw = socket.create_connection(("127.0.0.1", server.port))
     raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert raw.recv(1000).startswith(b"HTTP/1.1 200")

@@ -10,7 +10,7 @@ from typing import Annotated
 from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.run_control import load_model
+from forge.cli.run_control import create_llm
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.views.charts import bar
@@ -52,7 +52,7 @@ class Result:
 
 
 def _measure(prompt: str, max_tokens: int, engine: EngineArgs) -> Report:
-    llm, drawn = load_model(engine), []
+    llm, drawn = create_llm(engine), []
     greedy: tuple[int, ...] = ()
     for degree in (0.0, *TEMPERATURES):
         params = SamplingParams(max_tokens=max_tokens, temperature=degree, seed=0, ignore_eos=True)

@@ -15,7 +15,7 @@ from rich.text import Text
 from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.run_control import drive, exit_status, load_model, run_label
+from forge.cli.run_control import create_llm, drive, exit_status, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -96,9 +96,9 @@ def _measure(text: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Re
     from forge.model.qwen3 import Qwen3
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    on_cpu = load_model(engine, device="cpu", kernels=None)
+    on_cpu = create_llm(engine, device="cpu", kernels=None)
     results = [("cpu", "c", _warm_run(on_cpu, text, params))]
-    on_gpu = load_model(engine, threads=None)
+    on_gpu = create_llm(engine, threads=None)
     assert isinstance(on_gpu.model, Qwen3)
     backend = cast("CudaBackend", on_gpu.model.backend)
     by_itself = "cuda, torch" if engine.kernels == "torch" else "cuda, kernel by kernel"

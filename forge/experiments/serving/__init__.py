@@ -94,19 +94,19 @@ def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: b
 
 def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[StepRecord], None]") -> Crowded:
     """Run the clients, and follow the server's steps until it has ended."""
-    watcher = _Watcher(server.url, on_step)
+    subscriber = _Subscriber(server.url, on_step)
     try:
-        observed, signalled = asyncio.run(visit_all(server.url, crowd, server.terminate, watcher.has_begun))
+        observed, signalled = asyncio.run(visit_all(server.url, crowd, server.terminate, subscriber.has_begun))
         status = server.wait()
         seconds = time.perf_counter() - signalled
-        watcher.wait()
+        subscriber.wait()
     finally:
-        watcher.look_away()
+        subscriber.look_away()
     ending = replace(observed.pop("ending"), exit_status=status, seconds=seconds)
-    return Crowded(crowd, **observed, ending=ending, records=tuple(watcher.records), ready_seconds=server.ready_seconds)
+    return Crowded(crowd, **observed, ending=ending, records=tuple(subscriber.records), ready_seconds=server.ready_seconds)
 
 
-class _Watcher:
+class _Subscriber:
     """Follows a server's steps in a thread of its own, as `forge watch` does."""
 
     def __init__(self, url: str, on_step: "Callable[[StepRecord], None]"):

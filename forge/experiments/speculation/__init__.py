@@ -22,7 +22,7 @@ from rich.text import Text
 from forge.cli import completion, options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.run_control import REPEAT_SECONDS, REPEATS, drive, exit_status, load_model, warm_up
+from forge.cli.run_control import REPEAT_SECONDS, REPEATS, create_llm, drive, exit_status, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -109,7 +109,7 @@ def speculation(
 
         def measure() -> Report:
             fitting = engine if speculate else with_a_proposer(engine)
-            llm = load_model(fitting)
+            llm = create_llm(fitting)
             llm.engine.report_probabilities = True  # what the target says instead, and how surely
             return _measure(llm, options.read_prompt(prompt), sampling, revocation, fitting.drafts)
 
@@ -121,7 +121,7 @@ def speculation(
 
     def check() -> Report:
         rejection = engine.acceptance == "rejection" and not sampling.greedy
-        llm = load_model(engine, speculate=None, draft=(), speculate_fixed=True)
+        llm = create_llm(engine, speculate=None, draft=(), speculate_fixed=True)
         return _pins(llm, engine.drafts, sampling, sizes, drawn, rejection)
 
     return Experiment(check, alone=True)
