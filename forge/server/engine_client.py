@@ -60,7 +60,7 @@ MAX_DELTAS = 256
 class EngineDead(ForgeError):
     """The engine's process is gone."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__("the engine's process has died")
 
 
@@ -71,7 +71,7 @@ class RequestFailed(ForgeError):
 class ShuttingDown(ForgeError):
     """The server is going: another one may take the request."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__("the server is shutting down")
 
 
@@ -200,7 +200,7 @@ class Generation:
             self._deltas.append(delta)
         return delta
 
-    def add_token(self, choice: int, token_id: int, text: str, logprobs, apart: bool = False) -> bool:
+    def add_token(self, choice: int, token_id: int, text: str, logprobs: Logprobs | None, apart: bool = False) -> bool:
         """Take in a token; whether it is the first of its choice. `apart`: in a delta of its own, unless very many wait
         to be taken."""
         if apart and len(self._deltas) < MAX_DELTAS:
@@ -252,11 +252,11 @@ class EngineClient(asyncio.BufferedProtocol):
         self._generations: dict[int, tuple[Generation, int]] = {}
         """From a key to its generation and which of its prompts it is."""
         self._keys, self._numbers = count(), count()
-        self._questions: dict[int, asyncio.Future] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
         self._probe: tuple[int, float] | None = None
         """The question that shows whether the engine's loop turns, and when it was sent."""
-        self._subscribers: set[asyncio.Queue] = set()
+        self._subscribers: set[asyncio.Queue[StepRecord | None]] = set()
         self._dirty: set[Generation] = set()
         self._streams: set[Generation] = set()
         self._last_flush = 0.0
@@ -462,7 +462,7 @@ class EngineClient(asyncio.BufferedProtocol):
 
     async def records(self, most: int = 256) -> AsyncIterator[StepRecord]:
         """Whole records of the steps from now on. A reader that is more than `most` behind misses some."""
-        queue: asyncio.Queue = asyncio.Queue(most)
+        queue: asyncio.Queue[StepRecord | None] = asyncio.Queue(most)
         self._subscribers.add(queue)
         self._send(Watch(True))
         try:
@@ -605,7 +605,7 @@ def _error_of(fault: Fault) -> ForgeError:
     return RequestFailed(fault.message) if fault.internal else UsageError(fault.message)
 
 
-def offer(queue: asyncio.Queue, item: Any) -> None:
+def offer(queue: asyncio.Queue[Any], item: Any) -> None:
     """Put `item` in; the oldest goes where there is no room."""
     if queue.full():
         queue.get_nowait()

@@ -95,7 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._header_timeout, self._max_connections, self._num_surplus = header_timeout, max_connections, num_surplus
 
-    def connection_made(self, transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         num_beyond = len(self.connections) - self._max_connections
         if num_beyond >= self._num_surplus:
             self._is_refused = True
@@ -107,7 +107,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(corked)  # type: ignore[arg-type]  # it has all that uvicorn uses of one
         self._expect_head()
 
-    def _refuse(self, transport) -> None:
+    def _refuse(self, transport: asyncio.Transport) -> None:
         logger.warning("%d connections are open: more are refused", self._max_connections)
         self._on_refused()
         transport.write(_FULL)
@@ -166,7 +166,7 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.loop.call_later(wait, self._probe, min(2 * wait, _LAST_PROBE))
 
-    def connection_lost(self, error) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         self._stop_expecting()
         if not self._is_refused:
             self.transport.closed()  # type: ignore[attr-defined]  # a `CorkedTransport`

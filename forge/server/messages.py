@@ -229,7 +229,7 @@ def frame(message: Any) -> bytes:
 class Inbox:
     """Bytes as they come, to messages."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[Any]:

@@ -7,6 +7,8 @@ import asyncio
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from forge.errors import ForgeError
 from forge.server.engine_client import ShuttingDown
 from forge.server.errors import ApiError, error_response
@@ -23,14 +25,14 @@ _DISCARDED = 16
 class Draining:
     """Whether the server is closing: it answers what it has begun and begins nothing more."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.begun = False
 
 
 class Gate:
     """Admission control: refuses connections and requests beyond the server's limits."""
 
-    def __init__(self, app, settings: Settings, keys: Keys, draining: Draining):
+    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys, draining: Draining):
         self._app, self._keys = app, keys
         self._limits = settings.limits
         self._hosts = None
@@ -38,7 +40,7 @@ class Gate:
             self._hosts = {"localhost", settings.host, *settings.allowed_hosts}
         self._draining = draining
 
-    async def __call__(self, scope, receive, send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -57,7 +59,7 @@ class Gate:
             await response(scope, receive, send)
             return
         if scope["method"] == "HEAD":  # the server beneath sends no body for it
-            scope = scope | {"method": "GET"}
+            scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
 
     def _check_host(self, header: str) -> None:
@@ -82,7 +84,7 @@ class Gate:
         if (exchange := current_exchange()) is not None:
             exchange.key = self._keys.name_of(key.strip())
 
-    async def _with_body(self, scope, receive):
+    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
         """A `receive` that gives the whole body at once, and from then on what the real one gives."""
         headers = dict(scope["headers"])
         length = headers.get(b"content-length")
@@ -98,7 +100,7 @@ class Gate:
             raise ApiError("the body did not come in time", code="body_timeout") from None
         is_delivered = False
 
-        async def replay():
+        async def replay() -> Message:
             nonlocal is_delivered
             if is_delivered:
                 return await receive()
@@ -107,8 +109,8 @@ class Gate:
 
         return replay
 
-    async def _read(self, receive) -> bytes:
-        """The body. Reads and discards one that is too large before refusing it, because a client that still writes
+    async def _read(self, receive: Receive) -> bytes:
+        """Read the body. Reads and discards one that is too large before refusing it, because a client that still writes
         while its connection closes does not see the answer."""
         parts, size = [], 0
         while True:

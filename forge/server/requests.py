@@ -110,7 +110,7 @@ class RequestReader:
 
     # Prompts
 
-    async def prompts(self, prompt: str | list, param: str = "prompt", **how: Any) -> list[Prompt]:
+    async def prompts(self, prompt: str | list[Any], param: str = "prompt", **how: Any) -> list[Prompt]:
         """One `Prompt` for each that the body has under the name `param`. `how` as for `one_prompt`."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]

@@ -47,7 +47,7 @@ class ServerProcess:
         self._reading.start()
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._end()
 
     def wait_until_ready(self) -> None:

@@ -28,6 +28,7 @@ from forge.server.http_protocol import HttpProtocol
 from forge.server.keys import Keys
 from forge.server.messages import Ready
 from forge.server.metrics import ThroughputLine
+from forge.server.service import Service
 from forge.server.settings import AccessLog, Settings, is_loopback
 from forge.trace.records import StepRecord
 
@@ -51,12 +52,16 @@ _LAST_ANSWERS = 0.3
 _ON_DEATH = {"exit": "the server exits", "restart": "starting another"}
 
 
+OnReady = Callable[[str, Ready], None]
+"""Called with the server's address and what is served."""
+
+
 def serve(
     model: str,
     options: dict[str, Any],
     settings: Settings,
     live: Callable[[Ready], Callable[[StepRecord], None]] | None = None,
-    on_ready: Callable[[str, Ready], None] | None = None,
+    on_ready: OnReady | None = None,
 ) -> int:
     """Serve until a signal; return the exit status.
 
@@ -131,7 +136,9 @@ def connection_limits() -> tuple[int, int]:
     return max(1, most - 5 * backlog - _OTHER_FILES), backlog
 
 
-async def serve_client(client: EngineClient, ready: Ready, settings: Settings, listening, on_ready) -> int:
+async def serve_client(
+    client: EngineClient, ready: Ready, settings: Settings, listening: socket.socket, on_ready: OnReady | None
+) -> int:
     """Serve from an engine, or from what stands for one, until a signal; return the exit status."""
     max_connections, backlog = connection_limits()
     start_listening(listening, settings, backlog)
@@ -199,7 +206,7 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def startup(self, sockets=None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_QUEUE)  # uvicorn's `backlog` is also how many are accepted in a turn of the loop
@@ -210,11 +217,13 @@ class _Server(uvicorn.Server):
 class _Ending:
     """From the first signal to the server's end."""
 
-    def __init__(self, client: EngineClient, service, server: uvicorn.Server, exchanges: Exchanges, grace: float):
+    def __init__(
+        self, client: EngineClient, service: Service, server: uvicorn.Server, exchanges: Exchanges, grace: float
+    ):
         self._client, self._service, self._server, self._exchanges = client, service, server, exchanges
         self._grace = grace
         self._hurry = asyncio.Event()
-        self._task: asyncio.Task | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         if self._task is not None:
@@ -272,7 +281,7 @@ async def _follow_engine(client: EngineClient, server: uvicorn.Server, on_death:
     server.should_exit = True
 
 
-async def _log_throughput(client: EngineClient, service, interval: float) -> None:
+async def _log_throughput(client: EngineClient, service: Service, interval: float) -> None:
     if not interval:
         return
     line = ThroughputLine(service.metrics)
@@ -286,7 +295,7 @@ async def _log_throughput(client: EngineClient, service, interval: float) -> Non
 class OncePerSecond(logging.Filter):
     """Lets a warning or an error through once per second, so that what goes wrong in a loop does not fill the log."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._last: dict[str, float] = {}
 

@@ -46,7 +46,7 @@ class Limits:
     step_timeout: float = option(60.0, "Seconds that a step may take before /health fails.", "Limits")
     """Longer than the longest step: on a CPU a prefill of a large model takes a while."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_queue"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         _check("max_stored_bytes", self.max_stored_bytes, self.max_stored_bytes >= 0, "at least 0")
@@ -85,7 +85,7 @@ class Settings:
     """`exit` ends the server with status 1, `restart` starts another process."""
     limits: Limits = field(default_factory=Limits)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check("log_interval", self.log_interval, 0 <= self.log_interval <= _DAY, "0, for no lines, to a day")
         if self.access_log not in get_args(AccessLog):
             raise UsageError(f"--access-log is off, text or json, and not {self.access_log!r}")

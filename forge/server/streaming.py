@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from forge.server.errors import error_object, to_api_error
 from forge.server.strict_json import to_json
@@ -42,7 +43,7 @@ class EventStream(Response):
         self._stalled = False
         self._watching: asyncio.TimerHandle | None = None
 
-    async def __call__(self, scope, receive, send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None, "an answer is sent within a task"
         leaving = asyncio.create_task(_disconnected(receive))
@@ -60,7 +61,7 @@ class EventStream(Response):
             leaving.cancel()
             (self._watching or watching).cancel()
 
-    async def _send_events(self, send) -> None:
+    async def _send_events(self, send: Send) -> None:
         more = True
         try:
             async for piece in self._events:
@@ -72,12 +73,12 @@ class EventStream(Response):
             last = event(error_object(to_api_error(error))) + DONE
             await self._send(send, {"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send(self, send, message: dict[str, Any]) -> None:
+    async def _send(self, send: Send, message: Message) -> None:
         self._sending_since = time.monotonic()
         await send(message)
         self._sending_since = None
 
-    def _watch(self, task: asyncio.Task) -> None:
+    def _watch(self, task: asyncio.Task[Any]) -> None:
         """Look now and then whether the client takes anything: a timer for each event would cost as much as sending
         it."""
         since = self._sending_since
@@ -89,7 +90,7 @@ class EventStream(Response):
             self._watching = loop.call_later(self._stall_timeout / 4, self._watch, task)
 
 
-async def _disconnected(receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

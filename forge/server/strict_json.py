@@ -14,7 +14,7 @@ body are counted before it is parsed, and large bodies are parsed one after anot
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -119,7 +119,7 @@ class StrictRequest(Request):
 class StrictRoute(APIRoute):
     """A route whose requests are `StrictRequest`s."""
 
-    def get_route_handler(self) -> Callable:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strictly(request: Request) -> Any:
