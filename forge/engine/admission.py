@@ -38,7 +38,7 @@ class Admission:
         planner: PrefixPlanner,
         prefill_only: PrefillOnly,
     ):
-        """The containers are the scheduler's own."""
+        """Share the scheduler's own containers."""
         self._cache, self._config, self._queue, self._running = cache, config, queue, running
         self._host, self._retained, self._planner, self._prefill_only = host, retained, planner, prefill_only
 
@@ -67,7 +67,7 @@ class Admission:
                 plan.exhausted.append(sequence.seq_id)
 
     def _note_head(self, plan: PlanBuilder) -> None:
-        """Without blocks for the running sequences there are none for the first that waited before the victims."""
+        """Note in the plan why the first in the queue waits: no blocks were left once running sequences had theirs."""
         shortage = plan.preempted[0]
         victims = {preemption.seq_id for preemption in plan.preempted}
         head = next(
@@ -105,8 +105,8 @@ class Admission:
         return prefill_tokens + num_tokens <= plan.limit or not prefill_tokens
 
     def _cost(self, sequence: Sequence, retained: int | None) -> tuple[int, int, int]:
-        """How many tokens need no computing, how many available blocks the sequence takes, and how many of those hold
-        its own cached tokens. Changes nothing."""
+        """Return how many tokens need no computing, how many available blocks the sequence takes, and how many of those
+        hold its own cached tokens. Changes nothing."""
         cache, length = self._cache, len(sequence.token_ids)
         if retained is not None:
             more = length - cache.reserved_length(retained)
@@ -144,7 +144,8 @@ class Admission:
 
 
 def generation_item(cache: KvCache, sequence: Sequence, start: int, num_tokens: int) -> PlanItem:
-    """The item that computes `num_tokens` rows of a generation from position `start` on; its slots are reserved."""
+    """Build the item that computes `num_tokens` rows of a generation from position `start` on; its slots are
+    reserved."""
     length, num_output = len(sequence.token_ids), sequence.num_output_tokens
     remaining = length - start - num_tokens
     # Nothing but the last output token has to be computed (with the cache off: again).

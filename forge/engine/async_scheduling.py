@@ -41,7 +41,8 @@ from forge.reasons import MaxNumSeqs, NoBlocks
 
 
 class AsyncEngine(Engine):
-    """The stepper for models that return before they have computed: a step is in flight beyond the one that is read."""
+    """The stepper for a model that returns before it has computed: it launches the next step before it reads this
+    one."""
 
     _in_flight: LaunchedStep | None = None
     """The next step, where it was launched before this one was read."""
@@ -49,8 +50,8 @@ class AsyncEngine(Engine):
     """The queue's state when the last scheduled step refused a slot or blocks to all that waited."""
 
     def _next_step(self, started: float) -> LaunchedStep:
-        """The step in flight, or one that is scheduled and launched now. The step after it is launched too, if it
-        follows from this one alone, before the host waits for the device."""
+        """Return the step in flight, or schedule and launch one. If the step after it follows from it alone, that is
+        launched too, before the host waits for the device."""
         step, self._in_flight = self._in_flight, None
         self._plan = step.plan if step is not None else None
         if step is None:
@@ -68,7 +69,7 @@ class AsyncEngine(Engine):
         return step
 
     def _launch_ahead(self, step: LaunchedStep) -> None:
-        """Launch the step after `step`, unless its tokens are needed for that."""
+        """Launch the step after `step`, unless that depends on the tokens of `step`."""
         shown = self.on_logits is not None or self.report_probabilities
         if shown or self.speculation.proposers:
             return
@@ -90,7 +91,7 @@ class AsyncEngine(Engine):
         return super()._commit(step, results, times)
 
     def _drop_state(self, seq_id: int) -> None:
-        """With the last of its sequences the step in flight is dropped too."""
+        """Drop a sequence's state, and the step in flight if none of its sequences is left."""
         super()._drop_state(seq_id)
         step = self._in_flight
         if step is not None and not any(item.seq_id in self.scheduler.running for item in step.plan.items):
@@ -110,7 +111,7 @@ class AsyncEngine(Engine):
         return len(scheduler.queue.sequences), len(scheduler.retained.sequences), scheduler.num_finished
 
     def _plan_next(self, plan: StepPlan, can_draw: bool) -> StepPlan | None:
-        """The step after `plan`: its sequences one position further, each with a slot reserved.
+        """Plan the step after `plan`: its sequences one position further, each with a slot reserved.
 
         can_draw: the device can choose tokens that are not the argmax. None, with nothing changed, where what follows
         does not follow from `plan` alone.
@@ -133,7 +134,7 @@ class AsyncEngine(Engine):
 
 
 def _prepare_masks(items: Iterable[PlanItem]) -> None:
-    """Have the masks of a step's items computed, before there are logits to apply them to. Raises nothing."""
+    """Start computing the masks of a step's items before there are logits to apply them to. Raises nothing."""
     for item in items:
         for sequence in (item.sequence, *item.sequence.waiting_samples) if item.samples else ():
             if sequence.matcher is not None:
@@ -156,10 +157,11 @@ def _is_plain(plan: StepPlan, can_draw: bool) -> bool:
 
 
 def _draw(sequence: Sequence) -> Draw:
-    """The next token of a sequence. All tokens before it are known: the step before has been committed."""
+    """Describe the draw of a sequence's next token. All tokens before it are known: the step before has been
+    committed."""
     return Draw(sequence.params, sequence.seed, sequence.sample_index, sequence.token_ids, sequence.num_prompt_tokens)
 
 
 def _ends_with(item: PlanItem, sequence: Sequence) -> bool:
-    """True if the token that this item brings is the last that its sequence may have."""
+    """Return whether this item's token is the last that its sequence may have."""
     return item.start + 2 - sequence.num_prompt_tokens >= sequence.max_output_tokens

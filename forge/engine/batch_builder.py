@@ -26,11 +26,11 @@ class BatchBuilder:
         self._tables: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
 
     def forget(self, seq_id: int) -> None:
-        """A sequence has ended."""
+        """Drop the cached block table of a sequence that has ended."""
         self._tables.pop(seq_id, None)
 
     def build(self, items: Items[PlanItem], drafts: Drafts) -> ForwardBatch:
-        """The rows of all items end to end, with the proposals of each sequence that has any."""
+        """Build the batch: the rows of all items end to end, with the drafts of each sequence that has any."""
         parts, tables = [], self._tables
         for item in items:
             table = item.block_table
@@ -51,7 +51,7 @@ class BatchBuilder:
 def _with_draft_tokens(
     item: PlanItem, known: list[int], table: np.ndarray, proposals: tuple[Proposal, ...]
 ) -> list[SequenceRows]:
-    """One part per proposal. Of a fork's rows those from the last known token on have logits."""
+    """Return one part per proposal. Of a fork's rows, those from the last known token on have logits."""
     first = proposals[0].token_ids if proposals else ()
     logit_rows = range(item.logit_rows.start, item.logit_rows.stop - item.num_draft_tokens + len(first))
     parts = [SequenceRows([*known, *first], item.start, table, logit_rows)]

@@ -55,7 +55,7 @@ class DraftSlots:
         return copies
 
     def _num_draft_tokens(self, sequence: Sequence, plan: PlanBuilder) -> int:
-        """As many as the sequence wants and fit into what the step has left."""
+        """Return how many draft tokens the sequence wants, at most what the step has room for."""
         num_wanted = self._speculation.wanted(sequence)
         if num_wanted <= 0:
             return 0

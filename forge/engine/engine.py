@@ -42,7 +42,7 @@ _NO_STEP = LaunchedStep(StepPlan(()), NO_DRAFTS, None, _NO_LOGITS, [], 0.0, 0.0)
 
 
 class Operation:
-    """Whole or not at all: what changes the engine runs inside `with engine.operation:`.
+    """A context manager for what changes the engine: an operation happens completely or not at all.
 
     An operation notes that it has begun, and that it has ended. If the one before never ended (Ctrl-C, a full memory),
     `recover` runs first. A `UsageError` comes before any change, so it ends an operation like a return.
@@ -102,7 +102,7 @@ class Engine(RequestRegistry):
 
     @property
     def model(self) -> Model:
-        """What computes. Setting it is allowed between two steps, to another of the same sizes."""
+        """The model that computes. It may be replaced between two steps, by one of the same sizes."""
         return self._model
 
     @model.setter
@@ -112,7 +112,7 @@ class Engine(RequestRegistry):
 
     @property
     def speculation(self) -> Speculation:
-        """Proposes and verifies draft tokens. Setting it is allowed between two steps."""
+        """What proposes and verifies draft tokens. It may be replaced between two steps."""
         return self._speculation
 
     @speculation.setter
@@ -123,7 +123,7 @@ class Engine(RequestRegistry):
 
     @property
     def report_blocks(self) -> bool:
-        """Whether records have a `BlockMap`."""
+        """Turn the `BlockMap` of each record on or off."""
         return self.scheduler.keep_block_map
 
     @report_blocks.setter
@@ -181,7 +181,7 @@ class Engine(RequestRegistry):
         return LaunchedStep(plan, drafts, batch, logits, separate, schedule_ms - drafts.total_ms, forward_ms)
 
     def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationUpdate:
-        """The step happens: its tokens become their sequences', its keys and values the cache's."""
+        """Commit a step: append its tokens to their sequences, and its keys and values to the cache."""
         update = self._learn(step, results, times) if self._speculates else NO_UPDATE
         self._decided = results.outcomes  # from here on the step has happened
         copies = self.scheduler.commit(step.plan, results.outcomes)
@@ -205,7 +205,7 @@ class Engine(RequestRegistry):
             storage.write_blocks(swap.blocks, host.data(swap.seq_id))
 
     def _learn(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationUpdate:
-        """What the step's verifications teach, before their sequences have the new tokens."""
+        """Let speculation learn from the step's verifications, before their sequences have the new tokens."""
         num_rows = step.batch.num_rows if step.batch is not None else 0
         step_ms = (times[2] - times[0]) * 1e3 - step.drafts.total_ms
         cost, running = StepCost(num_rows, step.forward_ms, step_ms), self.scheduler.running

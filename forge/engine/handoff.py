@@ -20,7 +20,7 @@ from forge.errors import UsageError
 
 @dataclass(frozen=True)
 class KvHandoff:
-    """The computed beginning of a sequence."""
+    """The keys and values of a sequence's computed beginning, for another engine."""
 
     token_ids: tuple[int, ...]
     """Whose keys and values these are, from position 0 on."""
@@ -32,7 +32,7 @@ class KvHandoff:
 
     @property
     def position(self) -> int:
-        """Where the sequence is continued."""
+        """The position at which another engine continues the sequence."""
         return len(self.token_ids)
 
     @property
@@ -41,12 +41,12 @@ class KvHandoff:
 
     @property
     def num_bytes(self) -> int:
-        """Of the blocks, as the storage holds them."""
+        """The size of the blocks, as the storage holds them."""
         parts = self.data if isinstance(self.data, tuple) else (self.data,)
         return sum(int(part.nbytes) for part in parts)
 
     def check(self, layout: KvLayout, token_ids: Items[int], salt: str) -> None:
-        """Raises `UsageError` where this is not the beginning of such a sequence in a storage of this layout."""
+        """Raise `UsageError` unless this is the beginning of such a sequence in a storage of this layout."""
         if replace(self.layout, num_blocks=layout.num_blocks) != layout:
             raise UsageError(f"a hand-over of layout {self.layout} does not fit {layout}: give both engines one model")
         if tuple(token_ids[: self.position]) != self.token_ids or self.salt != salt:
@@ -54,7 +54,7 @@ class KvHandoff:
 
 
 def hand_off(engine: Engine, seq_id: int) -> KvHandoff:
-    """A copy of the retained cache of an ended sequence, for another engine. Raises `KeyError` where it is gone."""
+    """Copy the retained cache of an ended sequence for another engine. Raises `KeyError` if it is gone."""
     sequence = engine.scheduler.retained.sequences[seq_id]
     table, length = engine.cache.block_table(seq_id), engine.cache.computed_length(seq_id)
     tokens, data = tuple(sequence.token_ids[:length]), engine.storage.read_blocks(table)

@@ -48,5 +48,5 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Those of the first sample."""
+        """The metrics of the first sample."""
         return self.outputs[0].metrics

@@ -34,40 +34,41 @@ that gives its blocks up. None if the requester runs alone."""
 
 
 def first_come_first_served(sequence: Sequence) -> tuple[Any, ...]:
-    """In the order of arrival. A preempted sequence arrived before all that still wait for the first time, so it stands
-    at the front of the queue."""
+    """Order by arrival. A preempted sequence arrived before all that still wait for the first time, so it stands at the
+    front of the queue."""
     return (sequence.arrival,)
 
 
 def by_priority(sequence: Sequence) -> tuple[Any, ...]:
-    """A lower number is served first; equals in the order of arrival."""
+    """Order by priority, the lowest number first; equals by arrival."""
     return sequence.priority, sequence.arrival
 
 
 def shortest_job_first(sequence: Sequence) -> tuple[Any, ...]:
-    """The fewest tokens first, prompt and output together, the most that it may have. The mean wait is the least
-    possible; a long job starves for as long as short ones keep coming."""
+    """Order by the tokens of prompt and output together, the fewest first. This gives the least mean wait; a long job
+    starves for as long as short ones keep coming."""
     return sequence.num_prompt_tokens + sequence.max_output_tokens, sequence.arrival
 
 
 def shortest_job_first_aged(sequence: Sequence) -> tuple[Any, ...]:
-    """The same, with `AGING_TOKENS` for each arrival before it: a job of n tokens is overtaken by those among the next
-    n / `AGING_TOKENS` arrivals alone, so none starves."""
+    """Order as `shortest_job_first`, with `AGING_TOKENS` added for each earlier arrival: only the next n /
+    `AGING_TOKENS` arrivals can overtake a job of n tokens, so none starves."""
     return (shortest_job_first(sequence)[0] + AGING_TOKENS * sequence.arrival,)
 
 
 def lifo(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """The most recently admitted one, which has the least to lose; also when it is the requester."""
+    """Choose the most recently admitted sequence, which has the least to lose; it may be the requester."""
     return running[-1] if len(running) > 1 else None
 
 
 def lifo_others(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """The most recently admitted one but for the requester: a newest requester takes blocks from an older sequence."""
+    """Choose the most recently admitted sequence except the requester: a newest requester takes blocks from an older
+    one."""
     return next((sequence for sequence in reversed(running) if sequence is not requester), None)
 
 
 def least_progressed(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """The one with the fewest output tokens, of equals the newest. Never the requester."""
+    """Choose the sequence with the fewest output tokens, of equals the newest. Never the requester."""
     candidates = (sequence for sequence in running if sequence is not requester)
     return min(
         candidates, key=lambda sequence: (sequence.num_output_tokens, -sequence.arrival, -sequence.seq_id), default=None
@@ -75,7 +76,7 @@ def least_progressed(running: Items[Sequence], requester: Sequence) -> Sequence 
 
 
 def worst_placed(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """The one that priority would serve last, of equals the later sample; also when it is the requester."""
+    """Choose the sequence that priority would serve last, of equals the later sample; it may be the requester."""
     return max(running, key=lambda sequence: (*by_priority(sequence), sequence.seq_id)) if len(running) > 1 else None
 
 
@@ -164,7 +165,7 @@ class SchedulerConfig:
 
     @property
     def victim_policy(self) -> tuple[str, VictimPolicy]:
-        """Its name and itself."""
+        """The policy's name and the policy itself."""
         if self.order == "priority":
             return "priority", worst_placed
         return self.preempt_name, self.preempt if callable(self.preempt) else VICTIM_POLICIES[self.preempt]
@@ -180,5 +181,5 @@ def _require_whole(name: str, value: object, least: int) -> None:
 
 
 def _name(choice: str | Callable[..., Any]) -> str:
-    """What records call a policy."""
+    """Return what records call a policy."""
     return choice if isinstance(choice, str) else choice.__name__.replace("_", "-")

@@ -30,7 +30,7 @@ class Preemption:
         host: HostPool,
         retained: RetainedCaches,
     ):
-        """The containers are the scheduler's own."""
+        """Share the scheduler's own containers."""
         self._cache, self._queue, self._running, self._host, self._retained = cache, queue, running, host, retained
         self._policy_name, self._choose_victim = config.victim_policy
         self._swaps = config.preemption == "swap"

@@ -96,7 +96,7 @@ class PrefillOnly:
         return isinstance(reason, NoBudget) and self._in_chunks and is_first and plan.budget > 0
 
     def commit(self, item: PlanItem, broken: bool) -> None:
-        """A step has computed an item: cache what is to be published and release the rest.
+        """Commit an item: cache the blocks that are to be published and release the rest.
 
         broken: its logits were not numbers, so what it wrote must not serve other sequences.
         """
@@ -109,7 +109,7 @@ class PrefillOnly:
         self._planner.remember(sequence)
 
     def _budget_of(self, plan: PlanBuilder) -> _StepBudget:
-        """The budget of this step, made when the first sequence asks for it."""
+        """Return this step's budget, which the first sequence that asks for it creates."""
         if self._budget is None or self._budget.plan is not plan:
             config = self._config
             tokens, memory = config.prefill_only_tokens, config.prefill_only_memory
@@ -117,8 +117,8 @@ class PrefillOnly:
         return self._budget
 
     def _whole_blocks(self, sequence: Sequence) -> Hit:
-        """Whole blocks of the prompt that are cached, if there are blocks enough to hold them. A part of a block would
-        have to be copied for one step's use."""
+        """Return how many whole blocks of the prompt are cached, if there are blocks enough to hold them. A part of a
+        block would have to be copied for one step's use."""
         if not sequence.prefix_keys:
             return NO_HIT
         cache, size = self._cache, self._cache.block_size
@@ -128,7 +128,7 @@ class PrefillOnly:
         return hit if cache.blocks_to_begin(hit, hit.num_tokens) <= cache.num_available else NO_HIT
 
     def _begin(self, sequence: Sequence, hit: Hit, logit_rows: range, budget: _StepBudget) -> None:
-        """Attach cached blocks, those that are published, and scratch for the rest."""
+        """Attach the cached blocks, reserve those that will be published, and scratch blocks for the rest."""
         cache, size, plan = self._cache, self._cache.block_size, budget.plan
         end = max(len(hit.blocks), self._planner.num_worth_caching(sequence)) * size
         if cache.blocks_to_begin(hit, end) > cache.num_available:

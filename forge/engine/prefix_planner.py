@@ -22,7 +22,8 @@ MAX_SEEN = 4096
 
 
 class PrefixPlanner:
-    """Knows which block keys the waiting sequences begin with. Cost: a counter entry per block of a waiting prompt."""
+    """Counts the block keys with which the waiting sequences begin. Cost: a counter entry per block of a waiting
+    prompt."""
 
     def __init__(self, block_size: int):
         self._block_size = block_size
@@ -33,24 +34,24 @@ class PrefixPlanner:
         """Block keys that prefill-only sequences began with, the oldest first."""
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence waits."""
+        """Count the keys of a sequence that begins to wait."""
         self._waiting[sequence.seq_id] = sequence.prefix_keys
         self._beginnings.update(sequence.prefix_keys)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence begins or has ended. Removing it again does nothing."""
+        """Stop counting a sequence that begins to run or has ended. Removing it again does nothing."""
         for key in self._waiting.pop(sequence.seq_id, ()):
             self._beginnings[key] -= 1
             if not self._beginnings[key]:
                 del self._beginnings[key]
 
     def clear(self) -> None:
-        """No sequence waits; what was seen stays."""
+        """Remove all waiting sequences, and remember which keys were seen."""
         self._waiting.clear()
         self._beginnings.clear()
 
     def deferral(self, sequence: Sequence, num_cached: int, plan: PlanBuilder) -> Deferred | None:
-        """The owner of the block that this sequence would compute next, if it is worth waiting for."""
+        """Return the owner of the block that this sequence would compute next, if waiting for it pays."""
         keys = sequence.prefix_keys[num_cached // self._block_size :]
         owner = plan.prefix_owners.get(keys[0]) if keys else None
         if owner is None or sequence.times_deferred >= MAX_DEFERRALS:
@@ -58,18 +59,18 @@ class PrefixPlanner:
         return Deferred(owner, self._block_size * sum(plan.prefix_owners.get(key) == owner for key in keys))
 
     def claim(self, sequence: Sequence, num_cached: int, plan: PlanBuilder, end: int | None = None) -> None:
-        """The sequence computes the blocks of its prompt from `num_cached` tokens on (up to block `end`)."""
+        """Make a sequence the owner of its prompt's blocks from `num_cached` tokens on (up to block `end`)."""
         for key in sequence.prefix_keys[num_cached // self._block_size : end]:
             plan.prefix_owners.setdefault(key, sequence.seq_id)
 
     def num_worth_caching(self, sequence: Sequence) -> int:
-        """How many of its blocks, from the first on, another sequence begins with too."""
+        """Return how many of its blocks, from the first on, another sequence begins with too."""
         return sum(
             1 for _ in takewhile(lambda key: key in self._seen or self._beginnings[key] > 1, sequence.prefix_keys)
         )
 
     def remember(self, sequence: Sequence) -> None:
-        """A prefill-only sequence was computed: if its beginning comes again, it is worth caching."""
+        """Remember the keys of a computed prefill-only sequence: if its beginning comes again, it is worth caching."""
         self._seen.update(dict.fromkeys(sequence.prefix_keys))
         while len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]

@@ -30,7 +30,7 @@ from forge.trace.records import SpecCycle, TokenVerdict, Undrafted
 
 @dataclass(frozen=True)
 class ProposalRequest:
-    """Propose what follows `token_ids`."""
+    """A request to a proposer: propose what follows `token_ids`."""
 
     seq_id: int
     token_ids: Items[int]
@@ -68,7 +68,7 @@ class Proposal:
         return len(self.token_ids)
 
     def cut(self, max_tokens: int, vocab_size: int) -> "Proposal":
-        """At most the first `max_tokens`, ending before the first token outside the target's vocabulary."""
+        """Return the first `max_tokens` at most, ending before the first token outside the target's vocabulary."""
         ids = self.token_ids[:max_tokens]
         outside = next((index for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), len(ids))
         if outside == len(self):
@@ -87,7 +87,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, requests: Items[ProposalRequest]) -> list[Proposal]:
-        """One proposal per request, in order, each of at most its `max_tokens`.
+        """Return one proposal per request, in order, each of at most its `max_tokens`.
 
         A proposal depends on its own request's tokens only, not on the other requests. Raises a `ForgeError` if it can
         propose nothing any more; the engine then goes on without this proposer.
@@ -139,7 +139,7 @@ class Verification:
 
     @property
     def verdicts(self) -> tuple[TokenVerdict, ...]:
-        """The winner's."""
+        """The verdicts on the winning draft."""
         return self.by_draft[self.winner]
 
     @property
@@ -152,7 +152,7 @@ class Verification:
 
 
 class StepCost(NamedTuple):
-    """What a step took."""
+    """The rows and milliseconds of a step."""
 
     num_rows: int
     """Of the target's forward."""
@@ -176,15 +176,15 @@ NO_UPDATE = SpeculationUpdate()
 
 
 class Speculation(Protocol):
-    """What the scheduler and the engine ask about draft tokens. `forge.speculation.speculator` implements it."""
+    """What the scheduler and the engine need of speculation. `forge.speculation.speculator` implements it."""
 
     @property
     def proposers(self) -> tuple[Proposer, ...]:
-        """Those in use. While there are none, nothing else needs to be asked."""
+        """The proposers in use. Without one, nothing else needs to be called."""
         ...
 
     def wanted(self, sequence: Sequence) -> int:
-        """How many draft tokens the sequence should have verified in its next step, at most."""
+        """Return how many draft tokens the sequence should have verified in its next step, at most."""
         ...
 
     def wanted_forks(self, sequence: Sequence) -> int:
@@ -192,8 +192,8 @@ class Speculation(Protocol):
         ...
 
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
-        """Draft tokens for the plan's items that have slots for them. Never raises a proposer's error: a sequence that
-        loses its proposer notes why (`Sequence.add_error`)."""
+        """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error: a
+        sequence that loses its proposer notes why (`Sequence.add_error`)."""
         ...
 
     def verify(
@@ -223,11 +223,11 @@ class Speculation(Protocol):
         running: Mapping[int, Sequence],
         cost: StepCost,
     ) -> SpeculationUpdate:
-        """What a step's verifications teach. The running sequences must not have their new tokens yet."""
+        """Compute what a step's verifications teach. The running sequences must not have their new tokens yet."""
         ...
 
     def commit(self, update: SpeculationUpdate) -> None:
-        """The step has happened: take over what it taught. Committing an update twice does no harm."""
+        """Take over what a step taught, once it is committed. Committing an update twice does no harm."""
         ...
 
     def forget(self, seq_id: int) -> None:

@@ -26,7 +26,7 @@ MIN_SLICE_ROWS = 16
 
 
 class SeparateResult(NamedTuple):
-    """What the separate forwards of one item gave."""
+    """The results of one item's separate forwards."""
 
     readout: Readout = Readout()
     last_row: np.ndarray | None = None
@@ -35,13 +35,13 @@ class SeparateResult(NamedTuple):
 
 
 def max_logit_rows(vocab_size: int) -> int:
-    """Rows of logits that fit into a slice."""
+    """Return how many rows of logits fit into a slice."""
     return max(MIN_SLICE_ROWS, SLICE_BYTES // (4 * vocab_size))
 
 
 def read_out(item: PlanItem, rows: np.ndarray) -> Readout:
-    """The answer to the task of an item's sequence from the logits of the item's rows, float32 `[rows, vocab]`; of a
-    prompt in chunks, as far as it is computed."""
+    """Answer the task of an item's sequence from the logits of the item's rows, float32 `[rows, vocab]`; of a prompt in
+    chunks, as far as it is computed."""
     sequence, task = item.sequence, item.sequence.task
     scores = _score(sequence, item.start + item.logit_rows.start + 1, rows) if task.score_from is not None else ()
     candidates = _candidates(sequence, rows[-1]) if task.candidates and not item.remaining else ()
@@ -49,15 +49,15 @@ def read_out(item: PlanItem, rows: np.ndarray) -> Readout:
 
 
 def _before(item: PlanItem) -> Readout:
-    """What the chunks before an item have given. Nothing where it begins no later than the first row that counts: then
-    the prompt is computed for the first time, or again."""
+    """Return what the chunks before an item gave; nothing if the item begins no later than the first row that counts,
+    because then the prompt is computed for the first time, or again."""
     sequence = item.sequence
     first = sequence.task.logit_rows(0, sequence.num_prompt_tokens).start
     return sequence.partial if item.start > first else NO_READOUT
 
 
 def run_separate_forwards(items: Items[PlanItem], model: Model, storage: KvStorage) -> list[SeparateResult]:
-    """The results of items that take forwards of their own, in order."""
+    """Run the forwards of items that need their own, and return the results in order."""
     embedded = [item for item in items if item.sequence.task.needs_hidden]
     embeddings = iter(_embed(embedded, model, storage) if embedded else ())
     return [
@@ -69,7 +69,7 @@ def run_separate_forwards(items: Items[PlanItem], model: Model, storage: KvStora
 
 
 def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> SeparateResult:
-    """Several forwards over parts of a prompt that has too many rows for one array of logits."""
+    """Run several forwards over parts of a prompt that has too many rows for one array of logits."""
     sequence, size = item.sequence, max_logit_rows(model.vocab_size)
     scores: tuple[Logprobs, ...] = ()
     rows = np.empty((0, 0), np.float32)
@@ -88,7 +88,7 @@ def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> Sep
 
 
 def _embed(items: list[PlanItem], model: Model, storage: KvStorage) -> list[Readout]:
-    """Embeddings of several sequences from one pass that ends in hidden states."""
+    """Embed several sequences in one pass that ends in hidden states."""
     parts = [
         SequenceRows(
             item.sequence.token_ids[item.start : item.start + item.num_tokens],
@@ -114,13 +114,14 @@ def _embed(items: list[PlanItem], model: Model, storage: KvStorage) -> list[Read
 
 
 def _candidates(sequence: Sequence, logits: np.ndarray) -> tuple[float, ...]:
-    """Log probabilities of the task's candidates, from the row after the last token."""
+    """Return the log probabilities of the task's candidates, from the row after the last token."""
     log_total = log_sum_exp(logits, float(logits[check_logits(logits)]))
     return tuple(float(logits[token_id]) - log_total for token_id in sequence.task.candidates)
 
 
 def _score(sequence: Sequence, position: int, rows: np.ndarray) -> tuple[Logprobs, ...]:
-    """Log probabilities of the prompt tokens from `position` on; row i of `rows` precedes token `position + i`."""
+    """Return the log probabilities of the prompt tokens from `position` on; row i of `rows` precedes token `position +
+    i`."""
     scores, top = [], sequence.params.prompt_logprobs or 0 if sequence.task is GENERATE else sequence.task.top
     token_ids = sequence.token_ids[position : min(position + len(rows), sequence.num_prompt_tokens)]
     for logits, token_id in zip(rows[: len(token_ids)], token_ids, strict=True):
@@ -129,7 +130,7 @@ def _score(sequence: Sequence, position: int, rows: np.ndarray) -> tuple[Logprob
 
 
 def score_row(logits: np.ndarray, top: int, token_id: int) -> Logprobs:
-    """The log probability of a token and of the `top` most probable ones, from float32 `[vocab]`. Raises
+    """Return the log probabilities of a token and of the `top` most probable ones, from float32 `[vocab]`. Raises
     `BrokenLogits`."""
     log_total = log_sum_exp(logits, float(logits[check_logits(logits)]))
     return top_logprobs(logits, log_total, top, token_id) or ()

@@ -37,7 +37,7 @@ from forge.trace.timeline import Timeline
 
 
 class _Issued(NamedTuple):
-    """The ids that were given out. Replaced as a whole, so that an interruption cannot part its numbers."""
+    """The ids that have been issued. Replaced as a whole, so that an interruption cannot separate its numbers."""
 
     seq_ids: int
     retained_forks: int
@@ -84,7 +84,7 @@ class RequestRegistry(ABC):
 
     @abstractmethod
     def _drop_state(self, seq_id: int) -> None:
-        """Drop what further steps would need of a sequence, which has ended."""
+        """Drop what further steps would need of a sequence that has ended."""
 
     def _drop_steps(self) -> None:  # noqa: B027 (optional: a synchronous engine has none)
         """Drop the steps in flight: every sequence begins again from its tokens."""
@@ -178,7 +178,7 @@ class RequestRegistry(ABC):
         self.timeline.journal.append(arrival)
 
     def _checked(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: Task) -> list[int]:
-        """The prompt's tokens, if all that is asked for can be done."""
+        """Return the prompt's tokens. Raises `UsageError` if the request asks for what cannot be done."""
         token_ids = self._limits.checked(prompt_token_ids)
         self._limits.check_bias(params)
         check_drafts(params.drafts or (), [proposer.name for proposer in self.speculation.proposers])
@@ -189,8 +189,8 @@ class RequestRegistry(ABC):
         return token_ids
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """What says which tokens may come: the compiled grammar of a request with structured output, its token filter,
-        or both. Raises `UsageError`."""
+        """Return what restricts a request's tokens: the compiled grammar of its structured output, its token filter, or
+        both. Raises `UsageError`."""
         if not params.has_matcher:
             return None
         form = None
@@ -215,7 +215,7 @@ class RequestRegistry(ABC):
             return request.is_unfinished
 
     def output(self, request_id: str) -> RequestOutput:
-        """A request's output as it stands. Raises `KeyError` for a request that is not known."""
+        """Return a request's output so far. Raises `KeyError` for a request that is not known."""
         request = self._requests[request_id]
         with self.operation:
             return request.output(self.timeline.metrics)
@@ -257,7 +257,7 @@ class RequestRegistry(ABC):
             self._end_sequences(request, reason)
 
     def _end_all(self, error: ModelUnavailable) -> StepResults:
-        """The model is gone: recover, and end every sequence with what it has."""
+        """Recover after the model is gone, and end every sequence with what it has."""
         self._recover()
         self._unavailable = error
         finished = [self._end_sequences(request, "error", str(error)) for request in self._requests.values()]
@@ -310,8 +310,8 @@ class RequestRegistry(ABC):
     # Interrupted operations
 
     def _recover(self) -> None:
-        """An operation never ended: take the outcomes that were decided, and begin again from the tokens. If this is
-        interrupted, the next operation repeats it."""
+        """Recover from an operation that never ended: apply the outcomes that were decided, and begin again from the
+        tokens. If this is interrupted, the next operation repeats it."""
         sequences = {sequence.seq_id: sequence for state in self._requests.values() for sequence in state.sequences}
         for outcome in flat(self._decided):
             sequence = sequences[outcome.seq_id]

@@ -40,13 +40,13 @@ class RequestQueue:
         insort(self._lanes[sequence.prefill_only], (key, sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises `KeyError` if it does not wait."""
+        """Remove a waiting sequence. Raises `KeyError` if it does not wait."""
         del self.sequences[sequence.seq_id]
         lane = self._lanes[sequence.prefill_only]
         del lane[bisect_left(lane, (self._keys.pop(sequence.seq_id), sequence))]
 
     def move_to_generations(self, sequence: Sequence) -> None:
-        """From now on a prefill-only sequence waits, and runs, as a generation: its prompt takes several steps."""
+        """Turn a waiting prefill-only sequence into a generation: its prompt takes several steps."""
         self.remove(sequence)
         sequence.prefill_only = False
         self.add(sequence)
@@ -58,7 +58,7 @@ class RequestQueue:
             lane.clear()
 
     def in_order(self, blocked: set[bool]) -> Iterator[Sequence]:
-        """The sequences of both lanes, in order, read one at a time.
+        """Yield the sequences of both lanes in order, one at a time.
 
         A lane that the caller puts into `blocked` (False for generations, True for prefill-only) yields no more. The
         caller may remove the sequence that was yielded last, or move it to the generations, of which it comes next.

@@ -33,7 +33,7 @@ class RequestState:
         return any(sequence.finish_reason is None for sequence in self.sequences)
 
     def output(self, metrics: Callable[[int], RequestMetrics]) -> RequestOutput:
-        """The output as it stands. metrics: from a sequence id to what it cost."""
+        """Build the output so far. metrics: from a sequence id to what it cost."""
         first = self.sequences[0]
         return RequestOutput(
             self.request_id,
@@ -68,7 +68,7 @@ def _prompt_logprobs(sequence: Sequence) -> tuple[Logprobs | None, ...] | None:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What a prompt has to fit into."""
+    """The limits that a prompt has to keep."""
 
     vocab_size: int
     max_model_len: int
@@ -78,11 +78,11 @@ class PromptLimits:
 
     @property
     def longest(self) -> int:
-        """Tokens that the context and the cache have room for."""
+        """The number of tokens for which the context and the cache have room."""
         return min(self.max_model_len, self.max_cached_len)
 
     def checked(self, prompt_token_ids: Items[int]) -> list[int]:
-        """The prompt as a list. Raises `UsageError` if it cannot run."""
+        """Return the prompt as a list. Raises `UsageError` if it cannot run."""
         try:
             token_ids = list(map(index, prompt_token_ids))
         except TypeError:
@@ -107,13 +107,13 @@ class PromptLimits:
         return token_ids
 
     def check_ids(self, token_ids: Items[int], subject: str = "") -> None:
-        """Raise `UsageError` for one that is no token."""
+        """Raise `UsageError` for an id that is no token."""
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise UsageError(f"{subject}token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
 
     def check_bias(self, params: SamplingParams) -> None:
-        """The same for the tokens that the sampling parameters name."""
+        """Raise `UsageError` if the sampling parameters name an id that is no token."""
         self.check_ids(list(dict(params.logit_bias or ())), "logit_bias: ")
         self.check_ids(params.stop_token_ids or (), "stop_token_ids: ")
         self.check_ids(params.allowed_token_ids or (), "allowed_token_ids: ")

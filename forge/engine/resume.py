@@ -15,7 +15,7 @@ from forge.errors import UsageError
 
 
 class Emitted(NamedTuple):
-    """The output tokens of one sample that are known already."""
+    """The known output tokens of one sample."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
@@ -30,9 +30,9 @@ def add_resumed(
     params: SamplingParams,
     **options: Any,
 ) -> tuple[int, ...]:
-    """Queue a request that goes on after the tokens of `emitted`, one for each sample, as `Engine.add_request` with the
-    same options. The seed must be given. None of the samples may have ended: of one that has, leave its last token out,
-    which is then chosen again.
+    """Queue a request that goes on after the tokens of `emitted`, one for each sample, with the options of
+    `Engine.add_request`. The seed must be given. None of the samples may have ended: leave out the last token of one
+    that has, and it is chosen again.
 
     Raises `UsageError`, with nothing changed, where that cannot be.
     """

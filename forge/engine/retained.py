@@ -37,12 +37,12 @@ class RetainedCaches:
         return copies
 
     def release(self, seq_id: int) -> None:
-        """Release one, unless that has happened already."""
+        """Release a sequence's retained cache. Releasing it again does nothing."""
         if self.sequences.pop(seq_id, None) is not None:
             self._cache.remove(seq_id)
 
     def release_oldest(self, but: int | None = None) -> bool:
-        """Release the oldest, except `but`; False if there is none."""
+        """Release the oldest retained cache, except `but`; return False if there is none."""
         oldest = next((seq_id for seq_id in self.sequences if seq_id != but), None)
         if oldest is None:
             return False
@@ -50,8 +50,8 @@ class RetainedCaches:
         return True
 
     def match(self, sequence: Sequence) -> int | None:
-        """The retained sequence that this one continues, cut down to what the two have in common; None if it is gone
-        or belongs to another salt."""
+        """Return the retained sequence that this one continues, cut down to their common tokens; None if it is gone or
+        belongs to another salt."""
         retained = self.sequences.get(sequence.continues_from) if sequence.continues_from is not None else None
         if retained is None or retained.salt != sequence.salt:
             return None
@@ -60,17 +60,17 @@ class RetainedCaches:
         return retained.seq_id
 
     def hand_over(self, seq_id: int, sequence: Sequence) -> int:
-        """Make a retained cache that of `sequence`; return how many tokens are computed."""
+        """Give a retained cache to `sequence`; return how many of its tokens are computed."""
         del self.sequences[seq_id]
         self._cache.rename(seq_id, sequence.seq_id)
         return self._cache.computed_length(sequence.seq_id)
 
     def clear(self) -> None:
-        """Forget all of them: the cache was cleared."""
+        """Forget all retained caches after the cache was cleared."""
         self.sequences.clear()
 
 
 def _num_common(ours: Items[int], theirs: Items[int]) -> int:
-    """How many tokens the two begin with in common."""
+    """Return how many tokens two texts begin with in common."""
     shorter = min(len(ours), len(theirs))
     return next((index for index in range(shorter) if ours[index] != theirs[index]), shorter)

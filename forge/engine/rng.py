@@ -72,12 +72,12 @@ def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> tuple[Wo
 
 
 def uniform(seed: int, sample_index: int, position: int, purpose: Purpose, branch: int = 0) -> float:
-    """A number between 0 and 1, never one of the two. `seed` is below 2^64, `branch` below `MAX_BRANCHES`."""
+    """Return a number strictly between 0 and 1. `seed` is below 2^64, `branch` below `MAX_BRANCHES`."""
     return (token_word(0, seed, sample_index, position, purpose, branch) + 0.5) * 2.0**-32
 
 
 def token_word(token_id: int, seed: int, sample_index: int, position: int, purpose: Purpose, branch: int) -> int:
-    """The word h of one token id. In Python's integers, 4 µs; NumPy takes 64 µs, for a thousand tokens or one."""
+    """Return the word h of one token id. Python's integers take 4 µs, NumPy 64 µs, for a thousand tokens or one."""
     lanes = philox(token_id // 4, position, sample_index, purpose | branch << 2, seed & _MASK, seed >> 32)
     return int(lanes[token_id & 3])
 
@@ -90,7 +90,7 @@ def token_words(
     purpose: Purpose = Purpose.SAMPLE,
     branch: int = 0,
 ) -> np.ndarray:
-    """The word h of each of some token ids (int64 `[n]`, ascending, n > 0): uint64 `[n]`."""
+    """Return the word h of each token id (int64 `[n]`, ascending, n > 0): uint64 `[n]`."""
     low, high = int(token_ids[0]), int(token_ids[-1])
     dense = high - low < 4 * len(token_ids)  # else few of many: a counter of its own for each
     counters = np.arange(low // 4, high // 4 + 1) if dense else token_ids // 4
@@ -103,7 +103,7 @@ def token_words(
 
 
 def gumbel(words: np.ndarray) -> np.ndarray:
-    """Standard Gumbel noise of words h: float64 `[n]`."""
+    """Turn words h into standard Gumbel noise: float64 `[n]`."""
     noise = (words + 0.5) * 2.0**-32
     for _ in range(2):
         np.log(noise, out=noise)

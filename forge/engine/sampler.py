@@ -44,7 +44,7 @@ class StepLogits:
 
 @dataclass
 class StepResults:
-    """What one step brings its sequences. The scheduler and the cache see results only at `commit()`."""
+    """The results of one step. The scheduler and the cache see them only at `commit()`."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     tokens: list[TokenRecord] = field(default_factory=list)
@@ -81,13 +81,13 @@ class Sampler:
         return results
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence for which the pool has no more blocks, as it is."""
+        """End a sequence for which the pool has no more blocks, with the text that it has."""
         self._results.outcomes.append(self._ended(sequence, "length"))
 
     def _outcome(
         self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int, row: int
     ) -> Outcome:
-        """What an item brings, whose rows of logits begin at `first_row`."""
+        """Compute an item's outcome. Its rows of logits begin at `first_row`."""
         sequence = item.sequence
         try:
             if proposals:
@@ -109,7 +109,7 @@ class Sampler:
             return self._broken(sequence, error, item.samples)
 
     def _separate_outcome(self, item: PlanItem, result: SeparateResult) -> Outcome:
-        """What the separate forwards of an item bring."""
+        """Compute the outcome of an item from its separate forwards."""
         sequence = item.sequence
         if result.error is not None:
             return self._broken(sequence, result.error, item.samples)
@@ -124,7 +124,8 @@ class Sampler:
             return self._broken(sequence, error, item.samples)
 
     def _answer(self, item: PlanItem, readout: Readout, logits: StepLogits, row: int) -> Outcome:
-        """A sequence ends with the answer to its task, and with a token if it asked for one; or its prompt goes on."""
+        """End a sequence with the answer to its task, and with a token if it asked for one; or go on with its
+        prompt."""
         sequence = item.sequence
         if item.remaining:
             sequence.partial = readout
@@ -220,7 +221,7 @@ class Sampler:
         token_ids: tuple[int, ...] = (),
         error: Exception | None = None,
     ) -> Outcome:
-        """The sequence ends with these tokens. EOS or a stop string on the last allowed one is a `stop`."""
+        """End the sequence with these tokens. EOS or a stop string on the last allowed one is a `stop`."""
         text = sequence.output_text.finish()
         if reason == "length" and sequence.output_text.stopped_by is not None:  # completed by the last bytes
             reason, stop = "stop", sequence.output_text.stopped_by
@@ -230,8 +231,8 @@ class Sampler:
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
     def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError, with_samples: bool = False) -> Outcome:
-        """A sequence ends because its logits are not numbers, or its grammar needs too much work. with_samples:
-        the samples that wait in it end too."""
+        """End a sequence whose logits are not numbers, or whose grammar needs too much work. with_samples: end the
+        samples that wait in it too."""
         waiting = sequence.waiting_samples if with_samples else ()
         samples = tuple([self._broken(sample, error) for sample in waiting])
         sequence.readout = None
@@ -239,8 +240,8 @@ class Sampler:
         return self._ended(sequence, "error", error=error)._replace(samples=samples)
 
     def _score_prompt(self, sequence: Sequence, position: int, rows: np.ndarray) -> None:
-        """Log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens from
-        `position` on; those of the last one are about the output."""
+        """Store the log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens
+        from `position` on; those of the last one are about the output."""
         scores, top = sequence.prompt_logprobs, sequence.params.prompt_logprobs or 0
         if not scores:
             scores.append(None)  # nothing precedes the first token
@@ -251,7 +252,7 @@ class Sampler:
 
 
 def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:
-    """Of each row the argmax (the lowest id of equals, or the first NaN), and its logit."""
+    """Return each row's argmax (the lowest id of equals, or the first NaN) and its logit."""
     if not isinstance(logits, np.ndarray):
         return logits.argmax_rows()
     token_ids = logits.argmax(axis=1)

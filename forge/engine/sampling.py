@@ -37,22 +37,23 @@ _GREATEST = float(np.finfo(np.float32).max)
 
 
 class BrokenLogits(ForgeError):
-    """The model's logits are not numbers: a damaged file, most likely."""
+    """The model's logits are not numbers; most likely the file is damaged."""
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """What may be drawn: token ids ascending, int64 `[n]`, and their probabilities, float64 `[n]`, summing to 1."""
+    """The tokens that may be drawn: ids ascending, int64 `[n]`, and their probabilities, float64 `[n]`, summing to
+    1."""
 
     token_ids: np.ndarray
     probabilities: np.ndarray
 
     def draw(self, seed: int, sample_index: int, position: int, purpose: Purpose, branch: int = 0) -> int:
-        """A token with its probability, by Gumbel-max with the noise of this name."""
+        """Draw a token with its probability, by Gumbel-max with the noise that these arguments name."""
         return gumbel_argmax(self.token_ids, np.log(self.probabilities), seed, sample_index, position, purpose, branch)
 
     def probability(self, token_id: int) -> float:
-        """0 for a token that may not be drawn."""
+        """Return a token's probability: 0 if it may not be drawn."""
         index = int(np.searchsorted(self.token_ids, token_id))
         held = index < len(self.token_ids) and self.token_ids[index] == token_id
         return float(self.probabilities[index]) if held else 0.0
@@ -106,7 +107,7 @@ def choose_token(
     matcher: Matcher | None = None,
     argmax: int | None = None,
 ) -> int:
-    """The token id of `choose` alone."""
+    """Choose as `choose` does, and return the token id alone."""
     if argmax is None:
         argmax = check_logits(logits)
     else:
@@ -127,13 +128,13 @@ def choose_token(
 
 
 def sampled_token(logits: np.ndarray, log_total: float, token_id: int, params: SamplingParams) -> SampledToken:
-    """`token_id` with its probability in a row whose `log_sum_exp` is `log_total`."""
+    """Return `token_id` with its probability in a row whose `log_sum_exp` is `log_total`."""
     probability = math.exp(float(logits[token_id]) - log_total)
     return SampledToken(token_id, probability, top_logprobs(logits, log_total, params.logprobs, token_id))
 
 
 def check_logits(logits: np.ndarray) -> int:
-    """The token with the greatest logit, the lowest id of equals.
+    """Return the token with the greatest logit, the lowest id of equals.
 
     Raises `BrokenLogits` if that is not finite or any logit is NaN (-infinity is a valid "never").
     """
@@ -155,7 +156,7 @@ def penalized(
     num_prompt_tokens: int | None = None,
     matcher: Matcher | None = None,
 ) -> np.ndarray:
-    """Logits with the bias and the penalties of `params`; the same array where there is none.
+    """Apply the bias and the penalties of `params`; return the same array if there are none.
 
     First the bias is added. Then the repetition penalty is applied to every token of `history` once. Then each token
     that occurs c > 0 times in the output, which is `history` after `num_prompt_tokens`, loses c times the frequency
@@ -186,7 +187,7 @@ def penalized(
 
 
 def _masked(logits: np.ndarray, matcher: Matcher, output: Sequence[int]) -> np.ndarray:
-    """A copy with -infinity for every token that may not follow `output`."""
+    """Copy a row with -infinity for every token that may not follow `output`."""
     allowed, kept = _allowed(logits, matcher.mask(output))
     scores = np.full_like(logits, -np.inf)
     scores[allowed] = kept
@@ -194,7 +195,7 @@ def _masked(logits: np.ndarray, matcher: Matcher, output: Sequence[int]) -> np.n
 
 
 def _allowed(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that may come, ascending, and their logits. Mostly they are few."""
+    """Return the tokens that may come, ascending, and their logits. Mostly they are few."""
     allowed = np.flatnonzero(mask)
     kept = logits[allowed]
     if not kept.max(initial=-np.inf) > -np.inf:
@@ -203,7 +204,8 @@ def _allowed(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that `params` keep of a row of (penalized) logits, and their logits / temperature, less the greatest.
+    """Return the tokens that `params` keep of a row of (penalized) logits, and their logits / temperature, less the
+    greatest.
 
     Token ids are int64 `[n]`, ascending, scores float64 `[n]`. The temperature must be above 0.
     """
@@ -226,7 +228,7 @@ def filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np
 
 
 def distribution(logits: np.ndarray, params: SamplingParams) -> Distribution:
-    """The probabilities that `params` leave of a row of (penalized) logits. Its temperature must be above 0."""
+    """Return the probabilities that `params` leave of a row of (penalized) logits. Its temperature must be above 0."""
     token_ids, scores = filtered(logits, params)
     weights = np.exp(scores)
     if not weights.all():  # too small for a float64
@@ -243,7 +245,7 @@ def _every_id(size: int) -> np.ndarray:
 
 
 def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
-    """Indices, ascending, of the fewest tokens, largest first, whose weights reach `share` of the whole.
+    """Return the indices, ascending, of the fewest tokens, largest first, whose weights reach `share` of the whole.
 
     All n weights below (1 - share) / n of the whole are together less than what may be left out. So none of them is
     needed, and mostly that is nearly all.
@@ -257,7 +259,7 @@ def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
 
 
 def _num_reaching(weights: np.ndarray, missing: float) -> int:
-    """How many of the largest weights it takes for their sum to reach `missing`; at least one.
+    """Return how many of the largest weights it takes for their sum to reach `missing`; at least one.
 
     The larger half is taken or the smaller one left, again and again, until what is undecided is few enough to sort.
     """
@@ -277,7 +279,7 @@ def _num_reaching(weights: np.ndarray, missing: float) -> int:
 
 
 def _top(values: np.ndarray, k: int) -> np.ndarray:
-    """Indices, ascending, of the k largest values; of equal ones at the edge those with the lowest index.
+    """Return the indices, ascending, of the k largest values; of equal ones at the edge those with the lowest index.
 
     `argpartition` alone would pick arbitrarily among values equal to the k-th, so those are chosen by index.
     """
@@ -291,13 +293,13 @@ def _top(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def _largest(values: np.ndarray, k: int) -> np.ndarray:
-    """Indices of the k largest values, largest first, equal ones by ascending index. Sorts k values."""
+    """Return the indices of the k largest values, largest first, equal ones by ascending index. Sorts k values."""
     top = _top(values, k)
     return top[np.argsort(-values[top], kind="stable")]
 
 
 def log_sum_exp(logits: np.ndarray, top: float) -> float:
-    """log of the sum of exp over a row whose greatest logit is `top`.
+    """Return the log of the sum of exp over a row whose greatest logit is `top`.
 
     In parts that stay in the second-level cache, without a row of temporaries: a whole vocabulary takes 115 µs, 158 in
     one piece. A part's sum is NumPy's pairwise one in float32 (1e-7), the parts' sum float64.
@@ -312,7 +314,7 @@ def log_sum_exp(logits: np.ndarray, top: float) -> float:
 def top_logprobs(
     logits: np.ndarray, log_total: float, count: int | None, token_id: int
 ) -> tuple[tuple[int, float], ...] | None:
-    """The top `count` tokens with their log probabilities, and `token_id` too; None when `count` is None."""
+    """Return the top `count` tokens with their log probabilities, and `token_id` too; None when `count` is None."""
     if count is None:
         return None
     ids = _largest(logits, count).tolist() if count else []

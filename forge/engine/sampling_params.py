@@ -134,18 +134,18 @@ class SamplingParams:
 
     @cached_property
     def plain_greedy(self) -> bool:
-        """Whether the likeliest token is the choice and nothing else about it is asked for."""
+        """Greedy, without log probabilities, penalties or a grammar: the argmax of the logits is the token."""
         return self.greedy and not self.changes_logits and self.needs_token_only
 
     @cached_property
     def needs_token_only(self) -> bool:
-        """Whether the logits, the sampling parameters and the tokens so far decide the token, and nothing else about
-        it is asked for. Then a device can choose it."""
+        """Whether the logits, the sampling parameters and the tokens so far decide the token, and nothing else about it
+        was requested. Then a device can choose it."""
         return not self.has_matcher and self.logprobs is None
 
     @property
     def has_matcher(self) -> bool:
-        """Whether a grammar or a filter says which tokens may come."""
+        """Whether a grammar or a filter restricts the tokens."""
         return self.structured is not None or self.filters_tokens
 
     @property
@@ -154,7 +154,7 @@ class SamplingParams:
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether a penalty or a bias makes other logits of the model's."""
+        """Whether a penalty or a bias changes the model's logits."""
         penalties = self.repetition_penalty != 1 or self.penalizes_output
         return penalties or bool(self.logit_bias)
 

@@ -119,7 +119,7 @@ class Scheduler:
             yield from sequence.waiting_samples
 
     def find(self, seq_id: int) -> Sequence:
-        """A sequence that runs or waits in the queue. Raises `KeyError` for any other."""
+        """Return a sequence that runs or waits in the queue. Raises `KeyError` for any other."""
         return self.running[seq_id] if seq_id in self.running else self.queue.sequences[seq_id]
 
     @property
@@ -187,7 +187,7 @@ class Scheduler:
         return plan.build()
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
-        """One token to each sequence that decodes, then the rest of the budget to prompts under way.
+        """Give one token to each sequence that decodes, then the rest of the budget to prompts under way.
 
         The computed length of a running sequence is the position of the first token not yet computed; with the cache
         off that is 0 between steps, and every step computes all of them.
@@ -220,7 +220,7 @@ class Scheduler:
                 self.planner.claim(sequence, start, plan)
 
     def _separate_prefill(self, plan: PlanBuilder) -> None:
-        """Without chunks: if there are prompts to compute, the sequences that decode sit this step out."""
+        """Without chunked prefill: if there are prompts to compute, leave the decoding sequences out of this step."""
         if plan.prefill_tokens:
             for item in [item for item in plan.items.values() if item.phase == "decode"]:
                 plan.drop(item.seq_id)
@@ -228,7 +228,7 @@ class Scheduler:
     # Taking the results
 
     def commit(self, plan: StepPlan, outcomes: Iterable[Outcome]) -> tuple[BlockCopy, ...]:
-        """Take what a plan's forward pass wrote and chose.
+        """Take over what a plan's forward pass computed and the outcomes that were chosen from it.
 
         An outcome belongs to the item or the exhausted sequence with its `seq_id`. An item without an outcome changes
         nothing: its sequence ended after the step was planned ahead. Returns block copies to perform at once: where a
@@ -263,7 +263,7 @@ class Scheduler:
         return tuple(copies)
 
     def _commit_swap_ins(self, plan: StepPlan) -> None:
-        """What was swapped in is computed, also of sequences that sit this step out."""
+        """Mark what was swapped in as computed, also for sequences that sit this step out."""
         for swap in plan.swap_ins:
             num_tokens = self.host.entries.pop(swap.seq_id).num_tokens
             self.cache.commit(swap.seq_id, self.running[swap.seq_id].token_ids[:num_tokens])
@@ -279,8 +279,8 @@ class Scheduler:
         return self.draft_slots.end_forks(item, owner) if item.forks and self.draft_slots is not None else ()
 
     def _begin_samples(self, parent: Sequence, outcomes: tuple[Outcome, ...]) -> list[BlockCopy]:
-        """The prompt is computed: its other samples fork the cache. Those without a slot wait for one, as preempted
-        sequences do, with their first token."""
+        """Begin the samples whose prompt is now computed: they fork its cache. Those without a slot wait for one, as
+        preempted sequences do, with their first token."""
         copies: list[BlockCopy] = []
         children, parent.waiting_samples = parent.waiting_samples, []
         for child, outcome in zip(children, outcomes, strict=True):
@@ -307,7 +307,7 @@ class Scheduler:
             self.planner.add(sequence)
 
     def _retire(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a sequence: the one way out, whatever ended it."""
+        """Remove a sequence that ended. Every end comes through here."""
         sequence.stop_reason, sequence.finish_reason = stop_reason, reason
         self.num_finished += 1
         seq_id = sequence.seq_id
@@ -325,7 +325,7 @@ class Scheduler:
             self.host.drop(seq_id)
 
     def _promote_sample(self, ended: Sequence) -> None:
-        """A sequence ended before its prompt was computed: the next sample takes its place."""
+        """Let the next sample take the place of a sequence that ended before its prompt was computed."""
         heir, *samples = ended.waiting_samples
         heir.waits_in, heir.waiting_samples = None, samples
         heir.prefix_keys, ended.waiting_samples = ended.prefix_keys, []

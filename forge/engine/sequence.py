@@ -70,7 +70,7 @@ class Sequence:
     """Set where the pool, and not the request or the context, limits its length."""
 
     def add_error(self, error: str) -> None:
-        """Note what went wrong. Noting it again does nothing."""
+        """Add an error message to the output. Adding it again does nothing."""
         if error not in self.errors:
             self.errors.append(error)
 
@@ -89,7 +89,7 @@ class Sequence:
 
     @property
     def max_cacheable_tokens(self) -> int:
-        """How many of its tokens may come from the cache.
+        """The number of its tokens that may come from the cache.
 
         The last one is computed in any case, for its logits. Rows whose logits are wanted are computed too.
         """

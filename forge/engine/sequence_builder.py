@@ -23,7 +23,7 @@ class SequenceBuilder:
         self._prefill_only = config.prefill_only and has_scratch
 
     def max_output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """What the request asks for, or what the context and the pool leave, whichever is less."""
+        """Return the output tokens that the request asks for, or that context and pool leave if these are fewer."""
         room = self._limits.longest - num_prompt_tokens + 1  # the last output token needs no slot: it is not computed
         return min(params.max_tokens, room)
 
@@ -36,12 +36,12 @@ class SequenceBuilder:
         return first, *self._samples_of(first, grammar)
 
     def new_text(self, params: SamplingParams) -> OutputText:
-        """The text of an output that has no token yet."""
+        """Return the empty text of a new output."""
         detokenizer = StreamingDetokenizer(self._tokenizer)
         return OutputText(detokenizer, params.stop or (), params.include_stop_str_in_output, params.min_tokens)
 
     def rebuild_text(self, sequence: Sequence) -> None:
-        """Make a sequence's text and log probabilities those of its tokens again."""
+        """Recompute a sequence's text and log probabilities from its tokens."""
         del sequence.logprobs[sequence.num_output_tokens :]
         output_text = self.new_text(sequence.params)
         for token_id in sequence.output_token_ids:
@@ -66,7 +66,7 @@ class SequenceBuilder:
                 sequence.task = Task(samples, score_from=1, top=params.prompt_logprobs)
 
     def _samples_of(self, first: Sequence, grammar: Grammar | None) -> Items[Sequence]:
-        """The further samples of a request. All share one list of prompt log probabilities."""
+        """Build the further samples of a request. All share one list of prompt log probabilities."""
         if first.prefill_only:
             return ()
         return [

@@ -19,7 +19,7 @@ from forge.trace.records import AdmitRecord, PreemptRecord, WaitRecord
 
 
 class ForkSlots(NamedTuple):
-    """Where another proposer's draft tokens for the same sequence are verified: a fork in the cache, for one step."""
+    """The slots of a further draft for the same sequence: a fork in the cache, for one step."""
 
     seq_id: int
     """Below 0: no sequence has such an id."""
@@ -62,7 +62,8 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: who computes what, where it is written, and why the others do not. A value; nothing changes it."""
+    """One step: which rows are computed, where they are written, and why the other sequences wait. A value that nothing
+    changes."""
 
     items: tuple[PlanItem, ...]
     """The rows of the step's forward pass, in order. Prefill-only items come last."""
@@ -93,14 +94,14 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Rows that the step computes at most: there may be fewer draft tokens than slots for them."""
+        """The number of rows that the step computes at most: there may be fewer draft tokens than slots for them."""
         items = (*self.items, *self.separate)
         return sum((item.num_tokens + item.num_draft_tokens) * (1 + len(item.forks)) for item in items)
 
 
 @dataclass
 class PlanBuilder:
-    """A plan while it is being made."""
+    """A plan under construction."""
 
     limit: int
     """Tokens that the step may compute."""
@@ -137,7 +138,7 @@ class PlanBuilder:
             self.copies = [copy for copy in self.copies if copy.destination not in blocks]
 
     def before_copies(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """The blocks that hold the content of `blocks` until the plan's copies have run."""
+        """Return the blocks that hold the content of `blocks` until the plan's copies have run."""
         for copy in reversed(self.copies):
             if copy.destination in blocks:
                 blocks = tuple([copy.source if block == copy.destination else block for block in blocks])
@@ -145,7 +146,7 @@ class PlanBuilder:
 
     @property
     def prefill_tokens(self) -> int:
-        """Rows of generations that do not decode."""
+        """The number of rows of generations that do not decode."""
         return sum(item.num_tokens for item in self.items.values() if item.phase == "prefill")
 
     def build(self) -> StepPlan:
@@ -163,7 +164,7 @@ class PlanBuilder:
 
 
 class Outcome(NamedTuple):
-    """What a step brought for one sequence."""
+    """What a step decided for one sequence."""
 
     seq_id: int
     position: int

@@ -63,7 +63,7 @@ class RecordBuilder:
         update: SpeculationUpdate,
         times: StepTimes,
     ) -> StepRecord:
-        """The record of a step that was committed."""
+        """Build the record of a committed step."""
         self._num_steps += 1
         arrived, self.arrived = tuple(self.arrived), []
         rejected, self.rejected = tuple(self.rejected), []
@@ -110,7 +110,7 @@ class RecordBuilder:
 
 
 def _item_records(plan: StepPlan, drafts: StepDrafts) -> tuple[ItemRecord, ...]:
-    """Each item with the draft tokens that it verified."""
+    """Return each item with the draft tokens that it verified."""
     records = []
     for item in (*plan.items, *plan.separate):
         num_draft_tokens = 0
@@ -126,7 +126,7 @@ def _item_records(plan: StepPlan, drafts: StepDrafts) -> tuple[ItemRecord, ...]:
 
 
 def _with_written(block_map: BlockMap, batch: ForwardBatch | None, block_size: int) -> BlockMap:
-    """The block map with the blocks that the step wrote."""
+    """Return the block map with the blocks that the step wrote."""
     if batch is None:
         return block_map
     written = np.unique(batch.slot_mapping // block_size)

@@ -25,7 +25,7 @@ GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """The form that an output must have: exactly one of these. Raises `UsageError` otherwise."""
+    """The form that an output must have: exactly one of these fields. Raises `UsageError` otherwise."""
 
     json: str | Mapping[str, Any] | None = None
     """A JSON Schema; kept as text. The empty schema is any JSON value."""
@@ -63,7 +63,7 @@ class StructuredOutput:
         return "choice" if self.choice is not None else "grammar"
 
     def form(self) -> dict[str, Any]:
-        """The form by its kind, as plain data; `StructuredOutput(**form)` is the same without thinking."""
+        """The form as plain data; `StructuredOutput(**form)` is the same without thinking."""
         return {self.kind: getattr(self, self.kind)}
 
 
@@ -75,17 +75,17 @@ class Matcher(Protocol):
     """A grammar's state in one sequence. `output` are always the sequence's output tokens so far."""
 
     def mask(self, output: Items[int]) -> "np.ndarray":
-        """True for every token that may come next: bool `[vocab]`, read-only, never all False. Where the output may
-        end, that includes the tokens that end it. Raises `MatcherError`."""
+        """Return True for every token that may come next: bool `[vocab]`, read-only, never all False. Where the output
+        may end, that includes the tokens that end it. Raises `MatcherError`."""
         ...
 
     def num_allowed(self, output: Items[int], token_ids: Items[int]) -> int:
-        """How many of `token_ids`, from the first on, may follow. Raises nothing."""
+        """Return how many of `token_ids`, from the first on, may follow. Raises nothing."""
         ...
 
     def forced(self, output: Items[int]) -> tuple[int, ...]:
-        """The tokens of the text that must come next, as the tokenizer writes it; none where there is a choice. Raises
-        nothing."""
+        """Return the tokens of the text that must come next, as the tokenizer writes it; none if there is a choice.
+        Raises nothing."""
         ...
 
 

@@ -19,7 +19,7 @@ Logprobs = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Task:
-    """What is wanted of a request. Fields that are not set cost nothing."""
+    """What a request asks for. Fields that are not set cost nothing."""
 
     sample: bool = False
     """Output tokens, chosen as the request's sampling parameters say; alone it is an ordinary generation."""
@@ -34,11 +34,11 @@ class Task:
 
     @property
     def needs_hidden(self) -> bool:
-        """True if it needs a forward pass that ends in hidden states."""
+        """True if the task needs a forward pass that ends in hidden states."""
         return self.pooling is not None
 
     def logit_rows(self, start: int, length: int) -> range:
-        """The rows, counted from position `start`, whose logits (or hidden states) the task needs."""
+        """Return the rows, counted from position `start`, whose logits (or hidden states) the task needs."""
         if self.pooling == "mean":
             return range(length - start)
         last = length if self.sample or self.candidates or self.pooling else length - 1
@@ -46,13 +46,15 @@ class Task:
         return range(first - start, max(first, last) - start)
 
     def chunk_rows(self, start: int, num_tokens: int, length: int) -> range:
-        """Those of them that lie in a chunk of `num_tokens` rows from position `start` on, counted from there."""
+        """Return those of its rows that lie in a chunk of `num_tokens` rows from position `start` on, counted from
+        there."""
         rows = self.logit_rows(start, length)
         first = min(max(0, rows.start), num_tokens)
         return range(first, max(first, min(rows.stop, num_tokens)))
 
     def max_cacheable_tokens(self, length: int) -> int:
-        """How many of `length` prompt tokens may come from the cache: those before the first row that is needed."""
+        """Return how many of `length` prompt tokens may come from the cache: those before the first row that is
+        needed."""
         return self.logit_rows(0, length).start
 
 
@@ -61,7 +63,7 @@ GENERATE = Task(sample=True)
 
 @dataclass(frozen=True)
 class Readout:
-    """The answer to a task, beside sampled tokens. What was not asked for is empty."""
+    """The answer to a task, beside sampled tokens. Fields that were not requested are empty."""
 
     candidates: tuple[float, ...] = ()
     """Natural log probabilities of the candidates."""

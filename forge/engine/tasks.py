@@ -40,13 +40,13 @@ class Classification:
 
     @property
     def label(self) -> str:
-        """The likeliest."""
+        """The most probable label."""
         return max(self.probabilities, key=self.probabilities.__getitem__)
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is, token by token."""
+    """The probability of a text, token by token."""
 
     token_ids: tuple[int, ...]
     """The scored tokens."""
@@ -61,14 +61,14 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log probability."""
+        """The exponential of the mean negative log probability."""
         return math.exp(-self.total / len(self.logprobs))
 
 
 def classify(
     prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], names: Sequence[str], answer: Answer
 ) -> list[Classification]:
-    """Label probabilities of each prompt: `Classification`s.
+    """Compute the label probabilities of each prompt.
 
     Labels of one token are all read off one row of logits. Where any has several, each is scored as a whole behind the
     prompt: their probabilities are those of all their tokens together, and the prompt they share is cached where the
@@ -91,7 +91,7 @@ def classify(
 
 
 def classify_by_head(prompts: Sequence[Sequence[int]], labels: Sequence[str], answer: Answer) -> list[Classification]:
-    """The same by the model's own classification head (`Model.labels`)."""
+    """Classify with the model's own classification head (`Model.labels`)."""
     task = Task(candidates=tuple(range(max(2, len(labels)))))
     candidates = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
     if len(labels) == 1:
@@ -105,15 +105,15 @@ def classify_by_head(prompts: Sequence[Sequence[int]], labels: Sequence[str], an
 
 
 def classify_prompt(tokenizer: Tokenizer, text: str, labels: Sequence[str], question: str | None = None) -> list[int]:
-    """A user's message, ready to be answered with one of the labels: the text, and under it the question."""
+    """Write a user's message that asks for one of the labels: the text, and under it the question."""
     question = question or f"Which is it: {' or '.join(labels)}? Answer with one word."
     messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
     return tokenizer.encode_chat(messages, add_generation_prompt=True)[1]
 
 
 def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer: Answer) -> list[Score]:
-    """Each continuation's tokens given its prompt. A prompt may be empty: then the first token, which nothing precedes,
-    has no score."""
+    """Score each continuation's tokens given its prompt. A prompt may be empty: then the first token, which nothing
+    precedes, has no score."""
     if top < 0:
         raise UsageError(f"top is a number of tokens, and not {top}")
     requests = []
@@ -130,23 +130,24 @@ def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer
 
 
 def embed(prompts: Sequence[Sequence[int]], pooling: Pooling, answer: Answer) -> np.ndarray:
-    """Unit vectors: float32 `[prompts, hidden]`."""
+    """Embed the prompts: unit vectors, float32 `[prompts, hidden]`."""
     task = Task(pooling=pooling)
     results = answer([(prompt, task) for prompt in prompts])
     return np.stack([result.embedding for result in results if result.embedding is not None])
 
 
 def rerank_prompt(tokenizer: Tokenizer, query: str, document: str, instruction: str = RERANK_INSTRUCTION) -> list[int]:
-    """The form that Qwen3-Reranker was trained with, ready for "yes" or "no": as its card encodes it, in three parts.
-    Only the outer two may hold control tokens."""
+    """Write the prompt that Qwen3-Reranker was trained with, ready for "yes" or "no": as its card encodes it, in three
+    parts. Only the outer two may hold control tokens."""
     text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     before, after = (tokenizer.encode(part, allow_special=True) for part in (_RERANK_BEFORE, _RERANK_AFTER))
     return [*before, *tokenizer.encode(text, add_special_tokens=False), *after]
 
 
 def rerank_candidates(tokenizer: Tokenizer, labels: Sequence[str]) -> tuple[int, int]:
-    """Where the logits of "yes" and "no" are: at these words' tokens or, of a classification head with `labels`, in its
-    rows. A head of one label scores "yes". Raises `UsageError` for a head or a vocabulary that has no such answers."""
+    """Return where the logits of "yes" and "no" are: at these words' tokens or, of a classification head with `labels`,
+    in its rows. A head of one label scores "yes". Raises `UsageError` for a head or a vocabulary that has no such
+    answers."""
     if not labels:
         yes, no = (single_token(tokenizer, word) for word in ("yes", "no"))
         return yes, no
@@ -158,14 +159,14 @@ def rerank_candidates(tokenizer: Tokenizer, labels: Sequence[str]) -> tuple[int,
 
 
 def rerank(prompts: Sequence[Sequence[int]], yes: int, no: int, answer: Answer) -> list[float]:
-    """For each prompt the probability of "yes" against "no"."""
+    """Return for each prompt the probability of "yes" against "no"."""
     task = Task(candidates=(yes, no))
     results = answer([(prompt, task) for prompt in prompts])
     return [1 / (1 + math.exp(min(700.0, result.candidates[1] - result.candidates[0]))) for result in results]
 
 
 def single_token(tokenizer: Tokenizer, text: str) -> int:
-    """The one token that `text` is. Raises `UsageError` if it is several."""
+    """Return the one token that `text` is. Raises `UsageError` if it is several."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if len(token_ids) != 1:
         raise UsageError(f"{text!r} is {len(token_ids)} tokens in this model's vocabulary, and one is needed")

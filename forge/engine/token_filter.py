@@ -21,7 +21,7 @@ from forge.tokenizer import Tokenizer
 
 
 class VocabularyBytes:
-    """The bytes of every token: which begin with some bytes, and which contain them."""
+    """The bytes of every token, searchable by prefix and by part."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         """vocab_size: the model's; tokens that the tokenizer does not have stand for no bytes."""
@@ -35,12 +35,13 @@ class VocabularyBytes:
         self._ends = np.array([*accumulate(map(len, self.of))])
 
     def beginning_with(self, prefix: bytes) -> np.ndarray:
-        """Ids of the tokens that begin with `prefix`, which is not empty, in no order: int64 `[n]`."""
+        """Return the ids of the tokens that begin with `prefix`, which is not empty, in no order: int64 `[n]`."""
         first = bisect_left(self._sorted, prefix)
         return self._order[first : bisect_right(self._sorted, prefix, first, key=lambda token: token[: len(prefix)])]
 
     def containing(self, part: bytes) -> np.ndarray:
-        """Ids of the tokens that contain `part`, which is not empty, ascending, some perhaps twice: int64 `[n]`."""
+        """Return the ids of the tokens that contain `part`, which is not empty, ascending, some perhaps twice: int64
+        `[n]`."""
         places = np.flatnonzero(self._joined[: max(0, len(self._joined) - len(part) + 1)] == part[0])
         for offset in range(1, len(part)):
             places = places[self._joined[places + offset] == part[offset]]
@@ -50,12 +51,13 @@ class VocabularyBytes:
 
 @lru_cache(maxsize=2)
 def vocabulary_bytes(tokenizer: Tokenizer, vocab_size: int) -> VocabularyBytes:
-    """Made once for a tokenizer: of 151,936 tokens it takes a quarter of a second. May be called on any thread."""
+    """Return the tokenizer's `VocabularyBytes`, made once: 151,936 tokens take a quarter of a second. May be called on
+    any thread."""
     return VocabularyBytes(tokenizer, vocab_size)
 
 
 class _BadWord:
-    """The tokens that complete one word, by how much of it the output ends with."""
+    """The tokens that complete one bad word, by how much of it the output ends with."""
 
     def __init__(self, word: bytes, vocabulary: VocabularyBytes):
         self.word, self._vocabulary = word, vocabulary
@@ -63,20 +65,20 @@ class _BadWord:
         self._completing: dict[int, np.ndarray] = {}
 
     def completing(self, length: int) -> np.ndarray:
-        """The tokens that may not follow `length` bytes of the word, at least one."""
+        """Return the tokens that may not follow `length` bytes of the word, at least one."""
         if length not in self._completing:
             self._completing[length] = self._vocabulary.beginning_with(self.word[length:])
         return self._completing[length]
 
 
 class TokenFilters:
-    """The filters of an engine's requests. The vocabulary's bytes are read with the first bad word."""
+    """The filters of an engine's requests. The first bad word makes it read the vocabulary's bytes."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
     def applied(self, params: SamplingParams, form: Grammar | None) -> Grammar | None:
-        """`form` with the filter of `params`; the filter alone where there is no form, and `form` without a filter."""
+        """Return `form` with the filter of `params`; the filter alone without a form, and `form` without a filter."""
         if not params.filters_tokens:
             return form
         vocabulary = vocabulary_bytes(self._tokenizer, self._vocab_size) if params.bad_words else None
@@ -85,7 +87,7 @@ class TokenFilters:
 
 
 class TokenFilter:
-    """A `Grammar`: what `params` allow, within what another grammar allows."""
+    """A `Grammar` of what `params` allow, within what another grammar allows."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class TokenFilter:
         return mask
 
     def _end_of(self, output: Items[int]) -> bytes:
-        """The last bytes of the output's text, as many as a word may have begun in."""
+        """Return the last bytes of the output's text, as many as a bad word may have begun in."""
         end, index = b"", len(output)
         while len(end) < self._tail and index and self._vocabulary is not None:
             index -= 1
@@ -159,7 +161,7 @@ class FilterMatcher:
         return forced[: self._num_kept(output, forced)]
 
     def _num_kept(self, output: Items[int], token_ids: Items[int]) -> int:
-        """How many of `token_ids` the filter itself lets through."""
+        """Return how many of `token_ids` the filter itself accepts."""
         before = [*output]
         for index, token_id in enumerate(token_ids):
             if not self._filter.mask(before)[token_id]:
