@@ -36,7 +36,7 @@ class BasicKvCache(KvCache):
     kind = "basic"
 
     def __init__(self, num_runs: int, max_model_len: int, block_size: int):
-        """Room for `num_runs` sequences (or snapshots) of up to `max_model_len` tokens each."""
+        """Make room for `num_runs` sequences (or snapshots) of up to `max_model_len` tokens each."""
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.blocks_per_run = blocks_for(max_model_len, block_size)
@@ -54,7 +54,7 @@ class BasicKvCache(KvCache):
         return self.num_blocks - len(self._runs()) * self.blocks_per_run
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
-        """A whole run, whatever the length."""
+        """Return the blocks of a whole run, whatever the length."""
         return self.blocks_per_run
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
@@ -63,7 +63,7 @@ class BasicKvCache(KvCache):
         return 0
 
     def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
-        """None: the run was taken whole when the sequence began."""
+        """Return 0: the sequence took its whole run when it began."""
         self._sequences[seq_id]  # KeyError for an unknown sequence
         return 0
 
@@ -138,7 +138,8 @@ class BasicKvCache(KvCache):
         )
 
     def block_map(self) -> BlockMap:
-        """All blocks of a run are its owner's, also those that `block_table` does not reach yet."""
+        """Return the block map. All blocks of a run belong to its owner, also those that `block_table` does not reach
+        yet."""
         tables = tuple(
             TableRecord(owner, is_snapshot, tuple(run.blocks), run.computed, run.reserved)
             for owners, is_snapshot in ((self._sequences, False), (self._snapshots, True))
@@ -155,11 +156,11 @@ class BasicKvCache(KvCache):
             assert 0 <= run.computed <= run.reserved <= self.max_model_len, f"lengths out of order: {run}"
 
     def _runs(self) -> list[_Run]:
-        """Those that belong to a sequence or a snapshot."""
+        """Return the runs that belong to a sequence or a snapshot."""
         return [*self._sequences.values(), *self._snapshots.values()]
 
     def _free_run(self, length: int = 0) -> _Run:
-        """The lowest free run, with its first `length` slots computed. It is taken once it has an owner."""
+        """Return the lowest free run, with its first `length` slots computed. It is taken once it has an owner."""
         used = {run.blocks.start for run in self._runs()}
         for start in range(0, self.num_blocks, self.blocks_per_run):
             if start not in used:
@@ -167,7 +168,7 @@ class BasicKvCache(KvCache):
         raise OutOfBlocks(needed=self.blocks_per_run, free=0)
 
     def _copied(self, source: _Run) -> tuple[_Run, tuple[BlockCopy, ...]]:
-        """A free run to copy the computed tokens of another into, and the copies."""
+        """Return a free run for the computed tokens of another, and the copies that fill it."""
         run = self._free_run(source.computed)
         num_blocks = blocks_for(run.computed, self.block_size)
         pairs = zip(source.blocks[:num_blocks], run.blocks[:num_blocks], strict=True)

@@ -18,7 +18,7 @@ from forge.cache.kv_cache import OutOfBlocks
 
 
 class BlockError(AssertionError):
-    """A block was used against the rules: a bug in the caller. Nothing was changed by the attempt."""
+    """A caller broke the rules of the pool, which is a bug. The attempt changed nothing."""
 
     def __init__(self, block: int, problem: str):
         super().__init__(f"block {block} {problem}")
@@ -56,7 +56,7 @@ class BlockPool:
         return taken
 
     def incref(self, block: int) -> None:
-        """One more table has this block, which is referenced or cached."""
+        """Count one more table that has this block, which is referenced or cached."""
         if self._count(block) == 0:
             if block not in self.cached:
                 raise BlockError(block, "is free, and was about to be used")
@@ -65,7 +65,7 @@ class BlockPool:
         self.num_references += 1
 
     def decref(self, block: int) -> None:
-        """One table fewer has this block. After the last it is cached if it is cacheable, free otherwise."""
+        """Count one table fewer that has this block. After the last it is cached if it is cacheable, free otherwise."""
         count = self._count(block)
         if count == 0:
             raise BlockError(block, "was freed twice")
@@ -78,13 +78,13 @@ class BlockPool:
                 self.free.append(block)
 
     def mark_cacheable(self, block: int) -> None:
-        """A later prompt may hit this block's content. Only a referenced block has any."""
+        """Note that a later prompt may hit this block's content. Only a referenced block has any."""
         if self._count(block) == 0:
             raise BlockError(block, "is free, and has nothing worth caching")
         self.cacheable.add(block)
 
     def unmark(self, block: int) -> None:
-        """No prompt can hit this block's content any more: a cached block becomes free."""
+        """Note that no prompt can hit this block's content any more: a cached block becomes free."""
         self._count(block)
         self.cacheable.discard(block)
         if block in self.cached:
@@ -92,7 +92,8 @@ class BlockPool:
             self.free.append(block)
 
     def recount(self, tables: Iterable[tuple[int, ...]]) -> None:
-        """Start again from these tables: a reference for each time that a block is in one; all other blocks free."""
+        """Count again from these tables: a reference for each time that a block is in one; all other blocks are
+        free."""
         self.reference_counts[:] = [0] * self.num_blocks
         for table in tables:
             for block in table:

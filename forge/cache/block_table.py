@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 def blocks_for(length: int, block_size: int) -> int:
-    """How many blocks `length` tokens take."""
+    """Return how many blocks `length` tokens take."""
     return -(-length // block_size)
 
 
@@ -27,5 +27,5 @@ class BlockTable:
     """Token slots with keys and values in them, the first ones."""
 
     def computed_part(self, block_size: int) -> "BlockTable":
-        """A table of the computed tokens alone, over the same blocks."""
+        """Return a table of the computed tokens alone, over the same blocks."""
         return BlockTable(self.blocks[: blocks_for(self.computed, block_size)], self.computed, self.computed)

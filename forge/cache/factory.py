@@ -25,7 +25,7 @@ DEFAULT_KV_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What a cache has to hold."""
+    """The sizes that a cache is made for."""
 
     max_model_len: int
     max_num_seqs: int
@@ -38,7 +38,7 @@ class CacheSize:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """What the longest sequence takes."""
+        """The number of blocks that the longest sequence takes."""
         return blocks_for(self.max_model_len, self.block_size)
 
 
@@ -47,7 +47,7 @@ CacheFactory = Callable[[CacheSize], KvCache]
 
 
 def canonical_mode(mode: str) -> str:
-    """The cache kind that `mode` means. Raises `UsageError` listing the kinds there are."""
+    """Return the cache kind that `mode` means. Raises `UsageError` listing the kinds there are."""
     kind = ALIASES.get(mode, mode)
     if kind not in KV_MODES:
         raise UsageError(f"unknown kv mode {mode!r}; supported: {', '.join(KV_MODES)} (on means basic)")
@@ -55,7 +55,7 @@ def canonical_mode(mode: str) -> str:
 
 
 def create_kv_cache(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache, int]:
-    """The cache, and how many blocks its storage must have.
+    """Create a cache; return it and how many blocks its storage must have.
 
     mode: one of `KV_MODES`, or a function that makes a cache of this size.
 
@@ -83,7 +83,7 @@ def create_kv_cache(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache,
 
 
 def _requested_blocks(size: CacheSize) -> int | None:
-    """The pool that was asked for, by number or by bytes; None if it was not."""
+    """Return the pool's requested size in blocks; None if none was requested."""
     if size.kv_bytes is None:
         return size.num_blocks
     if size.num_blocks is not None:
@@ -98,7 +98,7 @@ def _requested_blocks(size: CacheSize) -> int | None:
 
 
 def _num_runs(size: CacheSize, num_blocks: int | None) -> int:
-    """How many whole sequences the basic cache has room for."""
+    """Return how many whole sequences the basic cache has room for."""
     per_sequence = size.blocks_per_sequence
     if num_blocks is None:
         bytes_per_run = per_sequence * size.block_size * size.bytes_per_token

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class HostEntry:
-    """One swapped sequence, or the beginning of one that another engine has computed."""
+    """The blocks of a swapped sequence, or of a beginning that another engine has computed."""
 
     num_blocks: int
     num_tokens: int
@@ -31,17 +31,17 @@ class HostPool:
         return self.num_blocks - sum(entry.num_blocks for entry in self.entries.values())
 
     def add(self, seq_id: int, entry: HostEntry) -> None:
-        """Keep room for a sequence, which must fit."""
+        """Reserve room for a sequence, which must fit."""
         assert entry.num_blocks <= self.num_free, f"{entry.num_blocks} blocks do not fit into {self.num_free}"
         assert seq_id not in self.entries, f"sequence {seq_id} is already swapped out"
         self.entries[seq_id] = entry
 
     def fill(self, seq_id: int, data: Any) -> None:
-        """Store what `KvStorage.read_blocks` gave."""
+        """Store the result of `KvStorage.read_blocks`."""
         self.entries[seq_id].data = data
 
     def data(self, seq_id: int) -> Any:
-        """What `fill` stored."""
+        """Return what `fill` stored."""
         return self.entries[seq_id].data
 
     def drop(self, seq_id: int) -> None:

@@ -19,7 +19,7 @@ from forge.trace.records import BlockMap, CacheEvent
 
 
 class OutOfBlocks(ForgeError):
-    """A reservation found too few available blocks. Nothing was changed by the attempt."""
+    """A reservation found too few available blocks. The attempt changed nothing."""
 
     def __init__(self, needed: int, free: int):
         super().__init__(
@@ -52,7 +52,7 @@ class CacheStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Hit:
-    """What a cache has of a prompt."""
+    """The part of a prompt that a cache already has."""
 
     num_tokens: int = 0
     """How many of the prompt's first tokens need no computing."""
@@ -92,19 +92,20 @@ class KvCache(ABC):
     @property
     @abstractmethod
     def max_sequence_length(self) -> int:
-        """Tokens of the longest sequence that an empty cache could hold."""
+        """The number of tokens of the longest sequence that an empty cache could hold."""
 
     @property
     @abstractmethod
     def num_available(self) -> int:
-        """Blocks that `reserve` could take now: free ones, and cached ones, which no table references."""
+        """The number of blocks that `reserve` could take now: free ones, and cached ones, which no table references."""
 
     def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
-        """What `add` with the same arguments would find. Changes nothing, not even the order of eviction."""
+        """Return what `add` with the same arguments would find. Changes nothing, not even the order of eviction."""
         return NO_HIT
 
     def prefix_keys(self, token_ids: Sequence[int], salt: str = "") -> tuple[int, ...]:
-        """One number per full block of a prompt: two prompts that begin with the same blocks begin with the same ones.
+        """Return one number per full block of a prompt: prompts that begin with the same blocks begin with the same
+        numbers.
 
         Empty for a kind that shares nothing by content. Changes nothing.
         """
@@ -112,18 +113,19 @@ class KvCache(ABC):
 
     @abstractmethod
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
-        """How many of `num_available` it takes to add a sequence with this hit and reserve its first `length` slots.
+        """Return how many of `num_available` it takes to add a sequence with this hit and reserve its first `length`
+        slots.
 
         Counts the cached blocks of the hit too: once they are attached they are not available. Changes nothing.
         """
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """What happened since the last call, in order."""
+        """Return what happened since the last call, in order."""
         return ()
 
     @abstractmethod
     def block_map(self) -> BlockMap:
-        """Every table, reference count and cached block."""
+        """Return every table, reference count and cached block."""
 
     @abstractmethod
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
@@ -136,18 +138,18 @@ class KvCache(ABC):
 
     @abstractmethod
     def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
-        """How many of `num_available` `reserve` with the same arguments would take. Changes nothing."""
+        """Return how many of `num_available` `reserve` with the same arguments would take. Changes nothing."""
 
     @abstractmethod
     def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
-        """Own slots for `num_tokens` more tokens; return the copies to perform before they are written.
+        """Reserve slots for `num_tokens` more tokens; return the copies to perform before they are written.
 
         All or nothing: raises `OutOfBlocks` with everything as it was.
         """
 
     @abstractmethod
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """These tokens' keys and values, which follow the computed ones, have been written."""
+        """Record that these tokens' keys and values, which follow the computed ones, have been written."""
 
     @abstractmethod
     def truncate(self, seq_id: int, length: int) -> None:
@@ -175,7 +177,7 @@ class KvCache(ABC):
 
     @abstractmethod
     def rename(self, seq_id: int, new_id: int) -> None:
-        """The sequence goes on under another id. Raises AssertionError if `new_id` is taken."""
+        """Give a sequence another id. Raises AssertionError if `new_id` is taken."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -186,19 +188,19 @@ class KvCache(ABC):
 
     @abstractmethod
     def __contains__(self, seq_id: int) -> bool:
-        """Whether a sequence was added and not removed since."""
+        """Return whether a sequence was added and not removed since."""
 
     @abstractmethod
     def block_table(self, seq_id: int) -> tuple[int, ...]:
-        """Block numbers that cover positions 0 to `reserved_length` - 1, `block_size` positions each."""
+        """Return the block numbers that cover positions 0 to `reserved_length` - 1, `block_size` positions each."""
 
     @abstractmethod
     def reserved_length(self, seq_id: int) -> int:
-        """Token slots that the sequence owns and may write."""
+        """Return how many token slots the sequence holds and may write."""
 
     @abstractmethod
     def computed_length(self, seq_id: int) -> int:
-        """Tokens whose keys and values are in the cache: the position of the next one to compute."""
+        """Return how many tokens have keys and values in the cache: the position of the next one to compute."""
 
     def __repr__(self) -> str:
         """`<paged KV cache: 3 of 64 blocks used, 2 cached, 41 tokens held>`."""
@@ -208,7 +210,7 @@ class KvCache(ABC):
 
     @abstractmethod
     def stats(self) -> CacheStats:
-        """How many blocks and slots are used, cached, shared and filled."""
+        """Return how many blocks and slots are used, cached, shared and filled."""
 
     @abstractmethod
     def check_invariants(self) -> None:

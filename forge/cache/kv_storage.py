@@ -19,7 +19,7 @@ SCALE_BYTES = 4
 
 
 def vector_bytes(head_dim: int, kv_dtype: str) -> int:
-    """Bytes that one key, or one value, of one head takes."""
+    """Return how many bytes one key, or one value, of one head takes."""
     return head_dim * KV_ITEM_BYTES[kv_dtype] + (SCALE_BYTES if kv_dtype == "int8" else 0)
 
 
@@ -39,7 +39,7 @@ class KvLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token's keys and values take in all layers together."""
+        """The number of bytes that one token's keys and values take in all layers together."""
         return 2 * self.num_layers * self.num_kv_heads * vector_bytes(self.head_dim, self.kv_dtype)
 
 
@@ -52,7 +52,7 @@ class BlockCopy:
 
 
 def rounded(values: np.ndarray, kv_dtype: str) -> np.ndarray:
-    """float32 `[..., head_dim]`, each as the nearest number of `kv_dtype`, ties to even; float32 again."""
+    """Round float32 `[..., head_dim]` to the nearest numbers of `kv_dtype`, ties to even; return float32 again."""
     if kv_dtype == "float32":
         return values
     if kv_dtype == "int8":
@@ -67,7 +67,7 @@ def rounded(values: np.ndarray, kv_dtype: str) -> np.ndarray:
 
 
 def quantized(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32 `[..., head_dim]` → int8 of the same shape, and a float32 scale for each key or value.
+    """Quantize float32 `[..., head_dim]` to int8 of the same shape, with a float32 scale for each key or value.
 
     The scale is that of one head of one token, its largest magnitude / 127, so what is stored never depends on another
     token or head: a block can be shared, copied or computed again in pieces, with the same bytes.
@@ -81,7 +81,8 @@ def quantized(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class KvStorage(ABC):
-    """One device's arrays. Made by `Backend.new_storage`, which fixes the layout for its life."""
+    """The arrays of keys and values on one device. Made by `Backend.new_storage`, which fixes the layout for its
+    life."""
 
     layout: KvLayout
 
@@ -91,15 +92,15 @@ class KvStorage(ABC):
 
     @abstractmethod
     def read_blocks(self, blocks: Sequence[int]) -> Any:
-        """A copy of these blocks in the host's memory, all layers, in a form that `write_blocks` accepts."""
+        """Copy these blocks to the host's memory, all layers, in a form that `write_blocks` accepts."""
 
     @abstractmethod
     def write_blocks(self, blocks: Sequence[int], data: Any) -> None:
-        """Write what `read_blocks` gave into as many blocks, the same or different ones."""
+        """Write the result of `read_blocks` into as many blocks, the same or different ones."""
 
     @abstractmethod
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of positions 0 to `length` - 1, each float32 `[length, num_kv_heads, head_dim]`.
+        """Return the keys and values of positions 0 to `length` - 1, each float32 `[length, num_kv_heads, head_dim]`.
 
         A copy on the host, for tests and views; kernels read the blocks where they lie.
         """

@@ -14,7 +14,7 @@ from forge.trace.records import BlockMap
 
 
 class OffKvCache(PagedKvCache):
-    """Blocks for the length of one step: `reserve` takes them from the pool, `commit` gives them all back.
+    """A cache that holds blocks for one step only: `reserve` takes them from the pool, `commit` gives them all back.
 
     Holds what a paged cache does, while a step is in flight. Promises that nothing is ever computed, shared or kept.
     """
@@ -42,11 +42,11 @@ class OffKvCache(PagedKvCache):
         return ()
 
     def release(self, snapshot: Snapshot) -> None:
-        """A snapshot of nothing holds nothing."""
+        """Do nothing: a snapshot of nothing holds nothing."""
 
     def stats(self) -> CacheStats:
         return CacheStats(num_blocks=0, used_blocks=0, tokens_held=0)
 
     def block_map(self) -> BlockMap:
-        """Empty: what lies in the blocks means nothing once the step is over."""
+        """Return an empty map: what lies in the blocks means nothing once the step is over."""
         return BlockMap(self.block_size, tables=(), reference_counts=(), cached=())

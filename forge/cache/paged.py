@@ -63,7 +63,7 @@ class PagedKvCache(KvCache):
         return 0
 
     def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
-        """New blocks, and one more if the last block is shared and would be written."""
+        """Return the number of new blocks, and one more if the last block is shared and would be written."""
         table = self._tables[seq_id]
         reserved, blocks = table.reserved, table.blocks
         grown = -(-(reserved + num_tokens) // self.block_size) - len(blocks)
@@ -188,7 +188,7 @@ class PagedKvCache(KvCache):
         assert self._filled in (None, self._count_filled()), "the filled slots do not add up"
 
     def _grow(self, seq_id: int, table: BlockTable, num_tokens: int) -> tuple[BlockCopy, ...]:
-        """`reserve` where blocks are needed, or the last block is not simply the sequence's own."""
+        """Reserve where blocks are needed, or where the last block is shared or indexed."""
         needed, available = self.blocks_needed(seq_id, num_tokens), self.num_available
         if needed > available:
             raise OutOfBlocks(needed, available)
@@ -199,7 +199,7 @@ class PagedKvCache(KvCache):
         return copies
 
     def _copy_on_write(self, seq_id: int, table: BlockTable, needed: int) -> tuple[BlockCopy, ...]:
-        """Make the last block one that the sequence may write: its own, and in no index."""
+        """Give the sequence a last block that it may write: with no other reference, and in no index."""
         last, pool = table.blocks[-1], self.pool
         references = pool.reference_counts[last]
         if references == 1 and last not in pool.cacheable:
@@ -217,14 +217,14 @@ class PagedKvCache(KvCache):
         return (BlockCopy(last, copy),)
 
     def _attached(self, table: Table) -> Table:
-        """A new table whose blocks are referenced or cached already, with its references counted."""
+        """Create a table over blocks that are referenced or cached already, and count its references."""
         self._filled = None
         for block in table.blocks:
             self.pool.incref(block)
         return table
 
     def _detach(self, table: BlockTable) -> None:
-        """Release a table's blocks, the last one first: the first is then the next to be allocated."""
+        """Release a table's blocks, the last one first, so that the first is the next to be allocated."""
         self._filled = None
         for block in reversed(table.blocks):
             self._release_block(block)
@@ -234,14 +234,14 @@ class PagedKvCache(KvCache):
         return self.pool.allocate(number)
 
     def _release_block(self, block: int) -> None:
-        """A table no longer has this block."""
+        """Count one table fewer that has this block."""
         self.pool.decref(block)
 
     def _drop_from_index(self, block: int) -> None:
-        """This block is about to be written in place, or was evicted."""
+        """Remove a block from the prefix index. Called before the block is overwritten, and when it is evicted."""
 
     def _rebuild(self) -> None:
-        """Compute everything that follows from the tables anew."""
+        """Recompute everything that follows from the tables."""
         self.pool.recount(table.blocks for table in self._all_tables())
         self._filled = None
 
@@ -249,7 +249,7 @@ class PagedKvCache(KvCache):
         return chain(self._tables.values(), self._snapshots.values())
 
     def _count_filled(self) -> int:
-        """Slots that some table has as computed.
+        """Return the number of slots that some table has as computed.
 
         A block is filled as far as the fullest of its tables says. Full blocks stand in front in a table, so only the
         blocks behind them are looked at: a block that is seen there less often than it is referenced is full elsewhere.

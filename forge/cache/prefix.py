@@ -30,7 +30,7 @@ from forge.trace.records import BlockEvicted, PrefixHit
 
 
 class CacheInUse(ForgeError):
-    """The cache cannot be reset while sequences or snapshots hold blocks. Nothing was changed by the attempt."""
+    """The cache cannot be reset while sequences or snapshots hold blocks. The attempt changed nothing."""
 
     def __init__(self, blocks: int, owners: int):
         super().__init__(
@@ -43,7 +43,7 @@ class CacheInUse(ForgeError):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixTable(BlockTable):
-    """A block table whose contents are known."""
+    """A block table with its tokens and the index node of its last indexed block."""
 
     tip: Node
     """The content of its last indexed block; all blocks before that one are indexed too."""
@@ -144,7 +144,8 @@ class PrefixKvCache(PagedKvCache):
         assert node is self.index.root(table.salt), f"not under its salt: {table}"
 
     def _match(self, token_ids: Sequence[int], salt: str, max_cached: int | None) -> tuple[int, tuple[int, ...], Node]:
-        """The longest cached beginning: how many tokens, the blocks that hold them, the content of its whole blocks."""
+        """Return the longest cached beginning: how many tokens, the blocks that hold them, the content of its whole
+        blocks."""
         size, node, blocks, length = self.block_size, self.index.root(salt), [], 0
         limit = len(token_ids) if max_cached is None else max(0, min(len(token_ids), max_cached))
         while length < limit and length + size <= len(token_ids):
@@ -160,7 +161,8 @@ class PrefixKvCache(PagedKvCache):
         return length + shared, (*blocks, block) if shared else tuple(blocks), node
 
     def _running_match(self, node: Node, salt: str, token_ids: list[int]) -> tuple[int, int]:
-        """How many of these tokens, which would follow `node`, some table has committed, and the block they are in."""
+        """Return how many of these tokens, which would follow `node`, some table has committed, and the block they are
+        in."""
         best, block, start = 0, -1, node.depth * self.block_size
         for table in self._all_tables() if token_ids else ():
             if table.computed <= start or table.token_ids[start] != token_ids[0]:
@@ -205,7 +207,8 @@ class PrefixKvCache(PagedKvCache):
         super()._release_block(block)
 
     def _drop_from_index(self, block: int) -> None:
-        """A block loses its content, and without another that has the same, so do the blocks behind it."""
+        """Drop a block's content from the index. If no other block has the same, the blocks behind it lose theirs
+        too."""
         for lost in (block, *self.index.drop(block)):
             self.pool.unmark(lost)
 
@@ -213,7 +216,7 @@ class PrefixKvCache(PagedKvCache):
         return cast("Iterator[PrefixTable]", super()._all_tables())
 
     def _rebuild(self) -> None:
-        """What the tables hold is indexed again; what was merely cached is dropped."""
+        """Index what the tables hold again, and drop what was merely cached."""
         super()._rebuild()
         self.index.clear()
         for table in self._all_tables():

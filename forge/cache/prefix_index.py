@@ -21,13 +21,13 @@ ChainHash = Callable[[int, Tokens], int]
 
 
 def chain_hash(preceding: int, token_ids: Tokens) -> int:
-    """64 bits, the same in every process."""
+    """Hash a block behind its parent: 64 bits, the same in every process."""
     return hash((preceding, token_ids))  # Python salts the hashes of texts, not those of numbers
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Node:
-    """One content: the tokens of a block, behind those of its parent."""
+    """The content of a block: its tokens, behind those of its parent."""
 
     key: int
     parent: "Node | None"
@@ -41,8 +41,8 @@ class Node:
 
 
 class IndexSubscriber(Protocol):
-    """Told when a content enters the index, and when the last block with it has left. Contents are named by the keys
-    that `PrefixIndex.keys` gives for a prompt."""
+    """Told when a content enters the index, and when the last block with it has left. The keys of `PrefixIndex.keys`
+    name the contents."""
 
     def published(self, key: int) -> None: ...
 
@@ -66,14 +66,14 @@ class PrefixIndex:
         """A root lives for as long as a node or a sequence refers to it."""
 
     def root(self, salt: str) -> Node:
-        """Where every sequence with this salt begins."""
+        """Return the node where every sequence with this salt begins."""
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = Node(self._hash(0, tuple(salt.encode())), None, 0)
         return root
 
     def child(self, parent: Node, token_ids: Tokens) -> Node | None:
-        """The node of a block of `token_ids` behind `parent`, if there is one."""
+        """Return the node of a block of `token_ids` behind `parent`, if there is one."""
         node = self._nodes.get(self._hash(parent.key, token_ids))
         return node if node is not None and node.parent is parent and node.token_ids == token_ids else None
 
@@ -97,7 +97,7 @@ class PrefixIndex:
         return node
 
     def drop(self, block: int) -> list[int]:
-        """This block no longer has its content; the next block that has the same takes over.
+        """Take its content from a block; the next block that has the same takes over.
 
         Without a next one, what stands behind it cannot be found any more: returns the blocks whose content is lost.
         """
@@ -128,7 +128,7 @@ class PrefixIndex:
         self._roots.clear()
 
     def keys(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
-        """The chained hash of each full block of a prompt. Changes nothing."""
+        """Return the chained hash of each full block of a prompt. Changes nothing."""
         key, keys = self._hash(0, tuple(salt.encode())), []
         for start in range(0, len(token_ids) - block_size + 1, block_size):
             key = self._hash(key, tuple(token_ids[start : start + block_size]))

@@ -67,7 +67,7 @@ class Admission:
                 plan.exhausted.append(sequence.seq_id)
 
     def _note_head(self, plan: PlanBuilder) -> None:
-        """Note in the plan why the first in the queue waits: no blocks were left once running sequences had theirs."""
+        """Note why the first in the queue that is no victim waits: running sequences lacked blocks, so it does too."""
         shortage = plan.preempted[0]
         victims = {preemption.seq_id for preemption in plan.preempted}
         head = next(

@@ -134,7 +134,7 @@ class AsyncEngine(Engine):
 
 
 def _prepare_masks(items: Iterable[PlanItem]) -> None:
-    """Start computing the masks of a step's items before there are logits to apply them to. Raises nothing."""
+    """Compute the masks of a step's items before there are logits to apply them to. Raises nothing."""
     for item in items:
         for sequence in (item.sequence, *item.sequence.waiting_samples) if item.samples else ():
             if sequence.matcher is not None:
@@ -157,7 +157,7 @@ def _is_plain(plan: StepPlan, can_draw: bool) -> bool:
 
 
 def _draw(sequence: Sequence) -> Draw:
-    """Describe the draw of a sequence's next token. All tokens before it are known: the step before has been
+    """Return the `Draw` of a sequence's next token. All tokens before it are known: the step before has been
     committed."""
     return Draw(sequence.params, sequence.seed, sequence.sample_index, sequence.token_ids, sequence.num_prompt_tokens)
 

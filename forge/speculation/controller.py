@@ -42,7 +42,7 @@ _PROVEN = 16
 
 @dataclass(frozen=True)
 class Costs:
-    """What speculation costs, in plain decode steps of the target."""
+    """The costs of speculation, in plain decode steps of the target."""
 
     token: float
     """One draft token: t_draft / t_target."""
@@ -51,40 +51,42 @@ class Costs:
 
 
 def speed_up(accept_rate: float, k: int, costs: Costs) -> float:
-    """The formula: how many times faster cycles of `k` draft tokens are than plain decoding."""
+    """Predict how many times faster cycles of `k` draft tokens are than plain decoding."""
     return (accept_rate * k + 1) / (1 + k * (costs.token + costs.row))
 
 
 def expected_accepted(acceptance: float, k: int) -> float:
-    """How many of `k` draft tokens are accepted, if each is with probability `acceptance` once those before it were."""
+    """Return how many of `k` draft tokens are accepted on average, if each is with probability `acceptance` once those
+    before it were."""
     return sum(accumulate(repeat(acceptance, k), lambda product, factor: product * factor))
 
 
 class Cycle(NamedTuple):
-    """How many draft tokens one cycle had, and how many were accepted."""
+    """The numbers of draft tokens and of accepted ones in one cycle."""
 
     proposed: int
     accepted: int
 
     @property
     def decided(self) -> int:
-        """Draft tokens that the target decided about: up to the first that it rejected."""
+        """The number of draft tokens that the target decided about: up to the first that it rejected."""
         return min(self.accepted + 1, self.proposed)
 
 
 class AcceptanceEstimate(NamedTuple):
-    """The estimate of a: accepted draft tokens over decided ones, each cycle weighing less than the one after it."""
+    """The estimated acceptance a: accepted draft tokens over decided ones, each cycle weighing less than the one after
+    it."""
 
     accepted: float = _PRIOR_ACCEPTANCE * _PRIOR_WEIGHT
     decided: float = _PRIOR_WEIGHT
 
     def after(self, cycle: Cycle) -> "AcceptanceEstimate":
-        """With one more cycle."""
+        """Return the estimate with one more cycle."""
         return AcceptanceEstimate(_DECAY * self.accepted + cycle.accepted, _DECAY * self.decided + cycle.decided)
 
     @property
     def acceptance(self) -> float:
-        """a."""
+        """The estimated acceptance a."""
         return self.accepted / self.decided
 
 
@@ -106,7 +108,7 @@ class RecentCycles(NamedTuple):
 
     @property
     def accept_rate(self) -> float | None:
-        """`recent_accept_rate`: accepted over proposed; None before the first draft token."""
+        """The `recent_accept_rate`: accepted over proposed; None before the first draft token."""
         return self.accepted / self.proposed if self.proposed else None
 
 
@@ -130,17 +132,18 @@ class SpeculationControl:
 
     @classmethod
     def begin(cls, max_k: int, costs: Costs, *, fixed: bool = False) -> "SpeculationControl":
-        """max_k: draft tokens per cycle at most. fixed: always that many, however few are accepted."""
+        """Start the control of a sequence. max_k: draft tokens per cycle at most. fixed: always that many, however few
+        are accepted."""
         initial = SpecDecision(max_k, "fixed" if fixed else "wins", speed_up=1.0, accept_rate=None)
         return cls(max_k, fixed, initial)._decided(costs)
 
     @property
     def k(self) -> int:
-        """Draft tokens of the next cycle; 0 while it is off."""
+        """The number of draft tokens of the next cycle; 0 while it is off."""
         return self.decision.k
 
     def after_cycle(self, proposed: int, accepted: int, costs: Costs) -> "SpeculationControl":
-        """A cycle ended. One without draft tokens changes nothing."""
+        """Return the control after a cycle. One without draft tokens changes nothing."""
         if proposed == 0:
             return self
         recent, estimate = self.recent.add(proposed, accepted), self.estimate.after(Cycle(proposed, accepted))
@@ -152,7 +155,7 @@ class SpeculationControl:
         return known._decided(costs)
 
     def after_plain_tokens(self, num_tokens: int, costs: Costs) -> "SpeculationControl":
-        """Output tokens came without draft tokens. While it is off, they count down its pause."""
+        """Return the control after output tokens without draft tokens. While it is off, they count down its pause."""
         if self.k > 0:
             return self
         left = (self.decision.retry_in or 0) - num_tokens
@@ -162,7 +165,7 @@ class SpeculationControl:
         return replace(self, estimate=_PRIOR, num_cycles=0, decision=probe)
 
     def _decided(self, costs: Costs) -> "SpeculationControl":
-        """With the draft length of the greatest predicted speed-up, or off."""
+        """Return the control with the draft length of the greatest predicted speed-up, or off."""
         predicted = self._predicted(costs)
         if self.fixed:
             return replace(self, decision=self._decision(self.max_k, "fixed", predicted[-1]))
@@ -183,7 +186,7 @@ class SpeculationControl:
         return replace(self, decision=decision, estimate=_PRIOR, num_cycles=0, pause=longer)
 
     def _predicted(self, costs: Costs) -> list[float]:
-        """The predicted speed-up of 1, 2, … `max_k` draft tokens."""
+        """Return the predicted speed-up of 1, 2, … `max_k` draft tokens."""
         acceptance, per_row = self.estimate.acceptance, costs.token + costs.row
         product, accepted, gains = 1.0, 0.0, []
         for k in range(1, self.max_k + 1):

@@ -26,10 +26,10 @@ _REFRESH = 8
 
 
 class CostMeter:
-    """The costs of one draft beside one target."""
+    """Measures the costs of one draft beside one target."""
 
     def __init__(self, assumed: Costs):
-        """assumed: the costs until there are measurements, from the sizes of the models, say."""
+        """assumed: the costs until there are measurements, for instance from the sizes of the models."""
         self.assumed = assumed
         self._forward_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._token_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
@@ -40,30 +40,31 @@ class CostMeter:
 
     @property
     def plain_forwards_left(self) -> int:
-        """Plain forwards until draft tokens can be compared with them: enough of some number of rows."""
+        """The number of plain forwards until draft tokens can be compared with them: enough of some number of rows."""
         return max(0, _PLAIN_FIRST - max(map(len, self._forward_ms.values()), default=0))
 
     def add_forward(self, num_rows: int, ms: float) -> None:
-        """A step in which every sequence decoded or verified: the target's forward, and the work around it."""
+        """Add a step in which every sequence decoded or verified: the target's forward, and the work around it."""
         self._forward_ms[num_rows].append(ms)
         self._seen[num_rows] = self._num_forwards = self._num_forwards + 1
         if self._num_forwards % _REFRESH == 0:
             self._costs = {}
 
     def add_proposal(self, num_sequences: int, num_tokens: int, ms: float) -> None:
-        """Draft tokens for so many sequences, `num_tokens` each."""
+        """Add the time of a proposal for several sequences, `num_tokens` each."""
         self._token_ms[num_sequences].append(ms / num_tokens)
 
     def add_bound(self, num_sequences: int, num_tokens: int, ms: float) -> None:
-        """The same where the proposer also read a text, say: an upper bound. If even that is below the measured times,
-        those are out of date."""
+        """Add a proposal in which the proposer also read a text: an upper bound. If even that is below the measured
+        times, those are out of date."""
         times = self._token_ms.get(num_sequences)
         if times and ms / num_tokens < _lower_quartile(times):
             times.clear()
             self._costs = {}
 
     def costs(self, num_sequences: int) -> Costs:
-        """In units of a plain decode step of `num_sequences` sequences, each of which has draft tokens."""
+        """Return the costs in units of a plain decode step of `num_sequences` sequences, each of which has draft
+        tokens."""
         if num_sequences not in self._costs:
             self._costs[num_sequences] = self._fitted(num_sequences)
         return self._costs[num_sequences]
@@ -80,8 +81,8 @@ class CostMeter:
         return Costs(token, slope * num_sequences / plain_ms)
 
     def _line(self) -> tuple[float, float] | None:
-        """(base, slope) in milliseconds by least squares; None before the first forward. As long as only one number of
-        rows has been seen often enough, the price of a row is the assumed one."""
+        """Return (base, slope) in milliseconds by least squares; None before the first forward. As long as only one
+        number of rows has been seen often enough, the price of a row is the assumed one."""
         known = [rows for rows, times in self._forward_ms.items() if len(times) >= _ENOUGH]
         if not known:
             return None

@@ -40,7 +40,7 @@ CATCH_UP_ROWS = 512
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raises `UsageError`, saying what differs, unless a token id means the same to both."""
+    """Raise `UsageError`, saying what differs, unless a token id means the same to both."""
     if target.fingerprint == draft.fingerprint:
         return
     raise UsageError(f"the draft model cannot draft for this target: {_difference(target, draft)}")
@@ -60,7 +60,7 @@ def _difference(target: Tokenizer, draft: Tokenizer) -> str:
 
 @dataclass(eq=False)
 class _Draft:
-    """The draft tokens of one request while they are made."""
+    """The draft of one request under construction."""
 
     index: int
     """Of the request."""
@@ -78,7 +78,7 @@ class _Draft:
 
     @property
     def length(self) -> int:
-        """Tokens of the request."""
+        """The number of the request's tokens."""
         return len(self.request.token_ids)
 
 
@@ -122,7 +122,7 @@ class DraftProposer(Proposer):
         num_blocks: int | None = None,
         name: str = "draft",
     ) -> "DraftProposer":
-        """A draft with a pool of its own, for an engine with these limits. Its storage may raise MemoryError."""
+        """Create a draft with a pool of its own, for an engine with these limits. Its storage may raise MemoryError."""
         length = min(max_model_len, model.max_position_embeddings)
         layout = model.kv_layout(0, block_size, kv_dtype)
         size = CacheSize(length, max_num_seqs, block_size, layout.bytes_per_token, num_blocks)
@@ -131,7 +131,8 @@ class DraftProposer(Proposer):
         return cls(model, cache, storage, vocab_size=vocab_size, max_model_len=length, name=name)
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """Draft tokens from the model. Raises `ModelUnavailable`, and `BrokenLogits` if its logits are not finite."""
+        """Propose tokens with the draft model. Raises `ModelUnavailable`, and `BrokenLogits` if its logits are not
+        finite."""
         self.model.check_available()
         self._start_operation()
         proposals = [NO_PROPOSAL] * len(requests)
@@ -177,7 +178,7 @@ class DraftProposer(Proposer):
         return sorted(drafts, key=lambda draft: -draft.num_tokens)
 
     def _reserve(self, index: int, request: ProposalRequest, num_tokens: int, requested: set[int]) -> _Draft | None:
-        """A draft with slots for as many of `num_tokens` tokens as there is room for; None if that is none."""
+        """Reserve slots for as many of `num_tokens` draft tokens as there is room for; None if that is none."""
         seq_id = request.seq_id
         while num_tokens > 0:
             try:
@@ -234,7 +235,7 @@ class DraftProposer(Proposer):
             behind = [draft for draft in behind if draft.computed < draft.length]
 
     def _next_rows(self, behind: list[_Draft]) -> Iterator[tuple[_Draft, SequenceRows]]:
-        """What the next forward computes of the drafts that are behind: `CATCH_UP_ROWS` in all at most."""
+        """Yield what the next forward computes of the drafts that are behind: `CATCH_UP_ROWS` in all at most."""
         room = CATCH_UP_ROWS
         for draft in behind:
             token_ids = draft.request.token_ids[draft.computed : draft.computed + room]
@@ -284,7 +285,8 @@ class DraftProposer(Proposer):
 
 
 def _decode_batch(drafts: list[_Draft]) -> ForwardBatch:
-    """A batch with one row per draft, at the position after its request's tokens; token ids and slots are not set."""
+    """Build a batch with one row per draft, at the position after its request's tokens; token ids and slots are not
+    set."""
     tables = np.full((len(drafts), max(len(draft.block_table) for draft in drafts)), -1, np.int32)
     for table, draft in zip(tables, drafts, strict=True):
         table[: len(draft.block_table)] = draft.block_table
@@ -295,7 +297,7 @@ def _decode_batch(drafts: list[_Draft]) -> ForwardBatch:
 
 
 def _without_last(batch: ForwardBatch) -> ForwardBatch:
-    """The same arrays without their last row."""
+    """Return the same arrays without their last row."""
     return ForwardBatch(
         batch.token_ids[:-1],
         batch.positions[:-1],
@@ -308,7 +310,8 @@ def _without_last(batch: ForwardBatch) -> ForwardBatch:
 
 
 def _num_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens the two begin with in common. By halves, because comparing slices is faster than a loop."""
+    """Return how many tokens the two begin with in common. By halves, because comparing slices is faster than a
+    loop."""
     low, high = 0, min(len(ours), len(theirs))
     while low < high:
         middle = (low + high + 1) // 2

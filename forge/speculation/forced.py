@@ -11,12 +11,12 @@ from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Propos
 
 
 class ForcedProposer(Proposer):
-    """Proposes the forced text of sequences whose output must have a form, and nothing for others."""
+    """Proposes the text that a sequence's grammar forces, and nothing for other sequences."""
 
     name = "grammar"
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """The forced tokens, as many as are wanted."""
+        """Propose the forced tokens, as many as are requested."""
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: ProposalRequest) -> Proposal:

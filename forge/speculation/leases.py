@@ -20,7 +20,7 @@ from forge.model.model import Model, ModelUnavailable
 
 
 class LeaseRevoked(ModelUnavailable):
-    """The model was taken back. `release_ms`: how long its release took, None while a forward is still under way."""
+    """The model was taken back. `release_ms`: how long its release took, None while a forward still runs."""
 
     def __init__(self, name: str, release_ms: float | None = None):
         super().__init__(f"the lease of the {name} model was revoked: it can no longer be used")
@@ -80,21 +80,21 @@ class Lease:
         return self._released.wait(timeout)
 
     def model(self) -> Model:
-        """The model. Raises `LeaseRevoked`."""
+        """Return the model. Raises `LeaseRevoked`."""
         model = self._model
         if model is None or self.revoked:
             raise LeaseRevoked(self.name, self.release_ms)
         return model
 
     def enter(self) -> Model:
-        """The model, for a forward of this thread that ends with `leave`. Raises `LeaseRevoked`."""
+        """Return the model for a forward of this thread that ends with `leave`. Raises `LeaseRevoked`."""
         with self._lock:
             model = self.model()
             self._users.add(get_ident())
             return model
 
     def leave(self) -> None:
-        """This thread's forward has ended. Leaving again does nothing, so that an interrupted call can be repeated."""
+        """End this thread's forward. Leaving again does nothing, so that an interrupted call can be repeated."""
         with self._lock:
             self._users.discard(get_ident())
             self._release_if_unused()
@@ -147,18 +147,18 @@ class LeasedModel(Model):
         return self.lease.model().operation_times()
 
     def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """0 once it is revoked: nothing is computed any more."""
+        """Return the model's answer, or 0 once it is revoked: nothing is computed any more."""
         return 0 if self.lease.revoked else self.lease.model().temporary_bytes(num_rows, num_logit_rows)
 
 
 class HoldsModel(Protocol):
-    """An engine or a draft proposer: what computes with its `model`."""
+    """An engine or a draft proposer, which computes with its `model`."""
 
     model: Model
 
 
 def lease_model(holder: HoldsModel, name: str) -> Lease:
-    """The lease of a holder's model. The first call wraps the model; the holder must not be inside a forward."""
+    """Return the lease of a holder's model. The first call wraps the model; the holder must not be inside a forward."""
     if not isinstance(holder.model, LeasedModel):
         holder.model = LeasedModel(holder.model, name)
     return holder.model.lease

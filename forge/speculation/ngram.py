@@ -36,7 +36,7 @@ class NgramProposer(Proposer):
         self._texts: dict[int, _Text] = {}
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """What followed the longest earlier match, no proposal where there is none."""
+        """Propose what followed the longest earlier match, or nothing without a match."""
         return [self._propose(request) if request.max_tokens > 0 else NO_PROPOSAL for request in requests]
 
     def forget(self, seq_id: int) -> None:
@@ -55,14 +55,14 @@ class NgramProposer(Proposer):
 
 
 class _Text:
-    """One sequence's tokens as an array that grows at its end, because converting a long list takes longer."""
+    """The tokens of a sequence as an array that grows at its end, because converting a long list takes longer."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._ids = np.empty(0, np.int32)
 
     def updated(self, token_ids: Sequence[int]) -> np.ndarray:
-        """`token_ids` as int32 `[n]`: a view, valid until the next call."""
+        """Return `token_ids` as int32 `[n]`: a view, valid until the next call."""
         known = len(self._tokens)
         if self._tokens != token_ids[:known]:
             self._tokens, known = [], 0
@@ -76,7 +76,7 @@ class _Text:
 
 
 def _index_after_match(ids: np.ndarray, min_ngram: int, max_ngram: int) -> int | None:
-    """The index after the latest earlier match of the longest suffix that has one; None if none has."""
+    """Return the index after the latest earlier match of the longest suffix that has one; None if none has."""
     last = len(ids) - 1
     ends = np.flatnonzero(ids[:last] == ids[last])  # where earlier n-grams end, ascending
     best = ends if min_ngram == 1 else ends[:0]

@@ -22,7 +22,7 @@ class ReplayProposer(Proposer):
         self.vocab_size, self.agreement = vocab_size, agreement
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """The recorded tokens after each request's text, no proposal for a text that was not recorded."""
+        """Propose the recorded tokens after each request's text, nothing for a text that was not recorded."""
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: ProposalRequest) -> Proposal:

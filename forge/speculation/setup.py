@@ -49,7 +49,7 @@ class Target:
 
 
 def checked_mode(mode: str | Proposer | None, k: int) -> str | Proposer:
-    """The mode, `off` for None. Raises `UsageError` for an unknown one, and for a K out of range."""
+    """Return the mode, `off` for None. Raises `UsageError` for an unknown one, and for a K out of range."""
     if not isinstance(mode, Proposer) and mode not in (None, *MODES):
         raise UsageError(f"unknown --speculate {mode!r}; supported: {', '.join(MODES)}")
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_K:
@@ -58,7 +58,7 @@ def checked_mode(mode: str | Proposer | None, k: int) -> str | Proposer:
 
 
 def checked_acceptance(rule: str) -> Acceptance:
-    """The acceptance rule. Raises `UsageError` for an unknown one."""
+    """Return the acceptance rule. Raises `UsageError` for an unknown one."""
     for known in ACCEPTANCE_RULES:
         if rule == known:
             return known
@@ -66,7 +66,7 @@ def checked_acceptance(rule: str) -> Acceptance:
 
 
 def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: Target) -> list[tuple[Proposer, Costs]]:
-    """The proposers of a mode, each with its assumed costs. Without `drafts` the bundled one.
+    """Load the proposers of a mode, each with its assumed costs. Without `drafts` the bundled one.
 
     A `Proposer` given as the mode is assumed to cost as little as a lookup.
 
@@ -135,7 +135,7 @@ def _proposer_of(model: Model, name: str, target: Target) -> DraftProposer:
 
 
 def _assumed_costs(draft: Path, target: Target) -> Costs:
-    """By the weights that a forward has to read."""
+    """Estimate the costs from the weights that a forward has to read."""
     ratio = _num_bytes(draft) / _num_bytes(target.path) if target.path is not None else ASSUMED_LOOKUP
     return Costs(ratio, ASSUMED_ROW)
 
@@ -146,7 +146,7 @@ def _num_bytes(path: Path) -> int:
 
 
 def _unused(name: str, names: Sequence[str]) -> str:
-    """`name`, numbered if it is taken: the same draft may be given twice."""
+    """Return `name`, numbered if it is taken: the same draft may be given twice."""
     number, candidate = 1, name
     while candidate in names:
         number += 1

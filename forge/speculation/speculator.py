@@ -59,7 +59,7 @@ class _Source:
 
 
 class _State(NamedTuple):
-    """The state of one sequence."""
+    """The draft length of one sequence, and what decides it."""
 
     control: SpeculationControl
     since: int
@@ -73,11 +73,11 @@ class _State(NamedTuple):
 
     @classmethod
     def after(cls, control: SpeculationControl, length: int, follows: bool = False) -> "_State":
-        """Decided for a sequence of `length` tokens."""
+        """Return the state with the decision for a sequence of `length` tokens."""
         return cls(control, length, length + (0 if control.k else control.decision.retry_in or 0), follows)
 
     def after_silence(self, length: int) -> "_State":
-        """No proposer had a proposal after `length` tokens."""
+        """Return the state after no proposer had a proposal at `length` tokens."""
         wait = min(self.silent // _SILENCES_PER_TOKEN, _MAX_WAIT)
         return self._replace(until=length + 1 + wait, silent=self.silent + 1)
 
@@ -110,7 +110,7 @@ class Speculator:
 
     @property
     def proposers(self) -> tuple[Proposer, ...]:
-        """Those that have not failed."""
+        """The proposers that have not failed."""
         return tuple(source.proposer for source in self._sources)
 
     def set_proposers(self, proposers: Items[tuple[Proposer, Costs]]) -> None:
@@ -121,21 +121,22 @@ class Speculator:
         self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
 
     def fix(self, k: int) -> None:
-        """From now on always ask for `k` tokens, for study. Every sequence begins anew."""
+        """Request `k` tokens in every cycle from now on, for study. Every sequence begins anew."""
         self.max_k, self.fixed = k, True
         self._states, self._undrafted = {}, {}
 
     def accept_rate(self, name: str) -> float | None:
-        """`recent_accept_rate` of a proposer; None before its first draft token, or if there is no such proposer."""
+        """Return a proposer's `recent_accept_rate`; None before its first draft token, or if there is no such
+        proposer."""
         return next((source.recent.accept_rate for source in self._sources if source.proposer.name == name), None)
 
     def decision(self, seq_id: int) -> SpecDecision | None:
-        """How many draft tokens a sequence wants next, and why; None before its first step."""
+        """Return how many draft tokens a sequence wants next, and why; None before its first step."""
         state = self._states.get(seq_id)
         return None if state is None else state.control.decision
 
     def forget(self, seq_id: int) -> None:
-        """A sequence has ended. After an exception from this, call it again."""
+        """Drop the state of a sequence that has ended. After an exception from this, call it again."""
         if seq_id in self._states:
             for source in self._sources:
                 source.proposer.forget(seq_id)
@@ -145,7 +146,7 @@ class Speculator:
     # Before the forward
 
     def wanted(self, sequence: Sequence) -> int:
-        """How many draft tokens the sequence should have verified in its next step, at most."""
+        """Return how many draft tokens the sequence should have verified in its next step, at most."""
         wish = self._wish(sequence)
         if isinstance(wish, Undrafted):
             self._undrafted[sequence.seq_id] = wish
@@ -154,7 +155,7 @@ class Speculator:
         return wish
 
     def _wish(self, sequence: Sequence) -> int | Undrafted:
-        """At least one draft token, or why not."""
+        """Return how many draft tokens to request, at least one, or why none."""
         seq_id = sequence.seq_id
         if not self._sources or not self._sources_of(sequence):
             return Undrafted(seq_id, "not_wanted")
@@ -183,7 +184,7 @@ class Speculator:
         return max(0, len(self._sources_of(sequence)) - 1)
 
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
-        """Draft tokens for the plan's items that have slots for them. Never raises a proposer's error."""
+        """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error."""
         items = [item for item in plan.items if item.num_draft_tokens]
         if not items:
             return NO_DRAFTS
@@ -291,7 +292,7 @@ class Speculator:
         running: Mapping[int, Sequence],
         cost: StepCost,
     ) -> SpeculationUpdate:
-        """What a step's verifications teach, for `commit`. Its sequences must not have their new tokens yet."""
+        """Compute what a step's verifications teach, for `commit`. Its sequences must not have their new tokens yet."""
         undrafted = self._without_drafts(plan, drafts)
         self._batch = len(plan.items) or self._batch
         if drafts is NO_DRAFTS:
@@ -316,7 +317,7 @@ class Speculator:
         return SpeculationUpdate(tuple(cycles), states, undrafted)
 
     def commit(self, update: SpeculationUpdate) -> None:
-        """The step has happened."""
+        """Take over what a committed step taught."""
         self._states.update(cast(Mapping[int, _State], update.states))
 
     def _add_forward(self, num_rows: int, step_ms: float) -> None:
@@ -334,7 +335,7 @@ class Speculator:
     def _cycles(
         self, result: Outcome, drafts: StepDrafts, verification: Verification, ms: float, then: SpecDecision
     ) -> list[SpecCycle]:
-        """A record for each draft."""
+        """Return a record for each draft."""
         seq_id, cycles = result.seq_id, []
         sources = {source.proposer.name: source for source in self._sources}
         judged = zip(drafts.proposers[seq_id], drafts.proposals[seq_id], verification.by_draft, strict=True)
@@ -364,7 +365,7 @@ class Speculator:
         return cycles
 
     def _failed(self, result: Outcome, drafts: StepDrafts, ms: float) -> SpecCycle:
-        """The record of a proposer's failure. What was emitted may be in another proposer's record."""
+        """Record a proposer's failure. What was emitted may be in another proposer's record."""
         failure = drafts.failures[result.seq_id]
         return SpecCycle(
             result.seq_id,
@@ -382,7 +383,7 @@ class Speculator:
         )
 
     def _without_drafts(self, plan: StepPlan, drafts: StepDrafts) -> tuple[Undrafted, ...]:
-        """Why sequences of this step were decoded without draft tokens."""
+        """Return why sequences of this step were decoded without draft tokens."""
         return tuple(
             [
                 self._undrafted.get(item.seq_id) or Undrafted(item.seq_id, _no_drafts(item))
@@ -392,7 +393,7 @@ class Speculator:
         )
 
     def _costs(self, sequence: Sequence) -> Costs:
-        """What a draft token costs, by all of the sequence's proposers together."""
+        """Return what a draft token costs, by all of the sequence's proposers together."""
         costs = [source.meter.costs(self._batch) for source in self._sources_of(sequence)]
         if len(costs) == 1:
             return costs[0]
@@ -400,7 +401,7 @@ class Speculator:
 
 
 def _no_drafts(item: PlanItem) -> UndraftedReason:
-    """Why a sequence that wanted draft tokens has none."""
+    """Return why a sequence that wanted draft tokens has none."""
     if item.num_draft_tokens:
         return "no_proposal"
     left = item.sequence.max_output_tokens - item.sequence.num_output_tokens
@@ -408,7 +409,7 @@ def _no_drafts(item: PlanItem) -> UndraftedReason:
 
 
 def _without_refused(proposal: Proposal, matcher: Matcher, output: Items[int]) -> Proposal:
-    """The draft tokens up to the first that the grammar refuses.
+    """Return the draft tokens up to the first that the grammar refuses.
 
     Where they were drawn from distributions, that one stays: the rule `rejection` must see it rejected. Left out, it
     would make a plain draw of what has to be a draw from what it leaves of p, and the result would be biased.

@@ -51,7 +51,7 @@ Acceptance = Literal["gumbel", "rejection"]
 
 
 class _DraftToken(NamedTuple):
-    """One draft's token at one position."""
+    """The token of one draft at one position."""
 
     draft: int
     token_id: int
@@ -66,7 +66,8 @@ per draft token."""
 def verify_argmax(
     argmax: Sequence[Sequence[int]], max_logits: Sequence[Sequence[float]], proposals: Sequence[Proposal]
 ) -> Verification:
-    """`verify_drafts` for plain greedy decoding without probabilities: microseconds, as no row is looked at.
+    """Verify as `verify_drafts` does, for plain greedy decoding without probabilities: microseconds, as no row is
+    looked at.
 
     argmax, max_logits: `[K + 1]` for each proposal, of each of its rows the token with the greatest logit, and that
     logit.
@@ -124,7 +125,7 @@ def verify_drafts(
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
-    """The positive part of p - q, normalized: what a token in place of a rejected one is drawn from.
+    """Return the positive part of p - q, normalized: what a token in place of a rejected one is drawn from.
 
     A token is rejected only where q is above p, so elsewhere p is above q. The two may be so close that rounding leaves
     nothing of the difference; then either serves as the other, and the answer is p.
@@ -175,7 +176,7 @@ def _agreement(
     num_prompt_tokens: int | None,
     matcher: Matcher | None,
 ) -> list[TokenVerdict]:
-    """`gumbel`: a draft token stands if it is the token that the target chose."""
+    """`gumbel`: accept a draft token if it is the token that the target chose."""
     if not drafts:
         return []
     chosen, verdicts = sampled.token_id, []
