@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def run() -> NoReturn:
-    """The entry point: run the process's own arguments and exit."""
+    """Run the process's own arguments and exit. The entry point."""
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 
 
 def first_lines(folders: Sequence[str]) -> dict[str, str]:
-    """Module → the first line of its docstring."""
+    """Map each module to the first line of its docstring."""
     return dict(_first_lines(tuple(folders)))
 
 

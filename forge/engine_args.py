@@ -190,25 +190,25 @@ class EngineArgs:
         check_needs(vars(self) | {"kv": self.cache}, self._changed(), in_python=True)
 
     def _changed(self) -> set[str]:
-        """Options that are not at their default."""
+        """Return the options that are not at their default."""
         options = {option.name: option.default for option in fields(self) if "help" in option.metadata}
         return {name for name, default in options.items() if getattr(self, name) not in (default, [])}
 
     @property
     def cache(self) -> "str | CacheFactory":
-        """The cache to make: speculation needs one, so there the default is paged."""
+        """The kind of cache: speculation needs one, so its default is paged."""
         if self.kv is None:
             return "off" if self.speculate in (None, "off") else "paged"
         return self.kv.strip() if isinstance(self.kv, str) else self.kv
 
     @property
     def pool_bytes(self) -> int | None:
-        """`kv_memory` as a number."""
+        """`kv_memory` as a number of bytes."""
         return memory_bytes(self.kv_memory, "--kv-memory")
 
     @property
     def prefill_only_bytes(self) -> int | None:
-        """`prefill_only_memory` as a number."""
+        """`prefill_only_memory` as a number of bytes."""
         return memory_bytes(self.prefill_only_memory, "--prefill-only-memory")
 
     @property
@@ -216,7 +216,7 @@ class EngineArgs:
         return [self.draft] if isinstance(self.draft, str | Path) else self.draft
 
     def scheduler_config(self) -> "SchedulerConfig":
-        """The scheduler's options; those that are None get what suits the device."""
+        """Return the scheduler's options, with the device's defaults for those that are None."""
         from forge.backends.devices import is_large_gpu
 
         if is_large_gpu(self.device):
@@ -230,7 +230,7 @@ class EngineArgs:
         return self._config({"prefill_only_memory": CPU_PREFILL_ONLY_MEMORY} if self.device == "cpu" else {})
 
     def _config(self, defaults: dict[str, Any]) -> "SchedulerConfig":
-        """`SchedulerConfig` has its fields' names and meanings from here. Raises `UsageError`."""
+        """Build a `SchedulerConfig` from the fields of the same names. Raises `UsageError`."""
         from forge.engine.policies import SchedulerConfig
 
         options = {field.name: getattr(self, field.name) for field in fields(SchedulerConfig)}
@@ -249,7 +249,8 @@ class EngineArgs:
 
 
 def memory_bytes(size: int | str | None, flag: str = "--kv-memory") -> int | None:
-    """`64MB` as a number of bytes: k, M, G and T are powers of 1000, with an i behind them of 1024. A number is itself.
+    """Convert `64MB` to a number of bytes: k, M, G and T are powers of 1000, followed by an i of 1024. A number stays
+    as it is.
 
     Raises `UsageError` for any other text.
     """

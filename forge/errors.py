@@ -22,7 +22,7 @@ class UsageError(ForgeError):
 
 
 def file_error(message: str, error: OSError) -> ForgeError:
-    """The error of a file that cannot be read or written: `UsageError` where another path would do (it is missing, a
-    folder, or may not be opened), else, as for a full disk, a plain `ForgeError`."""
+    """Return the error of a file that cannot be read or written: `UsageError` if another path would do (it is missing,
+    a folder, or may not be opened), else, as for a full disk, a plain `ForgeError`."""
     another_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
     return (UsageError if another_path else ForgeError)(f"{message}: {error.strerror or error}")

@@ -54,8 +54,8 @@ DEFAULT_MAX_MODEL_LEN = 4096
 
 
 class LLM:
-    """One model, loaded, with one engine. Threads that use it together take turns, a step at a time; a process that was
-    forked cannot use its parent's."""
+    """A loaded model with one engine. Threads that use it together take turns, a step at a time; a forked process
+    cannot use its parent's."""
 
     @keywords_of(EngineArgs)
     def __init__(self, args: EngineArgs):
@@ -106,11 +106,11 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLM":
-        """The same from options that stand together."""
+        """Load a model with the given `EngineArgs`."""
         return cls(**vars(args))
 
     def new_engine(self, **changed: Any) -> Engine:
-        """An engine of its own on the same weights, with an empty cache of the same kind and size.
+        """Create another engine on the same weights, with an empty cache of the same kind and size.
 
         `changed`: fields of `SchedulerConfig` that are to differ from this model's.
         """
@@ -141,8 +141,8 @@ class LLM:
 
     def trust_grammars(self) -> None:
         """Compile grammars without a sandbox from now on, because another process has them checked. Loads all that they
-        will need, so that no step waits for it: a second or two where the vocabulary is large, in which no other thread
-        of Python runs."""
+        will need, so that no step waits for it: a second or two if the vocabulary is large, in which no other thread of
+        Python runs."""
         if type(self.tokenizer) is Tokenizer:
             tokenizer = Tokenizer(self.tokenizer.spec, prefer="reference")  # forced texts are short
             tokenizer.prepare()
@@ -193,8 +193,8 @@ class LLM:
         *,
         on_progress: Progress = lambda done, of: None,
     ) -> list[tasks.Classification]:
-        """How likely each label is to follow each prompt, from one forward per prompt where labels are single tokens.
-        A model with a classification head has labels of its own, and is given none.
+        """Compute how likely each label is to follow each prompt, from one forward per prompt if labels are single
+        tokens. A model with a classification head has its own labels and takes none.
 
         Raises `UsageError` for fewer than two labels, or two that are the same tokens.
         """
@@ -210,8 +210,8 @@ class LLM:
     def score(
         self, pairs: Sequence[tuple[Prompt, Prompt]], top: int = 0, *, on_progress: Progress = lambda done, of: None
     ) -> list[tasks.Score]:
-        """Of each (prompt, continuation) the log probability of each of the continuation's tokens, and of `top`
-        alternatives to each. Raises `UsageError` where there is nothing to score."""
+        """Score each (prompt, continuation): the log probability of each of the continuation's tokens, and of `top`
+        alternatives to each. Raises `UsageError` if there is nothing to score."""
         encoded = [(self._part(prompt, begins=True), self._part(continuation)) for prompt, continuation in pairs]
         return tasks.score(encoded, top, self._answering(on_progress))
 
@@ -222,7 +222,7 @@ class LLM:
         *,
         on_progress: Progress = lambda done, of: None,
     ) -> np.ndarray:
-        """One unit vector per prompt: float32 `[prompts, hidden]`.
+        """Return one unit vector per prompt: float32 `[prompts, hidden]`.
 
         pooling: `last`, the last token's hidden state, or `mean`, that of all; None takes what the model's file says,
         `last` where it says nothing.
@@ -241,8 +241,8 @@ class LLM:
         by: Literal["answer", "embedding"] = "answer",
         on_progress: Progress = lambda done, of: None,
     ) -> list[float]:
-        """How relevant each document is to the query. by: `answer`, the probability of "yes" against "no" in the form
-        that Qwen3-Reranker was trained with, from 0 to 1, by the model's classification head where it has one;
+        """Return how relevant each document is to the query. by: `answer`, the probability of "yes" against "no" in the
+        form that Qwen3-Reranker was trained with, from 0 to 1, by the model's classification head if it has one;
         `embedding`, the cosine of the two embeddings."""
         if by not in ("answer", "embedding"):
             raise UsageError(f"--by is answer or embedding, and not {by!r}")
@@ -260,7 +260,7 @@ class LLM:
         on_step: Callable[[StepRecord], None] = lambda record: None,
         on_progress: Progress = lambda done, of: None,
     ) -> list[Readout]:
-        """Run requests that keep nothing, each a prompt's tokens and what is wanted of it; their results in order.
+        """Run prefill-only requests, each a prompt's tokens and its task; return their results in order.
 
         Other work of the engine advances with them. All or none are queued. on_progress: called after each step with
         (answered, in all). Raises `ForgeError` if one of them ends without an answer: the model is gone, or its logits
@@ -285,14 +285,14 @@ class LLM:
                     engine.forget(request_id)
 
     def _answer_to(self, request_id: str) -> Readout:
-        """Raises `ForgeError` if there is none."""
+        """Return a request's answer. Raises `ForgeError` if there is none."""
         output = self.engine.output(request_id).outputs[0]
         if output.readout is None:
             raise ForgeError("; ".join(output.errors) or "the request was aborted")
         return output.readout
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """The logits after each of `token_ids`: float32 `[len(token_ids), vocab_size]`.
+        """Return the logits after each of `token_ids`: float32 `[len(token_ids), vocab_size]`.
 
         One prefill in a storage of its own: nothing that is running is touched.
         """
@@ -314,8 +314,8 @@ class LLM:
             return np.asarray(self.model.forward(batch, self._new_storage(self.model, num_blocks, block_size)))
 
     def speculate_with(self, mode: str | Proposer | None, draft: str | Path | Sequence[str | Path] = ()) -> None:
-        """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, by `grammar`, by a
-        proposer of one's own, or not (`off`).
+        """Speculate from the next step on with `draft` (the bundled one, or those given), with `ngram`, `grammar`, a
+        `Proposer`, or not (`off`).
 
         Raises `UsageError` for a draft whose tokens are not this model's.
         """
@@ -325,7 +325,7 @@ class LLM:
             self.engine.speculation = self.new_speculation()
 
     def new_speculation(self) -> Speculation:
-        """A `Speculation` of its own with this model's proposers, for an engine of `new_engine` while no other runs."""
+        """Create a `Speculation` with this model's proposers, for an engine of `new_engine` while no other runs."""
         if not self._proposers:
             return NoSpeculation()
         return Speculator(
@@ -342,25 +342,25 @@ class LLM:
         return self.engine.model
 
     def lease(self) -> Lease:
-        """The lease by which the model can be taken back, from any thread. Every sequence then ends with an error."""
+        """Return the lease by which any thread can take the model back. Every sequence then ends with an error."""
         with self.engine.lock:
             return lease_model(self.engine, "target")
 
     @property
     def kv_layout(self) -> KvLayout:
-        """The shape of the KV storage: what a token takes follows from it."""
+        """The shape of the KV storage, from which the bytes of a token follow."""
         return self.engine.storage.layout
 
     def chat_session(self, system: str | None = None) -> "ChatSession":
-        """A conversation that keeps its cache between turns."""
+        """Begin a conversation that keeps its cache between turns."""
         return ChatSession(self, system)
 
     def time_operations(self) -> None:
-        """From now on keep time per layer and operation, as `time_operations` does from the beginning."""
+        """Measure time per layer and operation from now on, as the option `time_operations` does from the beginning."""
         self.model.time_operations()
 
     def operation_times(self) -> tuple[OperationTime, ...]:
-        """Time by layer and operation since time began to be kept; empty without `time_operations`."""
+        """Return the time by layer and operation since the measurement began; empty without one."""
         return self.model.operation_times()
 
     def _answering(self, on_progress: Progress) -> tasks.Answer:
@@ -373,7 +373,7 @@ class LLM:
         return None, prompt
 
     def _part(self, text: Prompt, begins: bool = False) -> Sequence[int]:
-        """The tokens of a part of a text; only the one that `begins` it has special tokens before it."""
+        """Encode a part of a text; only the one that `begins` it has special tokens before it."""
         if not isinstance(text, str):
             return self._encode(text)[1]
         prefix = self.tokenizer.spec.prefix_ids if begins else ()
@@ -382,8 +382,9 @@ class LLM:
     def _kv_memory_on_gpu(
         self, model: Model, layout: KvLayout, config: SchedulerConfig, utilization: float | None
     ) -> int:
-        """Bytes for the pool: what the GPU has left beside the arrays of one step and the scratch blocks; unless a
-        share was asked for, at most what all sequences at full length take, so that other models have room too."""
+        """Return the bytes for the pool: what the GPU has left beside the arrays of one step and the scratch blocks;
+        unless a share was requested, at most what all sequences at full length take, so that other models have room
+        too."""
         from forge.backends.cuda import sizes
 
         scratch = self._num_scratch_blocks(config, layout.block_size) * layout.block_size * layout.bytes_per_token
@@ -394,7 +395,8 @@ class LLM:
         return min(left, config.max_num_seqs * blocks_for(self.max_model_len, layout.block_size) * block_bytes)
 
     def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
-        """What one step's requests that keep nothing take, each with a last block that is filled in part."""
+        """Return the blocks that one step's prefill-only requests take, each with a last block that is filled in
+        part."""
         return -(-max(config.prefill_only_tokens, self.max_model_len) // block_size) + MAX_PREFILL_ONLY
 
     def _new_storage(self, model: Model, num_blocks: int, block_size: int) -> KvStorage:
@@ -409,7 +411,7 @@ class LLM:
 
 
 class Run:
-    """Requests on their way: iterate to advance them step by step, then read `outputs`."""
+    """Requests under way: iterate to advance them step by step, then read `outputs`."""
 
     def __init__(self, engine: Engine, requests: list[tuple[str, tuple[int, ...]]], keep_logits: bool = False):
         self._engine = engine
@@ -428,7 +430,7 @@ class Run:
             yield record
 
     def abort(self) -> None:
-        """End what has not ended, keeping what it produced."""
+        """Abort the unfinished requests, keeping what they produced."""
         with self._engine.lock:
             if not self._collect_ended():
                 for request_id in self._request_ids:
@@ -437,7 +439,7 @@ class Run:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """One per prompt, in order. Complete once the iteration has ended or after `abort()`."""
+        """One output per prompt, in order. Complete once the iteration has ended or after `abort()`."""
         with self._engine.lock:
             if self._collect_ended() and self._outputs is not None:
                 return self._outputs
@@ -449,7 +451,7 @@ class Run:
         return self.outputs[0].seed
 
     def _advance(self) -> StepRecord | None:
-        """Do the next step; None if this run has ended."""
+        """Run the next step; return None if this run has ended."""
         with self._engine.lock:
             if self._collect_ended():
                 return None
@@ -485,7 +487,7 @@ class Run:
         return self._outputs is not None
 
     def _on_end(self, outputs: list[RequestOutput]) -> None:
-        """Called when the run has ended."""
+        """Do nothing; a subclass acts here when the run has ended."""
 
 
 class ChatSession:
@@ -514,12 +516,12 @@ class ChatSession:
 
     @property
     def depth(self) -> int:
-        """How many places there are to go back to."""
+        """The number of places to which `back` can return."""
         return len(self._branches)
 
     @property
     def tokens_held(self) -> int:
-        """Tokens of the conversation whose keys and values are in the cache."""
+        """The number of the conversation's tokens whose keys and values are in the cache."""
         engine, retained = self._llm.engine, self._retained
         with engine.lock:
             if retained is None or not engine.is_retained(retained):
@@ -534,7 +536,7 @@ class ChatSession:
             self._branches.append((list(self.messages), kept))
 
     def back(self) -> None:
-        """Return to the last place marked; what has been said since is forgotten. Raises `UsageError` without one."""
+        """Return to the last marked place and forget what was said since. Raises `UsageError` without one."""
         if not self._branches:
             raise UsageError("there is no place to go back to: mark one with /fork first")
         with self._llm.engine.lock:
@@ -574,7 +576,7 @@ class ChatSession:
             self._turn = None
 
     def _join(self, messages: list[dict[str, str]], answer: str, seq_id: int) -> None:
-        """A turn has ended: its messages are the conversation now, and its cache the one to continue."""
+        """Make a finished turn part of the conversation: its messages, and its cache to continue from."""
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         engine = self._llm.engine
         if engine.is_retained(seq_id):
@@ -609,7 +611,7 @@ def _usable_context(limit: int, max_model_len: int | None) -> int:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list of prompts."""
+    """Return one prompt or many as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
     _require_items(prompts)
@@ -622,6 +624,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _require_items(prompt: object) -> None:
-    """Refuse what could be taken for a list of prompts or of token ids and is none: the keys of a dict, say."""
+    """Refuse what could be taken for a list of prompts or of token ids and is none, such as the keys of a dict."""
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
         raise UsageError(f"a prompt is text or a list of token ids, and not of type {type(prompt).__name__}")

@@ -31,7 +31,7 @@ OTHER_KINDS_OF_FILE = {
 
 
 class ModelFileError(ForgeError):
-    """A model file that is missing, malformed, or of a kind that forge does not run.
+    """A model file is missing, malformed, or of a kind that forge does not run.
 
     `path` is the file, `field` what in it is wrong (`metadata count`, `tensor 'blk.0.attn_q.weight' offset`), `offset`
     the byte at which that field begins, or None where no position applies (a tensor that is not there).
@@ -75,11 +75,12 @@ class MappedFile(ABC, Generic[TensorT]):
 
     @abstractmethod
     def _read_header(self) -> None:
-        """Fill `tensors`, and what else the format has. Raises `error_type`."""
+        """Read the header into `tensors` and the format's other fields. Raises `error_type`."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Map the file and read its header. `error_type` for whatever is wrong with it, a missing file included."""
+        """Map the file and read its header. Raises `error_type` for whatever is wrong with it, a missing file
+        included."""
         path = Path(path)
         buffer = cls._map(path)
         try:
@@ -90,7 +91,7 @@ class MappedFile(ABC, Generic[TensorT]):
 
     @classmethod
     def _map(cls, path: Path) -> mmap.mmap:
-        """The whole file, read-only. Only an ordinary file is opened: a pipe would block."""
+        """Map the whole file, read-only. Only an ordinary file is opened: a pipe would block."""
         try:
             status = os.stat(path)
             if stat.S_ISDIR(status.st_mode):
@@ -109,7 +110,7 @@ class MappedFile(ABC, Generic[TensorT]):
             raise cls.error_type(path, WHOLE_FILE, f"cannot be read: {reason}") from None
 
     def close(self) -> None:
-        """Give up the mapping. Arrays from `raw()` stay valid: the file is unmapped when the last of them goes."""
+        """Close the mapping. Arrays from `raw()` stay valid: the file is unmapped when the last of them is freed."""
         try:
             self._buffer.close()
         except BufferError:  # views are still in use
@@ -134,14 +135,14 @@ class MappedFile(ABC, Generic[TensorT]):
 
 
 def printable(text: Any) -> str:
-    """Text or bytes quoted on one line, cut to `MAX_PRINTED_CHARACTERS`, with what is not printable escaped; another
-    value as its text."""
+    """Quote text or bytes on one line, cut to `MAX_PRINTED_CHARACTERS`, with what is not printable escaped; convert
+    another value to its text."""
     text = text if isinstance(text, bytes) else str(text)
     shown = repr(text[:MAX_PRINTED_CHARACTERS])
     return shown if len(text) <= MAX_PRINTED_CHARACTERS else f"{shown}... ({len(text)} long)"
 
 
 def shown_path(path: Path | str) -> str:
-    """`path` fit for one line of a terminal."""
+    """Return `path` fit for one line of a terminal."""
     text = str(path)
     return text if text.isprintable() else repr(text)

@@ -17,7 +17,7 @@ Values = Mapping[str, Any]
 
 
 class Need(NamedTuple):
-    """One row: `option` has a meaning where `holds` is true of the value of `on`."""
+    """A rule: `option` has a meaning if `holds` is true of the value of `on`."""
 
     option: str
     on: str
@@ -31,7 +31,8 @@ class Need(NamedTuple):
 
 
 def _one_of(*values: str) -> Callable[[Any], bool]:
-    """A value that is not text is a part of the caller's own, which may use the option."""
+    """Return a check that a value is one of these. A value that is not text is the caller's own object, which may use
+    the option."""
     return lambda value: any(not isinstance(item, str) or item in values for item in _items(value))
 
 
@@ -40,7 +41,7 @@ def _none_of(*values: str) -> Callable[[Any], bool]:
 
 
 def _items(value: Any) -> list[Any]:
-    """An option that may be repeated has several values."""
+    """Return the values of an option, several if it may be repeated."""
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
@@ -141,7 +142,7 @@ def check_needs(
 ) -> None:
     """Refuse an option that means nothing beside the others.
 
-    values: of every option, by name, and of what is fixed. given: those that the user gave. spelled: how an option is
+    values: of every option, by name, and of what is fixed. stated: those that the user set. spelled: how an option is
     written, if not like its name. in_python: a loaded model may be asked for more later. Raises `UsageError`.
     """
     for need in _failing(values, stated):
@@ -152,7 +153,7 @@ def check_needs(
 def settle(
     sides: Sequence[MutableMapping[str, Any]], stated: Collection[str], spelled: Mapping[str, str] | None = None
 ) -> None:
-    """Of a comparison: take an option from the side where it means nothing (its value becomes None).
+    """Take an option from the side of a comparison where it means nothing: its value becomes None.
 
     Raises `UsageError` for one that means nothing on both sides.
     """
@@ -173,7 +174,8 @@ def _failing(values: Values, stated: Collection[str]) -> Iterator[Need]:
 
 
 def _derived(values: Values) -> dict[str, Any]:
-    """What a row may depend on beside options: the mode that follows from others, and several options together."""
+    """Return what a rule may depend on beside options: the mode that follows from others, and several options
+    together."""
     derived: dict[str, Any] = {}
     if "speculate" in values:
         derived["speculate"] = values["speculate"] or "off"

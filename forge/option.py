@@ -19,7 +19,7 @@ def option(
     metavar: str | None = None,
     envvar: str | None = None,
 ) -> Any:
-    """A field with a default and a help text.
+    """Declare a field with a default and a help text.
 
     group: the heading that it stands under in a command's help; without one it comes first. flags: how it is spelled,
     if not like its name. shown: what the help says of a default that is None. metavar: what the help calls its value.
@@ -30,5 +30,5 @@ def option(
 
 
 def flag_of(name: str) -> str:
-    """How an option is spelled by default: `max_model_len` is `--max-model-len`."""
+    """Return how an option is spelled by default: `max_model_len` is `--max-model-len`."""
     return f"--{name.replace('_', '-')}"

@@ -22,7 +22,7 @@ PreemptionMode = Literal["recompute", "swap"]
 
 @dataclass(frozen=True)
 class PoolExhausted:
-    """The sequence has as many tokens as the whole cache has room for, so its length is at its end."""
+    """The sequence has as many tokens as the whole cache has room for, so it ends."""
 
     num_tokens: int
     """Tokens that the pool holds."""
@@ -45,7 +45,7 @@ class MaxNumSeqs:
 
 @dataclass(frozen=True)
 class NoBudget:
-    """What a step may compute is spent on sequences before this one."""
+    """Sequences before this one have used the step's budget."""
 
     limit: int
     """Of `option`, in tokens or bytes."""

@@ -23,7 +23,7 @@ _PLURAL = {int: "a whole number", float: "a number", str: "text", bool: "true or
 
 
 class Codec(NamedTuple):
-    """How the values of one type are written and read."""
+    """Writes and reads the values of one type."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any, str], Any]
@@ -32,7 +32,7 @@ class Codec(NamedTuple):
 
 @cache
 def codec_of(annotation: Any) -> Codec:
-    """The codec of a record class, a tuple, a union of records, a literal or a plain type."""
+    """Return the codec of a record class, a tuple, a union of records, a literal or a plain type."""
     origin = get_origin(annotation)
     if annotation in _PLURAL:
         return _plain(annotation)
@@ -184,7 +184,7 @@ def _record(kind: type) -> Codec:
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
-    """Each field of a record and its default value, or MISSING."""
+    """Return each field of a record with its default value, or MISSING."""
     if is_dataclass(kind):
         return {
             field.name: field.default if field.default_factory is MISSING else field.default_factory()

@@ -43,7 +43,7 @@ def _seq(seq_id: int) -> str:
 
 
 def class_name(phase: Phase | ExecutionClass) -> str:
-    """What screens call a phase or a class of steps."""
+    """Return what screens call a phase or a class of steps."""
     return "prefill-only" if phase == "prefill_only" else phase
 
 
@@ -135,7 +135,7 @@ def explain_undrafted(undrafted: Undrafted) -> str:
 
 
 def why_off(decision: SpecDecision | None) -> str:
-    """Why speculation is off for a sequence: `draft tokens do not pay (predicted 0.90 x, acceptance 20 %)`."""
+    """Explain why speculation is off for a sequence: `draft tokens do not pay (predicted 0.90 x, acceptance 20 %)`."""
     if decision is None:
         return "draft tokens do not pay"
     rate = "" if decision.accept_rate is None else f", acceptance {decision.accept_rate * 100:.0f} %"
@@ -167,7 +167,7 @@ def explain_finish(finish: FinishRecord) -> str:
 
 
 def explain_request(request: RequestTimeline) -> tuple[str, ...]:
-    """A line for each wait and each preemption of a sequence, and for an end that needs a reason, in order."""
+    """Return a line for each wait and each preemption of a sequence, and for an end that needs a reason, in order."""
     told = [(wait.first_step, 1, explain_wait(wait, request.seq_id)) for wait in request.waits]
     told += [(preemption.step, 0, explain_preempted(preemption)) for preemption in request.preemptions]
     lines = [line for _, _, line in sorted(told)]
@@ -203,7 +203,7 @@ def explain_preempted(preemption: Preemption) -> str:
 
 
 def _because(cause: Cause, seq_id: int) -> str:
-    """Why a sequence waited: its own reason, or that of the sequence at the front of the queue before it."""
+    """Explain why a sequence waited: its own reason, or that of the sequence at the front of the queue before it."""
     is_own, front = cause.seq_id == seq_id, _seq(cause.seq_id)
     behind = "" if is_own else "queued behind other requests; " if cause.others_before else f"queued behind {front}; "
     match cause.reason:

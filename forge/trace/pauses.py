@@ -10,7 +10,7 @@ from forge.trace.records import RequestMetrics, StepRecord
 
 
 class Pauses:
-    """Knows when a run was paused, and moves the times of its records to where they would be without the pauses."""
+    """The times at which a run was paused; moves the times of its records to where they would be without the pauses."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
@@ -27,7 +27,7 @@ class Pauses:
             self._seconds.append(self._seconds[-1] + self._ends[-1] - started)
 
     def without(self, moment: float) -> float:
-        """A moment on the engine's clock, outside of pauses, on a clock that stood still in them."""
+        """Convert a moment on the engine's clock, outside of pauses, to a clock that stood still in them."""
         return moment - self._seconds[bisect_right(self._ends, moment)]
 
     def step(self, record: StepRecord) -> StepRecord:

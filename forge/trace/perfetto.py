@@ -21,7 +21,7 @@ _PREEMPTION_FACTS = ("victim_of", "needed", "free", "preempt", "preemption", "to
 
 
 def perfetto_object(trace: Trace) -> dict[str, Any]:
-    """The whole file. Times are microseconds from the run's first arrival or step."""
+    """Build the whole file. Times are microseconds from the run's first arrival or step."""
     requests = timeline_of(trace.steps, trace.ends).requests()
     origin = min(
         [step.started for step in trace.steps]
@@ -70,7 +70,7 @@ def _step_events(step: StepRecord, origin: float) -> Iterator[Event]:
 
 
 def _sequence_events(step: StepRecord, origin: float) -> Iterator[Event]:
-    """What the step was to each sequence in it."""
+    """Yield an event for each sequence of a step."""
     start, duration = _us(step.started, origin), (step.ended - step.started) * 1e6
     texts = {token.seq_id: token.text for token in step.tokens}
     for item in step.items:
@@ -86,7 +86,7 @@ def _sequence_events(step: StepRecord, origin: float) -> Iterator[Event]:
 
 
 def _request_events(request: RequestTimeline, steps: dict[int, StepRecord], origin: float) -> Iterator[Event]:
-    """Its waits and preemptions, with the cost that is known only afterwards."""
+    """Yield a request's waits and preemptions, with the cost that is known only afterwards."""
     for wait in request.waits:
         begun = _us(_wait_start(request, wait, steps), origin)
         kind = type(wait.causes[-1].reason).__name__ if wait.causes else "queue"

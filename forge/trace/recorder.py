@@ -31,7 +31,7 @@ class TraceError(ForgeError):
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What ran."""
+    """The model and the options of a recorded run."""
 
     model: str
     kv: str
@@ -65,7 +65,7 @@ class TraceWriter:
     """Writes a trace. Used as a context manager, which closes the file."""
 
     def __init__(self, path: Path):
-        """Truncates `path`. Raises `TraceError` if it cannot be written."""
+        """Open and truncate `path`. Raises `TraceError` if it cannot be written."""
         self._path = path
         self._begun = False
         try:

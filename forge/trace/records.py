@@ -67,7 +67,7 @@ class TokenRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """How a device launched a step's forward pass, where it has a choice."""
+    """How a device launched a step's forward pass, if it has a choice."""
 
     mode: Literal["graph", "eager"]
     """`graph` replays a captured graph; `eager` launches kernel by kernel."""
@@ -111,7 +111,7 @@ class AdmitRecord:
 
 @dataclass(frozen=True, slots=True)
 class RouteRecord:
-    """Of several engines, the one that a request went to, and the numbers that decided it."""
+    """A router's decision: the engine that a request went to, and the numbers that decided it."""
 
     request_id: str
     router: str
@@ -295,7 +295,7 @@ class CacheRecord:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that are neither used nor cached."""
+        """The number of blocks that are neither used nor cached."""
         return self.num_blocks - self.used_blocks - self.cached_blocks
 
     @property
@@ -310,14 +310,14 @@ class CacheRecord:
 
     @property
     def sharing(self) -> float:
-        """The share of blocks that sharing saves, of those that sequences would hold without it."""
+        """The share of blocks that sharing saves, out of those that sequences would hold without it."""
         unshared = self.used_blocks + self.blocks_saved
         return self.blocks_saved / unshared if unshared else 0.0
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One turn of the engine's loop."""
+    """One step of the engine."""
 
     step: int
     """Counted from 1."""
@@ -367,12 +367,12 @@ class StepRecord:
 
     @property
     def tokens_computed(self) -> int:
-        """Rows that went through the model."""
+        """The number of rows that went through the model."""
         return sum([item.num_tokens + item.num_draft_tokens for item in self.items])
 
     @property
     def prefill_tokens(self) -> int:
-        """Rows of prompts, those of prefill-only requests included."""
+        """The number of prompt rows, those of prefill-only requests included."""
         return sum(item.num_tokens for item in self.items if item.phase != "decode")
 
     @property
@@ -382,7 +382,7 @@ class StepRecord:
 
 
 class RequestTimes:
-    """Durations in milliseconds, between moments of a request; None where one of the two is not known."""
+    """Durations in milliseconds between moments of a request; None if one of the two is not known."""
 
     arrived: float | None
     """Seconds on the engine's monotonic clock, as for the three below."""
@@ -394,28 +394,28 @@ class RequestTimes:
 
     @property
     def queue_ms(self) -> float | None:
-        """From arrival to the first admission."""
+        """The time from arrival to the first admission."""
         return _milliseconds(self.arrived, self.admitted)
 
     @property
     def time_to_first_token_ms(self) -> float | None:
-        """From arrival to the first token."""
+        """The time from arrival to the first token."""
         return _milliseconds(self.arrived, self.first_token)
 
     @property
     def time_per_output_token_ms(self) -> float | None:
-        """Between one token and the next, on average, after the first; None with fewer than two."""
+        """The mean time between tokens after the first; None with fewer than two."""
         total = _milliseconds(self.first_token, self.last_token)
         return total / (self.num_output_tokens - 1) if total and self.num_output_tokens > 1 else None
 
     @property
     def end_to_end_ms(self) -> float | None:
-        """From arrival to the last token."""
+        """The time from arrival to the last token."""
         return _milliseconds(self.arrived, self.last_token)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Tokens after the first per second between the first and the last; None with fewer than two."""
+        """The rate of tokens after the first, between the first and the last; None with fewer than two."""
         per_token = self.time_per_output_token_ms
         return 1e3 / per_token if per_token else None
 
@@ -426,7 +426,7 @@ def _milliseconds(begun: float | None, ended: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class RequestMetrics(RequestTimes):
-    """One request's times and work: seconds on the engine's clock, durations in milliseconds."""
+    """The times and the work of one request: seconds on the engine's clock, durations in milliseconds."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -448,13 +448,13 @@ class RequestMetrics(RequestTimes):
 
     @property
     def tokens_computed(self) -> int:
-        """Rows that went through the model for it."""
+        """The number of rows that went through the model for it."""
         return sum(self.forward_tokens)
 
 
 @dataclass(frozen=True)
 class EndRecord:
-    """A request whose samples have all ended, made of its output."""
+    """The end of a request, made of its output."""
 
     request_id: str
     reasons: tuple[FinishReason, ...]
@@ -475,7 +475,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: tuple[float, ...] | list[float]) -> "Spread":
-        """Raises ValueError for an empty list."""
+        """Describe a list of milliseconds. Raises ValueError for an empty list."""
         return cls(min(values), median(values), max(values), fmean(values), len(values))
 
 
@@ -572,13 +572,13 @@ class SpecCycle:
 
     @property
     def target_positions(self) -> CachedPositions:
-        """The target's cache; that of a fork which is dropped, where another proposer won."""
+        """The positions of the target's cache, or of its fork, which is dropped if another proposer won."""
         after = self.start - 1 + len(self.emitted) if self.won else self.start - 1
         return CachedPositions(self.start - 1, self.start + len(self.proposed), after)
 
     @property
     def draft_positions(self) -> CachedPositions | None:
-        """The draft's cache, which is rolled back when it is asked again."""
+        """The positions of the draft's cache, which is rolled back at its next proposal."""
         if self.draft_cached is None:
             return None
         before, written = self.draft_cached
@@ -586,10 +586,10 @@ class SpecCycle:
 
     @property
     def num_accepted(self) -> int:
-        """Accepted tokens."""
+        """The number of accepted tokens."""
         return sum(verdict.accepted for verdict in self.verdicts)
 
     @property
     def num_emitted(self) -> int:
-        """Tokens that the sequence got from it."""
+        """The number of tokens that the sequence got from this cycle."""
         return len(self.emitted)

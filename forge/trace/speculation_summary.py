@@ -16,7 +16,7 @@ from forge.trace.records import SpecCycle, StepRecord
 
 @dataclass
 class DraftTotals:
-    """One proposer's cycles, added up."""
+    """The sums of one proposer's cycles."""
 
     name: str
     cycles: int = 0
@@ -32,7 +32,7 @@ class DraftTotals:
     """Time spent proposing."""
 
     def add(self, proposed: int, accepted: int, won: bool, best_other: int = 0) -> None:
-        """One more cycle, in which another proposer had `best_other` tokens accepted at most."""
+        """Add a cycle, in which another proposer had `best_other` tokens accepted at most."""
         self.cycles += 1
         self.won += won
         self.proposed += proposed
@@ -45,7 +45,7 @@ class DraftTotals:
 
     @property
     def acceptance(self) -> float:
-        """Accepted over proposed."""
+        """The share of proposed tokens that were accepted."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
 
@@ -59,7 +59,7 @@ def add_cycles(totals: dict[str, DraftTotals], cycles: Iterable[tuple[str, int, 
 
 
 def draft_totals(steps: Iterable[Sequence[SpecCycle]]) -> tuple[DraftTotals, ...]:
-    """The totals of every proposer that proposed, from the cycles of each step."""
+    """Return the totals of every proposer that proposed, from the cycles of each step."""
     totals: dict[str, DraftTotals] = {}
     for cycles in steps:
         by_sequence: dict[int, list[tuple[str, int, int, bool]]] = defaultdict(list)
@@ -74,7 +74,7 @@ def draft_totals(steps: Iterable[Sequence[SpecCycle]]) -> tuple[DraftTotals, ...
 
 
 def undrafted_counts(records: Iterable[StepRecord]) -> dict[str, int]:
-    """How many decodes had no draft tokens, by reason: that of `Undrafted`, or of its decision."""
+    """Count the decodes without draft tokens by reason: that of `Undrafted`, or of its decision."""
     return dict(
         Counter(
             undrafted.decision.reason if undrafted.decision is not None else undrafted.reason
@@ -99,7 +99,7 @@ class DecodeTime:
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> "DecodeTime | None":
-        """None for a run with no step in which every sequence decoded."""
+        """Measure a run; None if no step decoded every sequence."""
         decoding = [record for record in records if record.phase == "decode" and record.items]
         if not decoding:
             return None
@@ -124,7 +124,7 @@ class DecodeTime:
 
 @dataclass(frozen=True)
 class SpeculationSummary:
-    """A speculative run beside a plain one of the same requests."""
+    """A run with speculation compared with a plain one of the same requests."""
 
     num_cycles: int
     proposed: int
@@ -148,7 +148,7 @@ class SpeculationSummary:
 
     @classmethod
     def of(cls, plain: Sequence[StepRecord], speculative: Sequence[StepRecord]) -> "SpeculationSummary | None":
-        """None without a cycle, or without a plain run to compare with."""
+        """Summarize two runs; None without a cycle, or without a plain run to compare with."""
         cycles = [cycle for cycle in cycles_of(speculative) if cycle.proposed]
         plain_time, speculative_time = DecodeTime.of(plain), DecodeTime.of(speculative)
         if not cycles or plain_time is None or speculative_time is None:
@@ -173,12 +173,12 @@ class SpeculationSummary:
 
     @property
     def acceptance(self) -> float:
-        """Accepted over proposed, the rate that servers report. It falls as K grows."""
+        """Accepted over proposed tokens, the rate that servers report. It falls as K grows."""
         return self.accepted / self.proposed
 
     @property
     def alpha(self) -> float:
-        """Accepted over tested: the α of Leviathan et al. 2023, which hardly depends on K."""
+        """Accepted over tested tokens: the α of Leviathan et al. 2023, which hardly depends on K."""
         return self.accepted / self.tested
 
     def expected_tokens(self, k: int) -> float:
@@ -188,7 +188,7 @@ class SpeculationSummary:
 
     @property
     def mean_k(self) -> float:
-        """Draft tokens per cycle."""
+        """The mean number of draft tokens per cycle."""
         return self.proposed / self.num_cycles
 
     @property
@@ -197,12 +197,12 @@ class SpeculationSummary:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens of a sequence per pass of the target, passes without draft tokens included."""
+        """The tokens of a sequence per pass of the target, passes without draft tokens included."""
         return self.speculative.num_tokens / self.speculative.num_passes
 
     @property
     def draft_cost(self) -> float:
-        """c = t_draft / t_target."""
+        """The cost of a draft token, c = t_draft / t_target."""
         return self.draft_ms / self.plain.forward_ms
 
     @property
@@ -212,23 +212,24 @@ class SpeculationSummary:
 
     @property
     def predicted(self) -> float:
-        """Tokens per pass over 1 + (draft tokens per pass) · c. Where each pass verifies K tokens, the divisor is
-        1 + K · c."""
+        """The predicted speed-up: tokens per pass over 1 + (draft tokens per pass) · c. If each pass verifies K tokens,
+        the divisor is 1 + K · c."""
         return self.tokens_per_pass / (1 + self.drafted_per_step * self.draft_cost)
 
     @property
     def predicted_with_verification(self) -> float:
-        """The same with the measured cost of verification in place of the 1."""
+        """The predicted speed-up with the measured cost of verification in place of the 1."""
         passes = 1 + self.drafting_share * (self.verify_cost - 1)
         return self.tokens_per_pass / (passes + self.drafted_per_step * self.draft_cost)
 
     def predicted_for(self, k: int) -> float:
-        """The speed-up with K draft tokens in each cycle, where a verification costs more by the same for each row."""
+        """Predict the speed-up with K draft tokens in each cycle. Each further row makes a verification more expensive
+        by the same amount."""
         row = max(0.0, self.verify_cost - 1) / self.mean_k
         return self.expected_tokens(k) / (1 + k * (row + self.draft_cost))
 
     def best_k(self, most: int) -> int:
-        """The K up to `most` for which the greatest speed-up is predicted; 0 where none is above 1."""
+        """Return the K up to `most` with the greatest predicted speed-up; 0 if none is above 1."""
         best = max(range(1, most + 1), key=self.predicted_for)
         return best if self.predicted_for(best) > 1 else 0
 
@@ -238,12 +239,12 @@ class SpeculationSummary:
 
     @property
     def other_ms(self) -> tuple[float, float]:
-        """Milliseconds of a step outside the models, on average: of a plain step, and of one with draft tokens."""
+        """Return the mean milliseconds of a step outside the models: of a plain step, and of one with draft tokens."""
         return self.plain.other_ms, self.speculative.other_ms
 
 
 def cycles_of(records: Sequence[StepRecord]) -> list[SpecCycle]:
-    """The cycles of all steps, in order."""
+    """Return the cycles of all steps, in order."""
     return [cycle for record in records for cycle in record.cycles]
 
 
@@ -253,7 +254,7 @@ def _by_position(cycles: Sequence[SpecCycle]) -> tuple[tuple[int, int], ...]:
 
 
 def _draft_ms(record: StepRecord) -> float:
-    """The time of all proposers of a step; each cycle has the time of its proposer's one call."""
+    """Return the time of all proposers of a step; each cycle has the time of its proposer's one call."""
     return sum({cycle.proposer: cycle.draft_ms for cycle in record.cycles}.values())
 
 

@@ -38,7 +38,7 @@ QueuedAfter = Literal["arrival", "preemption"]
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """When a step ran, in seconds on the engine's clock. One value is shared by all sequences of the step."""
+    """When a step ran, in seconds on the engine's clock. All sequences of the step share one value."""
 
     step: int
     started: float
@@ -61,7 +61,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Wait:
-    """A time in the queue."""
+    """A period in the queue."""
 
     after: QueuedAfter
     first_step: int
@@ -76,7 +76,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Admission:
-    """A sequence was admitted."""
+    """An admission of a sequence."""
 
     step: int
     record: AdmitRecord
@@ -84,7 +84,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class Preemption:
-    """A sequence was preempted, and what that cost it."""
+    """A preemption of a sequence, and its cost."""
 
     step: int
     record: PreemptRecord
@@ -108,14 +108,14 @@ class DraftCycle:
 
     @classmethod
     def of(cls, cycle: SpecCycle, step: int) -> "DraftCycle":
-        """The numbers of a cycle of one step."""
+        """Take the numbers from a cycle of one step."""
         counts = len(cycle.proposed), cycle.num_accepted, len(cycle.emitted)
         return cls(step, cycle.proposer, *counts, cycle.won, cycle.target_positions, cycle.draft_positions)
 
 
 @dataclass(frozen=True)
 class RequestTimeline(RequestTimes):
-    """What happened to one sequence of a request (one of its samples) until now. Seconds on the engine's clock."""
+    """The history of one sequence of a request (one of its samples) so far. Seconds on the engine's clock."""
 
     seq_id: int
     request_id: str | None
@@ -147,12 +147,12 @@ class RequestTimeline(RequestTimes):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None if it has not."""
+        """Why the sequence ended; None if it has not."""
         return None if self.finish is None else self.finish.reason
 
     @property
     def tokens_computed(self) -> int:
-        """Rows that went through the model for it."""
+        """The number of rows that went through the model for it."""
         return sum(self.rows)
 
     @property
@@ -162,12 +162,12 @@ class RequestTimeline(RequestTimes):
 
     @property
     def tokens_recomputed(self) -> int:
-        """Tokens that were computed before a preemption and again after it."""
+        """The number of tokens that were computed before a preemption and again after it."""
         return sum(preemption.tokens_recomputed for preemption in self.preemptions)
 
     @property
     def steps_waited(self) -> int:
-        """Steps that it spent in the queue, over all its waits."""
+        """The number of steps that it spent in the queue, over all its waits."""
         return sum(wait.num_steps for wait in self.waits)
 
 
@@ -185,7 +185,7 @@ class _Tally:
     last_step: int = 0
 
     def add(self, front: WaitRecord, step: int) -> bool:
-        """Count a step; whether another sequence has come to the front."""
+        """Count a step; return whether another sequence has come to the front."""
         changed = self.front.seq_id != front.seq_id or not self.steps
         if changed:
             self.previous = self.front
@@ -209,7 +209,7 @@ class _OpenWait:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is known of a sequence so far."""
+    """The state of a sequence's timeline."""
 
     seq_id: int
     request: ArriveRecord | None = None
@@ -329,7 +329,7 @@ class Timeline:
             self._finish(FinishRecord(seq_id, reason))
 
     def end_request(self, record: EndRecord) -> None:
-        """End all sequences of a request that have not, as a recorded run says of requests that ended between steps."""
+        """End all unfinished sequences of a request, as a recorded run says of requests that ended between steps."""
         if seq_ids := self._seq_ids.get(record.request_id):
             for seq_id, reason in zip(seq_ids, record.reasons, strict=True):
                 self.end(seq_id, reason)
@@ -351,18 +351,18 @@ class Timeline:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Sequences that have a place in the batch after the last step, in the order of admission."""
+        """The sequences that have a place in the batch after the last step, in the order of admission."""
         self.read()
         return tuple(self._running)
 
     def queue(self, order: str = "fcfs", most: int | None = None) -> tuple[int, ...]:
-        """Sequences that wait for a place, in the order in which they will get one; the first `most`. order: the name
-        of one of the engine's admission orders."""
+        """Return the first `most` sequences that wait for a place, in the order in which they will get one. order: the
+        name of one of the engine's admission orders."""
         self.read()
         return tuple(sorted(self._waiting, key=lambda seq_id: self._queue_key(seq_id, order))[:most])
 
     def request(self, seq_id: int) -> RequestTimeline:
-        """The timeline of one sequence until now. Raises `KeyError` for one that is not known."""
+        """Return the timeline of one sequence so far. Raises `KeyError` for one that is not known."""
         self.read()
         sequence, waiting = self._sequences[seq_id], self._wait(seq_id, self._step, self._now, ended=False)
         request = sequence.request
@@ -389,12 +389,12 @@ class Timeline:
         )
 
     def requests(self) -> tuple[RequestTimeline, ...]:
-        """The timelines of all sequences, in the order of their ids."""
+        """Return the timelines of all sequences, in the order of their ids."""
         self.read()
         return tuple(self.request(seq_id) for seq_id in sorted(self._sequences))
 
     def metrics(self, seq_id: int) -> RequestMetrics:
-        """The metrics of one sequence until now. Its arrival must be known."""
+        """Return the metrics of one sequence so far. Its arrival must be known."""
         self.read()
         sequence = self._sequences[seq_id]
         assert sequence.request is not None, f"no arrival of sequence {seq_id}"
@@ -418,13 +418,14 @@ class Timeline:
         return self._sequences.get(seq_id) or self._unknown(seq_id)
 
     def _unknown(self, seq_id: int) -> _Sequence:
-        """Enter a sequence whose arrival the records do not have."""
+        """Enter a sequence whose arrival is not in the records."""
         self._without_admission.add(seq_id)
         sequence = self._sequences[seq_id] = _Sequence(seq_id)
         return sequence
 
     def _arrive(self, request: ArriveRecord, first_step: int) -> None:
-        """The first sample waits in the queue; further ones begin when the prompt that they share has been computed."""
+        """Enter a request: its first sample waits in the queue; further ones begin when their prompt has been
+        computed."""
         self._seq_ids[request.request_id] = request.seq_ids
         self._num_arrived += 1
         for sample, seq_id in enumerate(request.seq_ids):
@@ -443,21 +444,22 @@ class Timeline:
             sequence.tokens_lost = 0
 
     def _begin(self, sequence: _Sequence, record: StepRecord, num_cached: int) -> None:
-        """A sequence leaves the queue with this step."""
+        """Take a sequence out of the queue: it begins with this step."""
         self._close_wait(sequence, record.step - 1, record.started, ended=True)
         self._leave(sequence.seq_id)
         if sequence.admitted is None:
             sequence.admitted, sequence.tokens_cached = record.started, num_cached
 
     def _begin_prefill_only(self, record: StepRecord) -> None:
-        """Prefill-only requests begin and end in one step, and need no admission."""
+        """Begin prefill-only requests, which end in the same step and need no admission."""
         for item in record.items:
             sequence = self._known(item.seq_id)
             if item.phase == "prefill_only" and sequence.admitted is None:
                 self._begin(sequence, record, item.start)
 
     def _begin_without_admission(self, record: StepRecord) -> None:
-        """A further sample has its first token when the prompt is computed, and runs from its first own row on."""
+        """Begin a further sample: it has its first token when the prompt is computed, and runs from its first own row
+        on."""
         without = self._without_admission
         for token in record.tokens:
             if token.seq_id in without and self._sequences[token.seq_id].admitted is None:
@@ -530,7 +532,7 @@ class Timeline:
                 wait.before[type(front.reason)] = steps + 1, changes + changed
 
     def _wait(self, seq_id: int, last_step: int, until: float, ended: bool) -> Wait | None:
-        """The open wait of a sequence up to `last_step`; None where no step left it out."""
+        """Return the open wait of a sequence up to `last_step`; None if every step computed it."""
         wait = self._waiting.get(seq_id)
         if wait is None or last_step < wait.first_step:
             return None
@@ -538,8 +540,8 @@ class Timeline:
         return Wait(wait.after, wait.first_step, num_steps, max(0.0, until - wait.since), self._causes(wait), ended)
 
     def _causes(self, wait: _OpenWait) -> tuple[Cause, ...]:
-        """The reasons of the queue's front that are this wait's, and the sequence's own, in the order of their last
-        steps."""
+        """Return the reasons of the queue's front that are this wait's, and the sequence's own, in the order of their
+        last steps."""
         causes = [(step, 1, Cause(named.reason, named.seq_id, steps)) for named, steps, step in wait.by_kind.values()]
         fronts = {named.seq_id for named, _, _ in wait.by_kind.values()}
         for kind, tally in self._tallies.items():
@@ -569,7 +571,7 @@ def _late_interrupt() -> Iterator[None]:
 
 
 def timeline_of(steps: Iterable[StepRecord], ends: Iterable[EndRecord] = ()) -> Timeline:
-    """The timeline of a whole run."""
+    """Build the timeline of a whole run."""
     timeline = Timeline()
     for step in steps:
         timeline.add(step)

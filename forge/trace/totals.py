@@ -30,7 +30,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> "Percentiles | None":
-        """None where no value is known."""
+        """Compute the percentiles; None if no value is known."""
         known = sorted([value for value in values if value is not None])
         if not known:
             return None
@@ -39,7 +39,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a run came to, over all its steps and requests."""
+    """The sums and times of a run, over all its steps and requests."""
 
     num_steps: int
     steps_by_class: dict[ExecutionClass, int]
@@ -82,17 +82,17 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens per second of the whole run."""
+        """The output tokens per second of the whole run."""
         return self.output_tokens / self.seconds if self.seconds > 0 else None
 
     @property
     def recomputed_share(self) -> float:
-        """Of all rows, those that preemption made necessary."""
+        """The share of rows that preemption made necessary."""
         return self.tokens_recomputed / self.tokens_computed if self.tokens_computed else 0.0
 
 
 def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) -> Totals:
-    """Raises ValueError where there is no step."""
+    """Add up a run. Raises ValueError without a step."""
     if not steps:
         raise ValueError("no step, no totals")
     preempted = [preemption for step in steps for preemption in step.preempted]
@@ -127,8 +127,8 @@ def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) 
 
 
 def times_overtaken(requests: Sequence[RequestTimeline]) -> list[int]:
-    """Of each request, in the order of arrival: how many that came later were admitted before it. One that was never
-    admitted is overtaken by every later one that was."""
+    """Return for each request, in the order of arrival, how many later ones were admitted before it. Every later
+    admission overtakes a request that was never admitted."""
     known = [
         (request.arrived, request.seq_id, request.admitted)
         for request in requests
@@ -144,7 +144,8 @@ def times_overtaken(requests: Sequence[RequestTimeline]) -> list[int]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of all lie, interpolated between neighbours. Raises ValueError for no values."""
+    """Return the value below which `share` of all lie, interpolated between neighbours. Raises ValueError for no
+    values."""
     if not values:
         raise ValueError("no values, no percentile")
     ordered = sorted(values)
