@@ -59,7 +59,7 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAPI:
-    """The application around a connected engine."""
+    """Build the application around a connected engine."""
     service = Service(client, ready, settings)
     app = FastAPI(
         title="forge", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS, redirect_slashes=False
@@ -227,14 +227,14 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
 
 def _add_aliases(app: FastAPI) -> None:
-    """`/v1/completions` is `/completions` too, and so on: some clients are configured without the `/v1`."""
+    """Add `/completions` for `/v1/completions`, and so on: some clients are configured without the `/v1`."""
     for route in [route for route in app.routes if isinstance(route, APIRoute) and route.path.startswith("/v1/")]:
         alias = route.path.removeprefix("/v1")
         app.add_api_route(alias, route.endpoint, methods=list(route.methods or ()), include_in_schema=False)
 
 
 def _describe(app: FastAPI) -> None:
-    """The description of the endpoints, without the framework's own status for a wrong body, which here is 400."""
+    """Describe the endpoints, without the framework's own status for a wrong body, which here is 400."""
     document = app.openapi()
     for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
         operation["responses"].pop("422", None)
@@ -262,7 +262,7 @@ async def _events(shape: CompletionShape | ChatShape, generation: Generation) ->
 
 
 async def _whole_events(shape: CompletionShape, generation: Generation) -> AsyncIterator[bytes]:
-    """A chunk for each choice, when all have ended."""
+    """Yield a chunk for each choice, when all have ended."""
     outputs = await generation.finished()
     choices = shape.choices(outputs)
     for _ in range(len(generation.prompts) * generation.params.n):
@@ -271,7 +271,7 @@ async def _whole_events(shape: CompletionShape, generation: Generation) -> Async
 
 
 async def _last_events(shape: CompletionShape | ChatShape, generation: Generation) -> bytes:
-    """What follows the last choice's end: usage, where it is wanted, and the mark of the end."""
+    """Return what follows the last choice's end: usage, if requested, and the mark of the end."""
     outputs = await generation.finished()
     return event(shape.usage_chunk(outputs)) + DONE if shape.usage_wanted else DONE
 
@@ -284,7 +284,7 @@ async def _native_events(service: Service, generation: Generation) -> AsyncItera
 
 
 async def _native_body(service: Service, generation: Generation) -> bytes:
-    """All of a request's choices with the milliseconds of each token, and what happened to it."""
+    """Return all of a request's choices with the milliseconds of each token, and what happened to it."""
     outputs = await generation.finished()
     timeline = await service.client.ask("timeline", generation.request_id)
     if timeline is None:  # its engine has died since
@@ -320,7 +320,7 @@ def _native_object(service: Service, outputs: Sequence[RequestOutput], timeline:
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
-    """A token's text, or its bytes where they are no text by themselves."""
+    """Return a token's text, or its bytes if they are no text by themselves."""
     token = tokenizer.token_bytes(token_id)
     try:
         return token.decode()

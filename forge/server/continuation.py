@@ -18,8 +18,8 @@ from forge.tokenizer import Tokenizer
 async def continued_prompt(
     reader: RequestReader, token_ids: list[int], chat: ChatRequest, messages: list[dict[str, Any]]
 ) -> Prompt | None:
-    """token_ids: a prompt and its output. messages: the new turns, to be shown as `chat` shows its own. None where the
-    template does not show turns one after another. Raises `ApiError`."""
+    """Continue a conversation from its tokens. token_ids: a prompt and its output. messages: the new turns, to be shown
+    as `chat` shows its own. None if the template does not show turns one after another. Raises `ApiError`."""
     answer = f"answer{secrets.token_hex(8)}"
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}, *messages]
     shown = {"messages": [Message.model_validate(turn) for turn in turns], "add_special_tokens": False}
@@ -33,7 +33,7 @@ async def continued_prompt(
 
 
 def _behind(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
-    """The tokens of `prompt` behind the text `answer`; none where it is not there, or a token holds its end too."""
+    """Return the tokens of `prompt` behind the text `answer`; none if it is not there, or a token holds its end too."""
     _, separator, after = (prompt.text or "").rpartition(answer)
     after, number = normalize("NFC", after), len(prompt.token_ids)
     num_bytes = len(after.encode())

@@ -69,7 +69,7 @@ class RequestFailed(ForgeError):
 
 
 class ShuttingDown(ForgeError):
-    """The server is going: another one may take the request."""
+    """The server is shutting down: another one may take the request."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")
@@ -81,7 +81,7 @@ class ClientStalled(ForgeError):
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice: several tokens if its reader was slow."""
+    """The new tokens of one choice: several if its reader was slow."""
 
     choice: int
     text: str = ""
@@ -94,14 +94,14 @@ class Delta:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready for the engine."""
+    """A prompt ready for the engine."""
 
     token_ids: list[int]
     text: str | None = None
 
 
 class Generation:
-    """The engine's side of one HTTP request: one or several prompts, each with `params.n` choices.
+    """An HTTP request that the engine generates for: one or several prompts, each with `params.n` choices.
 
     Choice i is sample `i % n` of prompt `i // n`.
     """
@@ -134,14 +134,14 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated so far, as far as they are known here: of a request that is not streamed, of its ended
-        prompts."""
+        """The number of tokens generated so far, as far as it is known here: of a request that is not streamed, those
+        of its ended prompts."""
         ended = sum(len(sample.token_ids) for output in self.outputs if output is not None for sample in output.outputs)
         return max(self._num_streamed, ended)
 
     @property
     def has_nothing_more(self) -> bool:
-        """Whether it has ended well and all of it has been taken."""
+        """True if it has ended well and its reader has all of it."""
         return not self._deltas and self.error is None and self.ended
 
     async def accepted(self) -> None:
@@ -158,7 +158,7 @@ class Generation:
         return [output for output in self.outputs if output is not None]
 
     async def updates(self) -> AsyncIterator[list[Delta]]:
-        """What is new, until the end. Raises what went wrong, after what came before it."""
+        """Yield what is new, until the end. Raises what went wrong, after what came before it."""
         while True:
             if self._deltas:
                 deltas, self._deltas, self._last, self._pending_chars = self._deltas, [], {}, 0
@@ -193,7 +193,7 @@ class Generation:
             self.wake()
 
     def delta(self, choice: int) -> Delta:
-        """The delta that what comes next of a choice belongs to."""
+        """Return the delta that the next tokens of a choice belong to."""
         delta = self._last.get(choice)
         if delta is None:
             delta = self._last[choice] = Delta(choice)
@@ -201,8 +201,8 @@ class Generation:
         return delta
 
     def add_token(self, choice: int, token_id: int, text: str, logprobs: Logprobs | None, apart: bool = False) -> bool:
-        """Take in a token; whether it is the first of its choice. `apart`: in a delta of its own, unless very many wait
-        to be taken."""
+        """Add a token; return whether it is the first of its choice. `apart`: in a delta of its own, unless very many
+        wait to be read."""
         if apart and len(self._deltas) < MAX_DELTAS:
             self._last.pop(choice, None)
         self._num_streamed += 1
@@ -269,7 +269,7 @@ class EngineClient(asyncio.BufferedProtocol):
         self._is_leaving = False
 
     def _start(self) -> None:
-        """Start a process, and load the model in it."""
+        """Start a process and load the model in it."""
         self._socket, theirs = socket.socketpair()
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -298,7 +298,7 @@ class EngineClient(asyncio.BufferedProtocol):
                 return message
 
     async def connect(self) -> None:
-        """From here on updates are taken in by the running loop."""
+        """Let the running loop receive updates from now on."""
         self._socket.setblocking(False)
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
         if self.on_record is not None:
@@ -314,11 +314,11 @@ class EngineClient(asyncio.BufferedProtocol):
         self.died.clear()
 
     def new_metrics(self, model_name: str, ready: Ready) -> Metrics:
-        """What counts this engine's work."""
+        """Create the counters of this engine's work."""
         return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
 
     def check_ready(self) -> None:
-        """Raises `EngineDead` where no engine would answer a request."""
+        """Raise `EngineDead` if no engine would answer a request."""
         if self.dead:
             raise EngineDead
 
@@ -340,12 +340,12 @@ class EngineClient(asyncio.BufferedProtocol):
 
     @property
     def pid(self) -> int | None:
-        """The engine's process, where it is one of this machine's own."""
+        """The id of the engine's process, if it runs on this machine."""
         return self.process.pid
 
     def is_answering(self, patience: float) -> bool:
-        """Whether the engine's loop turns: False when it is gone, or has not answered a question of such a kind as this
-        for `patience` seconds, which it does between two steps."""
+        """Return whether the engine's loop turns: False when it is gone, or has not answered such a question between
+        two steps for `patience` seconds."""
         if self.dead:
             return False
         if self._probe is None:
@@ -367,13 +367,13 @@ class EngineClient(asyncio.BufferedProtocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Prompts that have not ended, and requests whose answers are not here."""
+        """The number of prompts that have not ended, and of requests whose answers are not here."""
         return len(self._generations) + self._num_asked
 
     # Requests
 
     def is_running(self, request_id: str) -> bool:
-        """Whether a request of this id has not ended, or one of several prompts whose prompts have such ids."""
+        """Return whether a request of this id has not ended, or one of several prompts whose prompts have such ids."""
         names = [generation.request_id for generation, _ in self._generations.values()]
         return any(request_id == name or request_id.startswith(f"{name}-") for name in names)
 
@@ -387,7 +387,7 @@ class EngineClient(asyncio.BufferedProtocol):
         priority: int = 0,
         salt: str = "",
     ) -> Generation:
-        """Send prompts to the engine; follow them with what is returned. Raises `EngineDead`."""
+        """Send prompts to the engine; return what follows them. Raises `EngineDead`."""
         if self.dead:
             raise EngineDead
         generation = Generation(request_id, prompts, params, stream)
@@ -410,12 +410,12 @@ class EngineClient(asyncio.BufferedProtocol):
         priority: int = 0,
         salt: str = "",
     ) -> Generation:
-        """Begin a stream again that another connection began, without what its client has seen. Raises `UsageError`
-        where that is of another request."""
+        """Begin a stream again that another connection began, without what its client has seen. Raises `UsageError` if
+        that belongs to another request."""
         raise NotImplementedError
 
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
-        """Abort it. What it holds is free before the next step."""
+        """Abort a generation. What it holds is free before the next step."""
         unfinished = [key for key in generation.keys if key in self._generations]
         for key in unfinished:
             del self._generations[key]
@@ -432,12 +432,12 @@ class EngineClient(asyncio.BufferedProtocol):
                 question.set_exception(error)
 
     async def ask(self, subject: str, *arguments: Any) -> Any:
-        """The engine's answer, between two steps. Raises `UsageError` where the question is wrong, `RequestFailed`
-        where the engine fails at it, and `EngineDead`."""
+        """Return the engine's answer, which it gives between two steps. Raises `UsageError` if the question is wrong,
+        `RequestFailed` if the engine fails at it, and `EngineDead`."""
         return await self._answer_to(Ask(next(self._numbers), subject, arguments), 1)
 
     async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
-        """The results of requests that keep nothing, each a prompt's tokens and a task. Raises as `ask` does. Where its
+        """Return the results of prefill-only requests, each a prompt's tokens and a task. Raises as `ask` does. If the
         caller is cancelled, the requests end before the next step."""
         question = AskTasks(next(self._numbers), requests)
         try:
@@ -461,7 +461,7 @@ class EngineClient(asyncio.BufferedProtocol):
             del self._questions[number]
 
     async def records(self, most: int = 256) -> AsyncIterator[StepRecord]:
-        """Whole records of the steps from now on. A reader that is more than `most` behind misses some."""
+        """Yield whole records of the steps from now on. A reader that is more than `most` behind misses some."""
         queue: asyncio.Queue[StepRecord | None] = asyncio.Queue(most)
         self._subscribers.add(queue)
         self._send(Watch(True))
@@ -479,7 +479,7 @@ class EngineClient(asyncio.BufferedProtocol):
             offer(queue, None)
 
     def _send(self, command: Any) -> None:
-        """Send `command`, with all others of this turn of the loop as one piece."""
+        """Send `command` in one piece with all other commands of this turn of the loop."""
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._write)
         self._commands.append(frame(command))
@@ -606,7 +606,7 @@ def _error_of(fault: Fault) -> ForgeError:
 
 
 def offer(queue: asyncio.Queue[Any], item: Any) -> None:
-    """Put `item` in; the oldest goes where there is no room."""
+    """Append `item`, dropping the oldest entry if the queue is full."""
     if queue.full():
         queue.get_nowait()
     queue.put_nowait(item)

@@ -63,7 +63,7 @@ _COMPILER_POLL = 0.002
 
 
 def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None:
-    """The process's entry point: load, say so, serve until the socket closes."""
+    """Load the model, report it, and serve until the socket closes. The process's entry point."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the other process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(message)s")
@@ -107,7 +107,7 @@ def ready_message(llm: LLM) -> Ready:
 
 
 def _checked_sampling(recommended: Mapping[str, float]) -> Mapping[str, float]:
-    """What the model's file recommends, or nothing if it makes no sense."""
+    """Return the sampling that the model's file recommends, or nothing if it makes no sense."""
     try:
         SamplingParams(**recommended)  # type: ignore[arg-type]  # numbers by name
     except UsageError:
@@ -175,7 +175,7 @@ class EngineServer:
         """Heaps of what the compilers are to do, by the estimated work and the request's key."""
 
     def run(self) -> None:
-        """Until the socket closes."""
+        """Serve until the socket closes."""
         while self._open:
             busy = self.engine.has_unfinished() or self._asked
             self._receive(wait=not busy)
@@ -188,7 +188,7 @@ class EngineServer:
     # Commands
 
     def _receive(self, wait: bool) -> None:
-        """Carry out what has been asked. `wait` until there is something, or until the socket takes more."""
+        """Carry out the commands that have come. `wait` until there is one, or until the socket takes more."""
         if wait:
             writing = [] if self._outbox.is_empty else [self._socket]
             select.select([self._socket], writing, [], _COMPILER_POLL if self._compiling else None)
@@ -300,7 +300,7 @@ class EngineServer:
         return True
 
     def _answer_timeline(self, request_id: str) -> dict[str, Any] | None:
-        """What happened to a request; None if it is not known (any more)."""
+        """Return what happened to a request; None if it is not known (any more)."""
         return self._log.timeline(request_id)
 
     def _begin_group(self, question: AskTasks) -> None:
@@ -325,7 +325,7 @@ class EngineServer:
             self._group_of[seq_id] = group
 
     def _end_group(self, group: _Group, fault: Fault | None) -> None:
-        """Answer a question: its requests have all ended, or end now."""
+        """Answer a question whose requests have all ended, or end now."""
         if fault is not None:
             for request_id in group.requests.values():
                 self.engine.abort(request_id)
@@ -384,7 +384,7 @@ class EngineServer:
             self._end_group(group, None)
 
     def _fail(self, error: Exception) -> None:
-        """A step ended in `error`: the requests that were in it end with it. The engine undoes the step."""
+        """End the requests of a step that ended in `error`. The engine undoes the step."""
         if isinstance(error, ForgeError):
             message = str(error)
         else:
@@ -398,7 +398,7 @@ class EngineServer:
             self._take_output(request, Fault(message, internal=True))
 
     def _take_output(self, request: _Request, fault: Fault | None) -> None:
-        """A request has ended: send its output and forget it."""
+        """Send the output of a request that has ended, and forget it."""
         output = self.engine.output(request.request_id)
         self._log.end(request.request_id)
         self.engine.forget(request.request_id)
@@ -411,7 +411,7 @@ class EngineServer:
     # Updates
 
     def _send(self) -> None:
-        """Send what has happened if it is due and the socket takes it; otherwise it waits for the next time."""
+        """Send an update if it is due and the socket takes it; otherwise it waits for the next time."""
         try:
             self._outbox.flush()
             if not self._outbox.is_empty or not self._is_due():
@@ -427,8 +427,8 @@ class EngineServer:
             self._open = False
 
     def _is_due(self) -> bool:
-        """Whether an update would bring what its reader passes on at once: the rest comes when all streams may have
-        another event, or when there is nothing left to do."""
+        """Return whether an update would bring what its reader passes on at once: the rest comes when all streams may
+        have another event, or when there is nothing left to do."""
         if self._urgent or self._update.is_awaited or not self.engine.has_unfinished():
             return True
         pause = pause_between_events(self._num_streams, self.llm.device) if self._num_streams else _MOST_SECONDS
@@ -448,7 +448,7 @@ class EngineServer:
 
 
 def fault_of(error: Exception) -> Fault:
-    """What a client is told of an error in carrying out its command. The log has one that is the engine's own."""
+    """Return what a client is told of an error in its command. The engine's own errors go to the log."""
     if isinstance(error, ForgeError):
         return Fault(str(error))
     logger.error("a command failed", exc_info=error)

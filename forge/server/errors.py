@@ -49,7 +49,7 @@ class ApiError(ForgeError):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told of `error`. Nothing of an unforeseen one but that there was one."""
+    """Return what a client is told of `error`. Of an unforeseen one it says only that there was one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDead):
@@ -65,7 +65,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 @contextmanager
 def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Within it, an error about a parameter of `names` is about the one that the client knows it by."""
+    """Within it, an error about a parameter of `names` is raised about the one that the client knows it by."""
     try:
         yield
     except ApiError as error:
@@ -77,7 +77,7 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def error_object(error: ApiError) -> dict[str, Any]:
-    """OpenAI's error object; with `type` beside it, which Anthropic's has."""
+    """Return OpenAI's error object; with `type` beside it, which Anthropic's has."""
     kind = _TYPES.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
@@ -91,7 +91,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 def validation_error(errors: list[dict[str, Any]]) -> ApiError:
-    """One line about the first thing that is wrong with a body."""
+    """Describe the first mistake in a body in one line."""
     first = next((error for error in errors if error["type"] == "too_long"), errors[0])
     place = [part for part in first["loc"][1:] if not isinstance(part, int)]
     param = str(place[0]) if place else None
@@ -108,7 +108,7 @@ def validation_error(errors: list[dict[str, Any]]) -> ApiError:
 
 
 def _explained(request: Request, error: HTTPException) -> str:
-    """The framework's words, or what there is instead of a route or method that there is not."""
+    """Return the framework's words, or what exists instead of a missing route or method."""
     path, routes = request.scope["path"], [route for route in request.app.routes if isinstance(route, APIRoute)]
     if error.status_code == 405:
         methods = sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})
@@ -121,7 +121,7 @@ def _explained(request: Request, error: HTTPException) -> str:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Every error that leaves an endpoint becomes one in OpenAI's shape."""
+    """Turn every error that leaves an endpoint into one in OpenAI's shape."""
 
     @app.exception_handler(RequestValidationError)
     async def on_validation(request: Request, error: RequestValidationError) -> JSONResponse:

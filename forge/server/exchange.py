@@ -34,7 +34,7 @@ OTHER_ROUTE = "other"
 
 @dataclass(slots=True)
 class Exchange:
-    """A request, as far as it has come. Times are seconds of `time.perf_counter`."""
+    """A request and its answer so far. Times are seconds of `time.perf_counter`."""
 
     id: str
     method: str
@@ -55,7 +55,7 @@ class Exchange:
         return (self.ended or time.perf_counter()) - self.began
 
     def facts(self) -> dict[str, Any]:
-        """What the log says, by name; nothing of what is not known."""
+        """Return what the log says, by name, without what is not known."""
         outputs: list[RequestOutput | None] = [
             output for generation in self.generations for output in generation.outputs
         ]
@@ -87,12 +87,12 @@ _CURRENT: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
 
 def current_exchange() -> Exchange | None:
-    """The request that this task answers; None outside of one."""
+    """Return the request that this task answers; None outside of one."""
     return _CURRENT.get()
 
 
 class WithRequestId(logging.Filter):
-    """Gives a record `request`: the id of the request that it is about, in brackets, or nothing."""
+    """Gives a log record `request`: the id of its request in brackets, or nothing."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         exchange = _CURRENT.get()
@@ -115,7 +115,7 @@ class Exchanges:
         return len(self._tasks)
 
     def end_all(self) -> None:
-        """End all requests that still run: 503 where nothing was sent yet."""
+        """End all requests that still run, with status 503 if nothing was sent yet."""
         self._is_over = True
         for task in self._tasks:
             task.cancel()

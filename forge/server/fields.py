@@ -147,7 +147,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def check_supported(undeclared: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> None:
-    """Raises `ApiError` for the first parameter that asks for what this server does not do.
+    """Raise `ApiError` for the first parameter that requests what this server does not do.
 
     undeclared: what a body has beside the fields that its endpoint declares. table: names, and the values that ask for
     nothing."""

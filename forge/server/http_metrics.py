@@ -37,7 +37,7 @@ class HttpMetrics:
         self._num_refused += 1
 
     def families(self, num_open: int) -> Iterator[Family]:
-        """num_open: requests that are being answered."""
+        """Return the metrics. num_open: requests that are being answered."""
         yield _family("http_requests_total", "counter", "Requests that have ended, by status.", self._requests)
         yield _family("http_requests_in_progress", "gauge", "Requests that are being answered.", {"": num_open})
         refused = {"": self._num_refused}
@@ -50,7 +50,7 @@ _DURATION = "http_request_duration_seconds"
 
 
 def process_families(processes: Mapping[str, int]) -> Iterator[Family]:
-    """Figures of processes, by a name and their id. Empty where the system does not tell them (`/proc`)."""
+    """Return the metrics of processes, by a name and their id. Empty if the system does not tell them (`/proc`)."""
     values: dict[str, dict[str, float]] = {name: {} for name in _PROCESS}
     for name, pid in processes.items():
         with suppress(OSError, ValueError, IndexError):
@@ -72,7 +72,7 @@ _PROCESS = {
 
 
 def _read_process(folder: Path) -> dict[str, float]:
-    """As prometheus_client reads them: proc(5)."""
+    """Read a process's figures as prometheus_client does: proc(5)."""
     stat = (folder / "stat").read_text().rpartition(")")[2].split()
     ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     up = time.clock_gettime(time.CLOCK_BOOTTIME)

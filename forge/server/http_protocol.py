@@ -36,7 +36,7 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0
 
 
 class CorkedTransport:
-    """A transport that gathers what is written until the loop turns. All else is the transport's own."""
+    """A transport that gathers what is written until the loop turns. All else is the wrapped transport's."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, linger: float):
         self._transport, self._loop, self._linger = transport, loop, linger
@@ -62,7 +62,7 @@ class CorkedTransport:
             self._giving_up = self._loop.call_later(self._linger, self._transport.abort)
 
     def closed(self) -> None:
-        """The connection is closed: all has been taken, or it is lost."""
+        """Note that the connection is closed: everything was sent, or it is lost."""
         self._is_closed = True
         if self._giving_up is not None:
             self._giving_up.cancel()
@@ -136,8 +136,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._expect_head()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]  # as asyncio has it
-        """The client has left, or has only closed its sending half and waits. What is sent to one that left comes
-        back as a reset, so something harmless is sent."""
+        """The client has left, or has only closed its sending half and waits. The server sends something harmless: if
+        the client left, a reset comes back."""
         cycle = self.cycle
         is_encrypted = self.transport.get_extra_info("sslcontext") is not None  # which cannot be half closed
         if not self._is_answering or cycle.more_body or is_encrypted or not hasattr(socket, "TCP_INFO"):
@@ -188,6 +188,6 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """A request's head whose `upgrade` is not looked at: what follows such a header httptools does not read."""
+    """Return a request's head without a working `upgrade`: httptools does not read what follows such a header."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return _UPGRADE.sub(b"x-upgrade", head) + end + rest

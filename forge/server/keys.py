@@ -12,7 +12,7 @@ from forge.errors import UsageError
 
 
 class Keys:
-    """The keys as digests, so that comparing one takes as long whatever it has in common with others."""
+    """The API keys as digests, so that comparing one takes as long whatever it has in common with others."""
 
     def __init__(self, key: str | None = None, file: str | None = None):
         """Raises `UsageError` for a file that cannot be read, or that has a line of more than a name and a key."""
@@ -25,7 +25,7 @@ class Keys:
         return self._key is not None or self._file is not None
 
     def load(self) -> int:
-        """Read the file, again if it has been read before; the number of keys. Changes nothing where it raises."""
+        """Read the file, again if it has been read before; return the number of keys. Changes nothing if it raises."""
         names: dict[bytes, str | None] = {} if self._key is None else {_digest(self._key.encode()): None}
         if self._file is not None:
             names |= _read(Path(self._file))
@@ -36,7 +36,7 @@ class Keys:
         return _digest(key) in self._names
 
     def name_of(self, key: bytes) -> str | None:
-        """The name of a key that opens, where it has one."""
+        """Return the name of an accepted key, if it has one."""
         return self._names[_digest(key)]
 
 

@@ -29,15 +29,15 @@ EVENTS_BESIDE_A_GPU = 10_000
 
 
 def pause_between_events(num_streams: int, device: str) -> float:
-    """Seconds between two events of one stream of an engine on `device`. Alone it has one for every token; of 64 beside
-    an engine on the CPU each has one eight times a second."""
+    """Return the seconds between two events of one stream of an engine on `device`. Alone it has one for every token;
+    of 64 beside an engine on the CPU each has one eight times a second."""
     if num_streams <= 1:
         return 0.0
     return num_streams / (EVENTS_BESIDE_A_GPU if device == "cuda" else EVENTS_PER_SECOND)
 
 
 def prompt_id(request_id: str, index: int) -> str:
-    """The engine's name for one of the prompts of a request that has several."""
+    """Return the engine's name for one of the prompts of a request that has several."""
     return f"{request_id}-{index}"
 
 
@@ -70,7 +70,7 @@ class Ask(NamedTuple):
 
 
 class AskTasks(NamedTuple):
-    """Requests that keep nothing, each a prompt's tokens and a `Task`: answered together, when all are there."""
+    """Prefill-only requests, each a prompt's tokens and a `Task`: answered together, when all are there."""
 
     number: int
     requests: list[tuple[list[int], Any]]
@@ -83,7 +83,7 @@ class Withdraw(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """Whether whole `StepRecord`s are wanted from now on."""
+    """Turn whole `StepRecord`s on or off."""
 
     is_on: bool
 
@@ -146,7 +146,7 @@ class RequestEnd(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Why something was not done."""
+    """The reason why something was not done."""
 
     message: str
     internal: bool = False
@@ -154,7 +154,7 @@ class Fault(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """From the engine's process: a request that the engine refused."""
+    """From the engine's process: the engine refused a request."""
 
     key: int
     fault: Fault
@@ -169,7 +169,7 @@ class Answer(NamedTuple):
 
 
 class StepSummary(NamedTuple):
-    """What the metrics take from a step."""
+    """The figures of a step for the metrics."""
 
     milliseconds: float
     ended: float
@@ -185,7 +185,7 @@ class StepSummary(NamedTuple):
 
 
 class Gauges(NamedTuple):
-    """The engine as it stands."""
+    """The engine's present state."""
 
     waiting: int = 0
     running: int = 0
@@ -221,19 +221,19 @@ class Update:
 
 
 def frame(message: Any) -> bytes:
-    """`message` as it goes over the socket."""
+    """Encode `message` for the socket."""
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(body)) + body
 
 
 class Inbox:
-    """Bytes as they come, to messages."""
+    """Turns bytes into messages as they come."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[Any]:
-        """The messages that `data` completes."""
+        """Return the messages that `data` completes."""
         self._bytes += data
         messages, start = [], 0
         while len(self._bytes) - start >= _LENGTH.size:
@@ -248,7 +248,7 @@ class Inbox:
 
 
 class Outbox:
-    """What a non-blocking socket has yet to take."""
+    """The bytes that a non-blocking socket has yet to take."""
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
@@ -259,7 +259,7 @@ class Outbox:
         return not self._bytes
 
     def put(self, message: Any) -> None:
-        """Begin to send. Only while it is empty."""
+        """Begin to send. Call it only while the outbox is empty."""
         self._bytes = memoryview(frame(message))
         self.flush()
 

@@ -125,7 +125,7 @@ class MessagesRequest(CountRequest):
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
-    """The chat that answers it. Raises `ApiError`."""
+    """Translate the body to a chat. Raises `ApiError`."""
     extra = body.model_extra or {}
     check_supported(extra, _NOT_HERE)
     chat: dict[str, Any] = {name: value for name, value in extra.items() if name not in _NOT_HERE}
@@ -149,7 +149,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
 
 
 def _messages(turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
-    """A turn's blocks as messages: each result of a tool is one of its own."""
+    """Turn a turn's blocks into messages: each result of a tool becomes its own message."""
     for turn in turns:
         blocks = [{"type": "text", "text": turn.content}] if isinstance(turn.content, str) else turn.content
         if turn.role == "assistant":
@@ -170,7 +170,7 @@ def _messages(turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
 
 
 def _answer(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An earlier answer."""
+    """Turn an earlier answer into a message."""
     answer: dict[str, Any] = {"role": "assistant"}
     thoughts = [block.get("thinking") for block in blocks if block.get("type") == "thinking"]
     if thoughts:
@@ -210,7 +210,7 @@ def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
 
 
 class MessageWriter:
-    """From a chat's chunks to the events of one message, and the message that they add up to."""
+    """Turns a chat's chunks into the events of one message, and into the whole message."""
 
     def __init__(self, message_id: str, model: str, num_prompt_tokens: int, is_short: bool, shape: ChatShape):
         """is_short: the context has less room than `max_tokens`."""
@@ -246,7 +246,7 @@ class MessageWriter:
         yield _event("message_stop")
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The message, made at once."""
+        """Return the message in one piece."""
         sample = outputs[0].outputs[0]
         delta = Delta(0, sample.text, list(sample.token_ids), [], sample.finish_reason, sample.stop_reason)
         for _ in (*self.push(delta), *self.finish(outputs)):
@@ -263,7 +263,7 @@ class MessageWriter:
             self._end |= {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
 
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
-        """More thinking, or more text."""
+        """Add thinking or text."""
         if self._open != kind:
             signature = {"signature": ""} if kind == "thinking" else {}
             yield from self._begin({"type": kind, kind: "", **signature})
@@ -271,7 +271,7 @@ class MessageWriter:
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[bytes]:
-        """A new use of a tool, or more of the last one's input."""
+        """Begin a use of a tool, or add to the last one's input."""
         function = call["function"]
         if "id" in call:
             yield from self._begin({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
@@ -289,7 +289,7 @@ class MessageWriter:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> Iterator[bytes]:
-        """The block that grew is whole, or all that there is of it."""
+        """Close the open block: it is complete, or all that there will be."""
         if not self._open:
             return
         if self._open == "tool_use":
@@ -299,7 +299,7 @@ class MessageWriter:
 
 
 def _object_of(arguments: str) -> Any:
-    """JSON that may have been cut off: what there is of it."""
+    """Parse JSON that may have been cut off, as far as it goes."""
     try:
         return from_json(arguments, allow_partial=True)
     except ValueError:

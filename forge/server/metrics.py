@@ -73,7 +73,7 @@ Family = tuple[str, list[str]]
 
 
 class Histogram:
-    """Observations by upper bound."""
+    """Counts observations by upper bound."""
 
     def __init__(self, bounds: Sequence[float]):
         self.bounds = tuple(bounds)
@@ -81,7 +81,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float | None, times: int = 1) -> None:
-        """`value`, if there is one, `times` times."""
+        """Count `value` `times` times, unless it is None."""
         if value is not None:
             self.counts[bisect_left(self.bounds, value)] += times
             self.sum += value * times
@@ -95,7 +95,7 @@ class Histogram:
 
 
 class Metrics:
-    """Takes in what the engine reports; writes it down when asked."""
+    """Counts what the engine reports, and writes it as Prometheus text."""
 
     def __init__(
         self, model_name: str, max_model_len: int, num_blocks: int, block_size: int, replica: str | None = None
@@ -131,7 +131,7 @@ class Metrics:
             self.drafts.setdefault(name, DraftTotals(name)).add(proposed, accepted, won)
 
     def take_output(self, output: RequestOutput, params: SamplingParams, arrived: float) -> None:
-        """A request has ended that came in at `arrived`, in seconds on the monotonic clock."""
+        """Count a request that has ended and that came in at `arrived`, in seconds on the monotonic clock."""
         self._observe(
             request_params_max_tokens=params.max_tokens,
             request_params_n=params.n,
@@ -160,7 +160,7 @@ class Metrics:
             )
 
     def take_answers(self, lengths: Sequence[int], seconds: float) -> None:
-        """Requests that keep nothing have been answered together: the tokens of each."""
+        """Count prefill-only requests that were answered together: the tokens of each."""
         for length in lengths:
             self._take_prompt(length)
         self.finished["stop"] += len(lengths)
@@ -181,11 +181,11 @@ class Metrics:
             self.histograms[name].observe(value)
 
     def text(self, gauges: Gauges) -> str:
-        """Everything, in Prometheus' text format."""
+        """Return everything in Prometheus' text format."""
         return text_of(self.families(gauges))
 
     def families(self, gauges: Gauges) -> Iterator[Family]:
-        """Everything, by name."""
+        """Return everything by name."""
         usage = gauges.used_blocks / gauges.num_blocks if gauges.num_blocks else 0.0
         for name, help_text, value in (
             ("num_requests_running", "Sequences in the batch.", gauges.running),
@@ -227,14 +227,14 @@ class Metrics:
 
 
 def grammar_family(num_compiling: int) -> Family:
-    """The queue of the grammars that are compiled before their requests are queued."""
+    """Return the metrics of the grammars that wait to be compiled before their requests are queued."""
     name = "forge:num_grammars_compiling"
     header = _header(name, "gauge", "Grammars that wait to be compiled, or are being compiled.")
     return header, [f"{name} {num_compiling}"]
 
 
 def text_of(families: Iterable[Family]) -> str:
-    """Prometheus' text format: each name once, with the values of all its families under it."""
+    """Write Prometheus' text format: each name once, with the values of all its families under it."""
     by_header: dict[str, list[str]] = {}
     for header, lines in families:
         by_header.setdefault(header, []).extend(lines)
@@ -242,7 +242,7 @@ def text_of(families: Iterable[Family]) -> str:
 
 
 def _bounds_of_tokens(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    """Return 1, 2, 5, 10, 20, 50, ... up to `most`."""
     return [bound for power in range(len(str(most))) for digit in (1, 2, 5) if (bound := digit * 10**power) <= most]
 
 
@@ -255,14 +255,14 @@ def _escaped(text: str) -> str:
 
 
 class ThroughputLine:
-    """The line that says every few seconds how it goes, as vLLM words it."""
+    """Writes the line that reports the throughput every few seconds, as vLLM words it."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._before = (0.0, 0, 0)
 
     def line(self, now: float, gauges: Gauges) -> str | None:
-        """The line for the time since the last one; None where nothing has happened since."""
+        """Return the line for the time since the last one; None if nothing has happened since."""
         then, prompt, generated = self._before
         metrics = self._metrics
         self._before = now, metrics.prompt_tokens, metrics.generation_tokens

@@ -23,7 +23,7 @@ _DISCARDED = 16
 
 
 class Draining:
-    """Whether the server is closing: it answers what it has begun and begins nothing more."""
+    """Whether the server is closing: it finishes the requests that it has and takes no new ones."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -63,8 +63,8 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _check_host(self, header: str) -> None:
-        """A page whose own name resolves to this machine (DNS rebinding) sends that name as `Host`. A server that any
-        machine may reach is reached by other names, and one with a key is not open to a page."""
+        """Refuse a foreign `Host`: a page whose own name resolves to this machine (DNS rebinding) sends that name. A
+        server that any machine may reach is reached by other names, and one with a key is not open to a page."""
         if self._hosts is None or not header:
             return
         try:
@@ -85,7 +85,7 @@ class Gate:
             exchange.key = self._keys.name_of(key.strip())
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """A `receive` that gives the whole body at once, and from then on what the real one gives."""
+        """Return a `receive` that gives the whole body at once, and from then on what the real one gives."""
         headers = dict(scope["headers"])
         length = headers.get(b"content-length")
         if length is None and b"transfer-encoding" not in headers:

@@ -4,7 +4,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningSplitter:
-    """Text goes in as it comes; reasoning and answer come out, without the tags and the blank lines beside them.
+    """Splits text, as it comes, into reasoning and answer, without the tags and the blank lines beside them.
 
     Only an answer that begins with `<think>` has reasoning; one whose prompt ended with the tag begins inside it. What
     may be the beginning of a tag is held back, so it does not matter how the text is cut.
@@ -17,7 +17,7 @@ class ReasoningSplitter:
         """Blank lines at the beginning of a part are left out."""
 
     def push(self, text: str) -> tuple[str, str]:
-        """The (reasoning, answer) that `text` makes certain."""
+        """Return the (reasoning, answer) that `text` makes certain."""
         self._held += text
         reasoning = ""
         if self._state == "undecided":
@@ -37,7 +37,7 @@ class ReasoningSplitter:
         return reasoning, self._answer_so_far()
 
     def finish(self) -> tuple[str, str]:
-        """Nothing follows: what was held back."""
+        """Return what was held back: nothing follows."""
         held, self._held = self._held, ""
         if self._state == "reasoning":
             return held.lstrip("\n") if self._at_start else held, ""
@@ -66,12 +66,12 @@ class ReasoningSplitter:
 
 
 def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
-    """The (reasoning, answer) of a whole text."""
+    """Return the (reasoning, answer) of a whole text."""
     splitter = ReasoningSplitter(inside)
     parts = [splitter.push(text), splitter.finish()]
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
 
 def partial_tag(text: str, tag: str) -> int:
-    """How long an end of `text` the tag begins with."""
+    """Return the length of the longest end of `text` with which the tag begins."""
     return next((length for length in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:length])), 0)

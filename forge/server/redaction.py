@@ -6,7 +6,7 @@ from forge.trace.records import StepRecord
 
 
 def without_texts(record: StepRecord) -> StepRecord:
-    """`record` with 0 for every token id and no text. Counts, times, blocks and reasons stay."""
+    """Return `record` with 0 for every token id and no text. Counts, times, blocks and reasons stay."""
     return replace(
         record,
         tokens=tuple([token._replace(token_id=0, text="", probability=None, logprobs=None) for token in record.tokens]),

@@ -32,23 +32,23 @@ class RequestLog:
         """The timelines of its samples, of each request that has ended."""
 
     def begin(self, request_id: str, seq_ids: tuple[int, ...]) -> None:
-        """A request has been added to the engine."""
+        """Enter a request that was added to the engine."""
         self._ended.pop(request_id, None)
         self._seq_ids[request_id] = seq_ids
 
     def seq_ids(self, request_id: str) -> tuple[int, ...]:
-        """The ids of its samples."""
+        """Return the ids of a request's samples."""
         return self._seq_ids[request_id]
 
     def end(self, request_id: str) -> None:
-        """A request has ended, and the engine has not forgotten it yet."""
+        """Keep the timeline of a request that has ended, before the engine forgets it."""
         self._ended[request_id] = tuple([self._timeline.request(seq_id) for seq_id in self._seq_ids[request_id]])
         if len(self._ended) > MAX_ENDED:
             del self._seq_ids[self._ended.popitem(last=False)[0]]
 
     def timeline(self, request_id: str) -> dict[str, Any] | None:
-        """What happened to a request so far; None for one that is not known. A request of several prompts is known by
-        the id of the whole; its prompts have ids of their own, which end in `-0`, `-1` and so on."""
+        """Return what happened to a request so far; None for one that is not known. A request of several prompts is
+        known by the id of the whole; its prompts have ids of their own, which end in `-0`, `-1` and so on."""
         names = [request_id]
         if request_id not in self._seq_ids:
             names = list(takewhile(self._seq_ids.__contains__, (prompt_id(request_id, index) for index in count())))
@@ -64,7 +64,8 @@ class RequestLog:
 
 
 def _request_object(request_id: str, prompts: list[tuple[RequestTimeline, ...]], ended: bool) -> dict[str, Any]:
-    """Samples are numbered as the choices of the answer are: those of the first prompt, those of the second, …"""
+    """Describe a request. Samples are numbered as the choices of the answer are: those of the first prompt, those of
+    the second, …"""
     samples = [sample for prompt in prompts for sample in prompt]
     events = [event for index, sample in enumerate(samples) for event in _events(sample, index)]
     return {
@@ -78,7 +79,7 @@ def _request_object(request_id: str, prompts: list[tuple[RequestTimeline, ...]],
 
 
 def _events(request: RequestTimeline, sample: int) -> list[Event]:
-    """Its waits, admissions, preemptions and its end; in each step in the order in which they happen."""
+    """Return a sample's waits, admissions, preemptions and its end; in each step in the order in which they happen."""
     events: list[Event] = []
 
     def tell(step: int, event: str, why: str, **facts: Any) -> None:

@@ -43,14 +43,14 @@ LONG_WORK = 8_192
 
 
 class Cut(NamedTuple):
-    """Where a prompt that is too long is cut, instead of being refused."""
+    """How much of a prompt that is too long is kept, instead of refusing it."""
 
     num_tokens: int
     """What is kept."""
     side: str
 
     def applied(self, items: Any) -> Any:
-        """Of token ids or a text."""
+        """Cut token ids or a text."""
         return items[: self.num_tokens] if self.side == "right" else items[max(0, len(items) - self.num_tokens) :]
 
 
@@ -89,8 +89,8 @@ class RequestReader:
         return name or self.model_names[0]
 
     def accept(self, body: RequestBody) -> str:
-        """The model's name as the answer has it. Raises `ApiError` for another model, and for a parameter that asks for
-        what this server does not do."""
+        """Return the model's name as the answer has it. Raises `ApiError` for another model, and for a parameter that
+        requests what this server does not do."""
         undeclared = body.model_extra or {}
         check_supported(undeclared)
         if undeclared.get("best_of") not in (None, getattr(body, "n", None) or 1):
@@ -111,7 +111,7 @@ class RequestReader:
     # Prompts
 
     async def prompts(self, prompt: str | list[Any], param: str = "prompt", **how: Any) -> list[Prompt]:
-        """One `Prompt` for each that the body has under the name `param`. `how` as for `one_prompt`."""
+        """Return one `Prompt` for each that the body has under the name `param`. `how` as for `one_prompt`."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
@@ -129,7 +129,8 @@ class RequestReader:
         bos: bool | None = None,
         cut: Cut | None = None,
     ) -> Prompt:
-        """`parse`: whether the text of a control token becomes that token. `bos` false: never put BOS first."""
+        """Encode one prompt. `parse`: whether the text of a control token becomes that token. `bos` false: never put
+        BOS first."""
         if not isinstance(prompt, str):
             return Prompt(self.checked_ids(prompt if cut is None else cut.applied(prompt), param))
         if cut is None:
@@ -139,7 +140,7 @@ class RequestReader:
         return Prompt(self.checked_ids(token_ids, param), self.tokenizer.decode(token_ids))
 
     async def chat_prompt(self, body: Conversation, cut: Cut | None = None) -> Prompt:
-        """A conversation as the model's chat template has it."""
+        """Write a conversation as the model's chat template does."""
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
             message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
@@ -176,7 +177,7 @@ class RequestReader:
     async def encode(
         self, text: str, param: str = "prompt", *, parse: bool | None = False, bos: bool | None = None
     ) -> list[int]:
-        """Token ids of `text`."""
+        """Return the token ids of `text`."""
 
         def encode() -> list[int]:
             return self.tokenizer.encode(text, allow_special=bool(parse), add_special_tokens=bos is not False)
@@ -184,7 +185,7 @@ class RequestReader:
         return await self.encoded(len(text), encode, param)
 
     async def encoded(self, num_chars: int, encode: Callable[[], list[int]], param: str) -> list[int]:
-        """What `encode` makes of a text. One that no number of tokens could hold is refused before it is looked at."""
+        """Return the result of `encode`. Refuses a text that no number of tokens could hold before it looks at it."""
         self._check_size(num_chars, param)
         try:
             return await beside_the_loop(num_chars, encode)
@@ -196,7 +197,8 @@ class RequestReader:
             raise self.too_long(f"{num_chars} characters", param)
 
     def checked_ids(self, token_ids: list[int], param: str) -> list[int]:
-        """A prompt's tokens. Raises `ApiError` for none, too many, or one that is not in the vocabulary."""
+        """Check a prompt's tokens and return them. Raises `ApiError` for none, too many, or one that is not in the
+        vocabulary."""
         if not token_ids:
             raise ApiError(f"{param} is empty: give it at least one token", param=param)
         if len(token_ids) > self.max_model_len:
@@ -212,7 +214,7 @@ class RequestReader:
     # Parameters
 
     def max_tokens(self, asked: int | None, default: int, num_prompt_tokens: int, param: str) -> int:
-        """How many tokens may come: as many as were asked for, which must fit behind the prompt; or without a
+        """Return how many tokens may come: as many as were requested, which must fit behind the prompt; or without a
         `max_tokens`, as many of the `default` as fit."""
         room = self.max_model_len - num_prompt_tokens
         if asked is None:
@@ -259,7 +261,7 @@ class RequestReader:
         return self.params(body, 1, max_tokens, **fields)
 
     def _may_think(self, body: ChatRequest) -> bool:
-        """Whether thinking may come before the form: where it is asked for, and before text that only tool calls
+        """Return whether thinking may come before the form: if it was requested, and before text that only tool calls
         constrain."""
         thinking = thinking_of(body)
         if thinking is None and body.tools and body.response_format is None and body.json_schema is None:
@@ -294,7 +296,7 @@ class RequestReader:
             raise ApiError(str(error), param=str(error).split()[0]) from None
 
     async def compiled(self, params: SamplingParams, body: Sampling) -> SamplingParams:
-        """`params`, once their grammar is known to compile within the limits. Others are read meanwhile. Raises
+        """Return `params` once their grammar is known to compile within the limits. Others are read meanwhile. Raises
         `ApiError`."""
         structured = params.structured
         if structured is None:
@@ -343,19 +345,19 @@ class RequestReader:
 
 
 def _num_chars(message: Message) -> int:
-    """Characters of a message's texts."""
+    """Count the characters of a message's texts."""
     if isinstance(message.content, list):
         return sum([len(text) for part in message.content if isinstance(text := part.get("text"), str)])
     return len(message.content or "")
 
 
 def special_of(body: Sampling | TokenizeRequest) -> dict[str, Any]:
-    """What a body says about control tokens in a prompt's text, as `one_prompt` wants it."""
+    """Return what a body says about control tokens in a prompt's text, as arguments of `one_prompt`."""
     return {"parse": body.parse_special is not False, "bos": body.add_special_tokens}
 
 
 def thinking_of(body: Conversation) -> bool | None:
-    """Whether the template is asked for thinking; None leaves it to the template."""
+    """Return whether the body requests thinking; None leaves it to the template."""
     thinking = (body.chat_template_kwargs or ChatTemplateVariables()).enable_thinking
     if thinking is None and isinstance(body, ChatRequest) and body.reasoning_effort == "none":
         return False
@@ -367,5 +369,5 @@ _BESIDE = ThreadPoolExecutor(1, "forge-beside-the-loop")
 
 
 async def beside_the_loop(size: int, work: Callable[[], Any]) -> Any:
-    """Do `work` on another thread where it takes long: `size` is in characters, tokens or log probabilities."""
+    """Do `work` on another thread if it takes long: `size` is in characters, tokens or log probabilities."""
     return await asyncio.get_running_loop().run_in_executor(_BESIDE, work) if size >= LONG_WORK else work()

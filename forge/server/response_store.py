@@ -20,7 +20,7 @@ _OVERHEAD = 1024
 
 
 class ResponseKey(NamedTuple):
-    """What a response is stored as."""
+    """The owner and the id under which a response is stored."""
 
     owner: str | None
     """The name of the API key that it was made with, where keys have names."""
@@ -57,7 +57,7 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         num_tokens = 0 if self.token_ids is None else len(self.token_ids)
         return len(self.body) + len(self.items) + len(self.setting) + 4 * num_tokens + _OVERHEAD
 
@@ -67,7 +67,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by their owners and ids."""
+    """Stores responses by their owners and ids."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes, self._num_bytes = max_bytes, 0
@@ -83,7 +83,7 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def put(self, key: ResponseKey, response: StoredResponse) -> None:
-        """Store a response; the least recently used are dropped where there is no room."""
+        """Store a response; drop the least recently used ones if there is no room."""
         self._responses[key] = response
         self._num_bytes += response.size
         while self._num_bytes > self._max_bytes:
@@ -91,7 +91,7 @@ class ResponseStore:
             self._num_bytes -= dropped.size
 
     def get(self, key: ResponseKey, status: int = 404) -> StoredResponse:
-        """Raises `ApiError` with `status` for one that is not stored, or not any more."""
+        """Return a response. Raises `ApiError` with `status` for one that is not stored, or not any more."""
         response = self._responses.get(key)
         if response is None:
             raise _not_found(key.response_id, status)
@@ -99,7 +99,7 @@ class ResponseStore:
         return response
 
     def delete(self, key: ResponseKey) -> None:
-        """Raises `ApiError` as `get` does."""
+        """Delete a response. Raises `ApiError` as `get` does."""
         self._num_bytes -= self.get(key).size
         del self._responses[key]
 

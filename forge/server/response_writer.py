@@ -16,7 +16,7 @@ from forge.server.strict_json import to_json
 
 
 class ResponseWriter:
-    """From a chat's chunks to the events of one response, and the response that they add up to."""
+    """Turns a chat's chunks into the events of one response, and into the whole response."""
 
     def __init__(self, request_id: str, model: str, body: ResponsesRequest, params: SamplingParams, shape: ChatShape):
         self.request_id, self._model, self._body, self._params, self._shape = request_id, model, body, params, shape
@@ -57,7 +57,7 @@ class ResponseWriter:
         return self._event("response.failed", response=response)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response, made at once."""
+        """Return the response in one piece."""
         sample = outputs[0].outputs[0]
         logprobs = [entry for entry in sample.logprobs or () if entry is not None]
         delta = Delta(0, sample.text, list(sample.token_ids), logprobs, sample.finish_reason, sample.stop_reason)
@@ -66,7 +66,7 @@ class ResponseWriter:
         return self.response(outputs)
 
     def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response when it has ended."""
+        """Return the response when it has ended."""
         usage = usage_object(outputs)
         is_cut = outputs[0].outputs[0].finish_reason == "length"
         return self._response("incomplete" if is_cut else "completed") | {
@@ -115,7 +115,7 @@ class ResponseWriter:
         return b"event: " + kind.encode() + b"\ndata: " + to_json(data) + b"\n\n"
 
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
-        """More reasoning, or more of the message."""
+        """Add reasoning, or more of the message."""
         name = "output_text" if kind == "message" else "reasoning_text"
         if self._open != kind:
             if kind == "message":
@@ -142,7 +142,7 @@ class ResponseWriter:
         yield self._event(f"response.{name}.delta", **self._place(), content_index=0, delta=text, **logprobs)
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[bytes]:
-        """A new call, or more of the last one's arguments."""
+        """Begin a call, or add to the last one's arguments."""
         self._logprobs = []
         function = call["function"]
         if "id" in call:
@@ -160,7 +160,7 @@ class ResponseWriter:
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
-        """The item that grew is whole, or all that there is of it."""
+        """Close the open item: it is complete, or all that there will be."""
         if not self._open:
             return
         item, kind, self._open = self._items[-1], self._open, ""
@@ -181,7 +181,7 @@ class ResponseWriter:
 
 
 def _after_thinking(logprobs: list[dict[str, Any]], without: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What follows the end of the thinking; `without` where that is not among them."""
+    """Return what follows the end of the thinking; `without` if there is no such end."""
     text = ""
     for index, entry in enumerate(logprobs, 1):
         text += entry["token"]

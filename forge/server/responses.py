@@ -15,7 +15,7 @@ from forge.tokenizer import Tokenizer
 
 
 def usage_object(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Each prompt counts once, however many choices it has."""
+    """Count the tokens of an answer. Each prompt counts once, however many choices it has."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     cached = sum(output.metrics.tokens_cached for output in outputs)
@@ -28,7 +28,7 @@ def usage_object(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def size_of(outputs: Sequence[RequestOutput]) -> int:
-    """Tokens and log probabilities of an answer: how long it takes to make is about that."""
+    """Count the tokens and log probabilities of an answer, which the time of writing it follows."""
     return sum(
         len(sample.token_ids)
         + sum(len(entry) for entry in (*(sample.logprobs or ()), *(output.prompt_logprobs or ())) if entry is not None)
@@ -40,7 +40,7 @@ def size_of(outputs: Sequence[RequestOutput]) -> int:
 def timings_object(
     num_prompt_tokens: int, prompt_seconds: float, num_tokens: int, seconds: float, num_cached: int | None = None
 ) -> dict[str, Any]:
-    """llama-server's `timings`. num_prompt_tokens: without the cached ones, where their number is given."""
+    """Return llama-server's `timings`. num_prompt_tokens: without the cached ones, if their number is given."""
     times: dict[str, Any] = {"cache_n": num_cached} if num_cached is not None else {}
     for name, number, elapsed in (("prompt", num_prompt_tokens, prompt_seconds), ("predicted", num_tokens, seconds)):
         times |= {f"{name}_n": number, f"{name}_ms": elapsed * 1e3}
@@ -50,7 +50,8 @@ def timings_object(
 
 
 def whole_timings(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Those of a request that has ended: up to the first token of all of its choices, and from there to the last."""
+    """Return the timings of a request that has ended: up to the first token of all of its choices, and from there to
+    the last."""
     metrics = [sample.metrics for output in outputs for sample in output.outputs]
     first = min(
         (timing.first_token for timing in metrics if timing.first_token is not None), default=metrics[0].arrived
@@ -63,7 +64,7 @@ def whole_timings(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 class Shape:
-    """What all answers to one request share."""
+    """The parts that all answers to one request share."""
 
     whole: str
     chunk: str
@@ -93,12 +94,12 @@ class Shape:
         raise NotImplementedError
 
     def facts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """A whole answer without its choices."""
+        """Return a whole answer without its choices."""
         facts = {**self._head, "object": self.whole, "usage": usage_object(outputs)}
         return facts | ({"timings": whole_timings(outputs)} if self._body.timings_per_token else {})
 
     def body(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The whole answer, made and encoded one choice at a time: one with many log probabilities is large."""
+        """Write the whole answer, encoded one choice at a time: one with many log probabilities is large."""
         head = to_json(self.facts(outputs))
         return head[:-1] + b',"choices":[' + b",".join(map(to_json, self.choices(outputs))) + b"]}"
 
@@ -111,7 +112,7 @@ class Shape:
         return chunk
 
     def _timings_so_far(self) -> dict[str, Any]:
-        """How much of the prompt was cached is not known before the end."""
+        """Return the timings of a stream. How much of the prompt was cached is not known before the end."""
         now = time.perf_counter()
         if self._num_tokens and not self._first_token:
             self._first_token = now
@@ -125,12 +126,13 @@ class Shape:
         return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
 
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
-        """Why a choice ended. The stop reason is null for EOS."""
+        """Return why a choice ended. The stop reason is null for EOS."""
         is_told = isinstance(stop, str) or stop in (self._body.stop_token_ids or ())
         return {"finish_reason": reason, "stop_reason": stop if is_told else None}
 
     def _prompt_logprobs(self, output: RequestOutput) -> list[dict[str, Any] | None]:
-        """As vLLM has them: for each prompt token the likeliest and itself, by token id."""
+        """Return log probabilities as vLLM does: for each prompt token the most probable ones and itself, by token
+        id."""
         most = self._body.prompt_logprobs or 0
         return [
             None
@@ -147,13 +149,13 @@ class Shape:
         ]
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The last chunk where usage was asked for: it has no choices."""
+        """Return the last chunk of a stream with usage: it has no choices."""
         timings = {"timings": whole_timings(outputs)} if self._body.timings_per_token else {}
         return {**self.chunk_of([]), "usage": usage_object(outputs), **timings}
 
 
 class CompletionShape(Shape):
-    """How `/v1/completions` writes a request's updates and result."""
+    """Writes a request's updates and result as `/v1/completions` does."""
 
     whole = chunk = "text_completion"
 
@@ -189,7 +191,7 @@ class CompletionShape(Shape):
             yield choice
 
     def delta(self, delta: Delta) -> list[dict[str, Any]]:
-        """Its chunk, or none: a token may bring nothing that can be shown yet."""
+        """Return a delta's chunk, or none: a token may bring nothing that can be shown yet."""
         if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
             return []
         logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs) if delta.logprobs else None
@@ -205,7 +207,7 @@ class CompletionShape(Shape):
         return [self.chunk_of([choice])]
 
     def begin(self, n: int) -> Iterator[dict[str, Any]]:
-        """Of each of a prompt's `n` choices the first chunk, where the prompt is wanted with it."""
+        """Return the first chunk of each of a prompt's `n` choices, if the prompt was requested with it."""
         for choice in range(n * len(self._prompts)):
             text = self._echo[choice // n]
             if text is not None:
@@ -216,7 +218,7 @@ class CompletionShape(Shape):
         return prompt.text if prompt.text is not None else self.tokenizer.decode(prompt.token_ids)
 
     def _echoed_logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
-        """Those of the prompt, the first of which has none."""
+        """Return the log probabilities of the prompt, the first of which has none."""
         if output.prompt_logprobs is None:
             return None
         return self._logprobs(index, output.prompt_token_ids, output.prompt_logprobs)
@@ -224,7 +226,7 @@ class CompletionShape(Shape):
     def _logprobs(
         self, index: int, token_ids: Sequence[int], entries: Sequence[Logprobs | None]
     ) -> dict[str, list[Any]]:
-        """The legacy shape: four lists of one entry per token."""
+        """Write the legacy shape: four lists of one entry per token."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
             text = self.tokenizer.token_text(token_id)
@@ -243,22 +245,22 @@ def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) ->
 
 
 def _reason_of_calls(reason: str | None) -> str | None:
-    """Why an answer with tool calls ended: for them, unless it was cut."""
+    """Return why an answer with tool calls ended: for them, unless it was cut."""
     return "tool_calls" if reason == "stop" else reason
 
 
 def _is_cut(end: CompletionOutput | Delta) -> bool:
-    """Whether a choice would have gone on."""
+    """Return whether a choice would have gone on."""
     return end.finish_reason != "stop" or isinstance(end.stop_reason, str)
 
 
 def ends_in_thinking(prompt: Prompt) -> bool:
-    """Whether a prompt ends inside the thinking part."""
+    """Return whether a prompt ends inside the thinking part."""
     return prompt.text is not None and prompt.text.rstrip().endswith("<think>")
 
 
 class ChatShape(Shape):
-    """How `/v1/chat/completions` writes a request's updates and result."""
+    """Writes a request's updates and result as `/v1/chat/completions` does."""
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
@@ -309,13 +311,13 @@ class ChatShape(Shape):
         return choice
 
     def begin(self, n: int) -> Iterator[dict[str, Any]]:
-        """The first chunk of each of `n` choices."""
+        """Return the first chunk of each of `n` choices."""
         ids = {"prompt_token_ids": self._prompts[0].token_ids} if self._body.return_token_ids else {}
         for choice in range(n):
             yield self._chunk(choice, {"role": "assistant", "content": ""}) | ids
 
     def delta(self, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks that make of a delta: reasoning, answer, tool calls and end, as far as there are any."""
+        """Return the chunks of a delta: reasoning, answer, tool calls and end, as far as there are any."""
         if delta.choice not in self._splitters:
             self._splitters[delta.choice] = ReasoningSplitter(self._in_reasoning), ToolCallSplitter(self._callable)
         thinking, calling = self._splitters[delta.choice]

@@ -69,7 +69,7 @@ class Conversation:
 
 
 def chat_request(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
-    """The chat that answers it: items is the whole conversation. Raises `ApiError`."""
+    """Translate the body to a chat: items is the whole conversation. Raises `ApiError`."""
     extra = body.model_extra or {}
     check_supported(extra, _NOT_HERE)
     for name in body.include or ():
@@ -91,7 +91,7 @@ def chat_request(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatReq
 
 
 def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The turns of a conversation. Reasoning and calls belong to the answer that they stand beside."""
+    """Return the turns of a conversation. Reasoning and calls belong to the answer that they stand beside."""
     answer: dict[str, Any] = {}
     for item in items:
         kind = item.get("type") or "message"
@@ -115,7 +115,7 @@ def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _extend(answer: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
-    """An item becomes part of an answer."""
+    """Make an item part of an answer."""
     if kind == "message":
         answer["content"] = _parts(item.get("content"))
     elif kind == "reasoning":
@@ -131,7 +131,7 @@ def _extend(answer: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
 
 
 def _parts(content: Any) -> Any:
-    """A chat message's content."""
+    """Return a chat message's content."""
     if not isinstance(content, list):
         return content
     parts = []
@@ -172,7 +172,7 @@ def _response_format(body: ResponsesRequest) -> Any:
 
 @dataclass
 class _Answering:
-    """A response that is being made."""
+    """A response under construction."""
 
     writer: ResponseWriter
     generation: Generation
@@ -234,7 +234,7 @@ def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict
 
 
 def owned(response_id: str) -> ResponseKey:
-    """What a response is stored as: a client whose key has a name finds those of this name only."""
+    """Return the key under which a response is stored: a client whose key has a name finds those of this name only."""
     exchange = current_exchange()
     return ResponseKey(None if exchange is None else exchange.key, response_id)
 
@@ -268,7 +268,7 @@ def _setting(body: ResponsesRequest, chat: ChatRequest) -> bytes:
 
 
 async def _begin(service: Service, store: ResponseStore, body: ResponsesRequest, request: Request) -> _Answering:
-    """Submit it. Raises `ApiError`."""
+    """Submit the chat. Raises `ApiError`."""
     conversation, chat = read(store, body)
     service.reader.accept(chat)
     prompt = await _prompt(service, body, conversation, chat)

@@ -23,7 +23,7 @@ _ID = re.compile(r"([A-Za-z0-9_.~-]{1,200}):([0-9a-f]{1,16}):([0-9a-f]{8}):([0-9
 
 
 class Part(Protocol):
-    """What is new of one choice."""
+    """A new part of one choice."""
 
     choice: int
     token_ids: list[int]
@@ -32,7 +32,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class SeenStream:
-    """What a client has of a stream."""
+    """The part of a stream that a client already has."""
 
     request_id: str
     seed: int
@@ -44,7 +44,7 @@ class SeenStream:
 
 
 def parse_event_id(text: str) -> SeenStream:
-    """What the client has, from the id of an event or of a request. Raises `UsageError` for what is neither."""
+    """Return what the client has, from the id of an event or of a request. Raises `UsageError` for what is neither."""
     if _REQUEST_ID.fullmatch(text):
         return SeenStream(text, 0, 0, (), ())
     match = _ID.fullmatch(text)
@@ -61,12 +61,12 @@ def parse_event_id(text: str) -> SeenStream:
 
 
 def shown_id(seen: SeenStream) -> str:
-    """The request's id in the events of a stream that is resumed: the one that it began with."""
+    """Return the request's id in the events of a resumed stream: the one that it began with."""
     return seen.request_id.partition("~")[0]
 
 
 def checksum_of(prompts: Iterable[Sequence[int]], params: SamplingParams) -> int:
-    """Of what the tokens follow from, beside the seed."""
+    """Compute a checksum of everything from which the tokens follow, beside the seed."""
     value = crc32(repr(replace(params, seed=None)).encode())
     for token_ids in prompts:
         value = crc32(np.asarray(token_ids, np.int32).tobytes(), value)
@@ -106,11 +106,11 @@ class StreamPosition:
             (self.model, *_) = begun
 
     def splits_before(self, choice: int, num_tokens: int) -> bool:
-        """Whether the client has exactly the first `num_tokens` of a choice: what follows is sent apart."""
+        """Return whether the client has exactly the first `num_tokens` of a choice: what follows is sent apart."""
         return self.seen is not None and num_tokens == self.seen.tokens[choice]
 
     def is_new(self, part: Part) -> bool:
-        """Count a part of the stream; whether the client does not have it yet."""
+        """Count a part of the stream; return whether the client does not have it yet."""
         choice = part.choice
         self._tokens[choice] += len(part.token_ids)
         self._ended[choice] = self._ended[choice] or part.finish_reason is not None
@@ -119,12 +119,12 @@ class StreamPosition:
         return self._ended[choice] and not self.seen.ended[choice]
 
     def new_chunks(self, part: Part, chunks: Iterable[Any]) -> list[Any]:
-        """The chunks of a part, or none if the client has them."""
+        """Return the chunks of a part, or none if the client has them."""
         written = list(chunks)  # what makes them counts on
         return written if self.is_new(part) else []
 
     def mark(self, events: bytes) -> bytes:
-        """Events with an id, after the last of them."""
+        """Return events with an id after the last of them."""
         counts = ",".join(
             [f"{count}e" if end else str(count) for count, end in zip(self._tokens, self._ended, strict=True)]
         )

@@ -32,7 +32,7 @@ MAX_TOKENS = 1 << 21
 
 
 class _Asked(Exception):
-    """Raised where a task asks its question: carries the requests out of it."""
+    """Raised when a task asks its question: carries the requests out of it."""
 
     def __init__(self, requests: Requests):
         super().__init__()
@@ -40,7 +40,7 @@ class _Asked(Exception):
 
 
 async def _run(service: Service, request: Request, work: Work, param: str) -> Any:
-    """`work(answer)`, where `answer` runs prefill-only requests, or none of them when the client leaves.
+    """Run `work(answer)`, where `answer` runs prefill-only requests, or none of them when the client leaves.
 
     A task asks once, at its beginning, and waits for the answer. So it is run up to its question, which it leaves
     behind, and from the start again when the answer is here: nothing waits in between but this coroutine.
@@ -63,7 +63,7 @@ async def _run(service: Service, request: Request, work: Work, param: str) -> An
 
 
 def _answer(prefix: str, body: Any, model: str, prompts: Sequence[Prompt], **fields: Any) -> JsonAnswer:
-    """What all these answers have in common."""
+    """Write the parts that all these answers share."""
     tokens = sum(len(prompt.token_ids) for prompt in prompts)
     head = {"id": f"{prefix}-{body.request_id or secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -71,7 +71,7 @@ def _answer(prefix: str, body: Any, model: str, prompts: Sequence[Prompt], **fie
 
 
 def _requests_of(work: Work) -> list[tuple[list[int], Any]]:
-    """What `work` asks for. Raises what it has against its input."""
+    """Return the requests of `work`. Raises what it has against its input."""
 
     def ask(requests: Requests) -> list[Any]:
         raise _Asked(requests)
@@ -188,7 +188,7 @@ def add_scores(app: FastAPI, service: Service) -> None:
 
 
 def _shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:
-    """Unit vectors of the first `dimensions` of each (Matryoshka embeddings: Kusupati et al. 2022)."""
+    """Return unit vectors of the first `dimensions` of each (Matryoshka embeddings: Kusupati et al. 2022)."""
     if dimensions > vectors.shape[1]:
         raise ApiError(f"this model's embeddings have {vectors.shape[1]} dimensions, ask for fewer", param="dimensions")
     first = vectors[:, :dimensions]
@@ -200,7 +200,7 @@ def _ids(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
-    """`text_1` and `text_2` as two lists of one length: a single text goes with every one of the other side."""
+    """Return `text_1` and `text_2` as two lists of one length: a single text goes with every one of the other side."""
     firsts, seconds = ([texts] if isinstance(texts, str) else texts for texts in (body.text_1, body.text_2))
     if len(firsts) == 1:
         firsts = firsts * len(seconds)

@@ -23,7 +23,7 @@ _DIE_WITH_PARENT = 1
 
 
 class ServerProcess:
-    """Used as a context manager; within it, and once it is ready, a server answers at `url`."""
+    """A `forge serve` in a process of its own, as a context manager; once it is ready, it answers at `url`."""
 
     def __init__(self, options: Sequence[str]):
         """`options` of `forge serve`, in its own spelling."""
@@ -51,7 +51,7 @@ class ServerProcess:
         self._end()
 
     def wait_until_ready(self) -> None:
-        """Wait until it answers. Raises `ForgeError` with what it said last if it never does."""
+        """Wait until the server answers. Raises `ForgeError` with its last line if it never does."""
         self._heard.wait(PATIENCE)
         if not self.url:
             last = self._lines[-1].strip().removeprefix("forge: ") if self._lines else "it said nothing"
@@ -63,11 +63,11 @@ class ServerProcess:
         return self._process.pid
 
     def terminate(self) -> None:
-        """SIGTERM: finish what has begun, and end."""
+        """Send SIGTERM: the server finishes what has begun, and ends."""
         self._process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Wait for its end; its exit status. Raises `ForgeError` if it does not come."""
+        """Wait for the server's end; return its exit status. Raises `ForgeError` if it does not come."""
         try:
             return self._process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -96,7 +96,7 @@ class ServerProcess:
 
 
 def end_with_parent() -> None:
-    """In a new process, before it begins: its parent may be killed, and no other process knows of it."""
+    """Make a new process end with its parent, which may be killed: no other process knows of it."""
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
     except AttributeError:  # not on this system

@@ -34,7 +34,7 @@ from forge.server.strict_json import JsonAnswer
 
 
 class Service:
-    """What the endpoints share."""
+    """The state that the endpoints share."""
 
     def __init__(self, client: EngineClient, ready: Ready, settings: Settings):
         self.client, self.ready, self.settings = client, ready, settings
@@ -60,14 +60,14 @@ class Service:
         )
 
     async def compiled(self, params: SamplingParams, body: Sampling, request: Request) -> SamplingParams:
-        """`params`, once their grammar is known to compile; the client's leaving ends that. Raises `ApiError`."""
+        """Return `params` once their grammar is known to compile; the client's leaving ends that. Raises `ApiError`."""
         if params.structured is None:
             return params
         async with leaving_client(request):
             return await self.reader.compiled(params, body)
 
     def seen_of(self, body: ChatRequest | CompletionRequest, request: Request) -> SeenStream | None:
-        """What the client has of a stream that it resumes. Raises `UsageError` for an id that is none."""
+        """Return what the client has of a stream that it resumes. Raises `UsageError` for an id that is none."""
         event_id = request.headers.get("last-event-id")
         if not event_id or not body.stream or not self.client.is_resumable:
             return None
@@ -94,7 +94,7 @@ class Service:
     async def begin_chat(
         self, request_id: str, body: ChatRequest, request: Request, prompt: Prompt | None = None
     ) -> tuple[ChatShape, Generation]:
-        """Submit a chat. prompt: its own, where it is not the messages'. Raises `ApiError` for one that is wrong."""
+        """Submit a chat. prompt: used instead of the messages', if given. Raises `ApiError` for one that is wrong."""
         reader = self.reader
         model = reader.accept(body)
         if prompt is None:
@@ -110,14 +110,14 @@ class Service:
         return shape, self.submit(request_id, [prompt], params, body, bool(body.stream))
 
     def id_of(self, body: Sampling, prefix: str) -> str:
-        """The request's id, with the end that the body gives. Raises `ApiError` where a request of that id runs."""
+        """Return the request's id, with the end that the body gives. Raises `ApiError` if a request of that id runs."""
         request_id = f"{prefix}-{body.request_id or secrets.token_hex(12)}"
         if body.request_id is not None and self.client.is_running(request_id):
             raise ApiError(f"a request with the request_id {body.request_id} runs already", param="request_id")
         return request_id
 
     def check_queue(self, num_prompts: int) -> None:
-        """Raises where so many more would be too many."""
+        """Raise `ApiError` if so many more requests would be too many."""
         if num_prompts > self.limits.max_queue:
             raise ApiError(f"that asks for {num_prompts} answers at once, and {self.limits.max_queue} go: ask for less")
         if self.client.num_unfinished + num_prompts > self.limits.max_queue:
@@ -125,7 +125,7 @@ class Service:
             raise ApiError(message, 429, code="queue_full", retry_after=1)
 
     def check_alive(self) -> None:
-        """Raises where no request will be answered any more."""
+        """Raise an error if no request will be answered any more."""
         if self.client.dead:
             raise EngineDead
         if not self.client.is_answering(self.limits.step_timeout):
@@ -133,7 +133,7 @@ class Service:
             raise ApiError(message, 503, code="engine_hung", retry_after=5)
 
     def check_ready(self) -> None:
-        """Raises where a new request would be refused."""
+        """Raise an error if a new request would be refused."""
         self.client.check_ready()
         if self.draining.begun:
             raise ShuttingDown
@@ -143,7 +143,7 @@ class Service:
             raise ApiError("all connections are in use", 503, code="connections_full", retry_after=1)
 
     def processes(self) -> dict[str, int]:
-        """The server's processes on this machine, by name."""
+        """Return the server's processes on this machine, by name."""
         engine = self.client.pid
         return {"server": os.getpid()} | ({} if engine is None else {"engine": engine})
 
@@ -163,7 +163,7 @@ class Service:
             self.give_up(generation)
 
     async def whole(self, generation: Generation, request: Request) -> list[RequestOutput]:
-        """The outputs, when all have ended."""
+        """Wait until all outputs have ended and return them."""
         async with self.followed(generation, request):
             return await generation.finished()
 
@@ -172,7 +172,8 @@ class Service:
         return JsonAnswer(await beside_the_loop(size_of(outputs), lambda: shape.body(outputs)))
 
     async def stream(self, generation: Generation, events: AsyncIterator[bytes]) -> EventStream:
-        """The answer that sends `events`. Raises, before anything is sent, what the engine has against a prompt."""
+        """Return the answer that sends `events`. Raises, before anything is sent, what the engine has against a
+        prompt."""
         try:
             await generation.accepted()
         except BaseException:
@@ -182,7 +183,7 @@ class Service:
 
 
 def _fingerprint(ready: Ready) -> str:
-    """OpenAI's `system_fingerprint`: the same as long as one seed gives the same answer."""
+    """Return OpenAI's `system_fingerprint`: the same as long as one seed gives the same answer."""
     facts = (
         __version__,
         ready.model_name,

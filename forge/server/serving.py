@@ -81,8 +81,8 @@ def serve(
 
 
 def listen(settings: Settings, share: bool = False) -> socket.socket:
-    """A socket bound to the address; `share` it with other processes that do. Raises `UsageError` where it cannot be
-    had, and for keys and certificates that cannot be read."""
+    """Bind a socket to the address; `share` it with other processes that do. Raises `UsageError` if it cannot be had,
+    and for keys and certificates that cannot be read."""
     has_keys = Keys(settings.api_key, settings.api_key_file).are_needed
     _check_certificate(settings)
     try:
@@ -103,7 +103,7 @@ def listen(settings: Settings, share: bool = False) -> socket.socket:
 
 
 def _check_certificate(settings: Settings) -> None:
-    """Raises `UsageError` where certificate and key are no pair that can be read."""
+    """Raise `UsageError` unless certificate and key are a pair that can be read."""
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:
         return
     try:
@@ -114,7 +114,7 @@ def _check_certificate(settings: Settings) -> None:
 
 
 def start_listening(listening: socket.socket, settings: Settings, backlog: int) -> None:
-    """Take connections from now on. Raises `UsageError` where another process has begun to since `listen`."""
+    """Accept connections from now on. Raises `UsageError` if another process has begun to since `listen`."""
     try:
         listening.listen(backlog)
     except OSError as error:
@@ -122,8 +122,9 @@ def start_listening(listening: socket.socket, settings: Settings, backlog: int) 
 
 
 def connection_limits() -> tuple[int, int]:
-    """How many connections may be open and how many may wait to be accepted, with as many open files as the system
-    allows this process: the usual soft limit is 1,024. Without a file to spare asyncio would log each failed accept."""
+    """Return how many connections may be open and how many may wait to be accepted, with as many open files as the
+    system allows this process: the usual soft limit is 1,024. Without a file to spare asyncio would log each failed
+    accept."""
     try:
         import resource
     except ImportError:  # not on this system
@@ -198,7 +199,7 @@ async def serve_client(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signals: ours know of the engine."""
+    """uvicorn without its signal handlers: ours know of the engine."""
 
     on_started: Callable[[], None] | None = None
 
@@ -215,7 +216,7 @@ class _Server(uvicorn.Server):
 
 
 class _Ending:
-    """From the first signal to the server's end."""
+    """The orderly end of a server, from the first signal on."""
 
     def __init__(
         self, client: EngineClient, service: Service, server: uvicorn.Server, exchanges: Exchanges, grace: float
@@ -255,7 +256,7 @@ class _Ending:
 
 
 def _load_keys(keys: Keys) -> None:
-    """Read the file of keys again. Where it cannot be read, the keys stay as they are."""
+    """Read the file of keys again. If it cannot be read, the keys stay as they are."""
     try:
         logger.info("%d API keys", keys.load())
     except UsageError as error:
@@ -263,7 +264,7 @@ def _load_keys(keys: Keys) -> None:
 
 
 async def _follow_engine(client: EngineClient, server: uvicorn.Server, on_death: str) -> None:
-    """When the engine's process dies: say so in one line, then end the server or start another engine."""
+    """Wait for the death of the engine's process: log it in one line, then end the server or start another engine."""
     while True:
         await client.died.wait()
         await asyncio.to_thread(client.process.join, 2)
@@ -312,7 +313,7 @@ class OncePerSecond(logging.Filter):
 
 
 def configure_logging(access_log: AccessLog = "off") -> None:
-    """Lines on standard error, in the form that the field's servers have; those of a request begin with its id."""
+    """Log lines to standard error, in the form that the field's servers have; those of a request begin with its id."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(OncePerSecond())
     handler.addFilter(WithRequestId())

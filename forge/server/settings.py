@@ -13,7 +13,7 @@ AccessLog = Literal["off", "text", "json"]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Return whether an address can be reached from this machine only."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for at most."""
+    """The limits of what a request may ask for."""
 
     max_queue: int = option(2048, "Unfinished prompts before 429.", "Limits")
     max_body_bytes: int = option(4 << 20, "Size of a request.", "Limits")

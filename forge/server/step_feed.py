@@ -39,7 +39,7 @@ class StepFeed:
         return len(self._subscribers)
 
     def join(self) -> Subscriber:
-        """Begin to watch. Raises `ApiError` where there are too many subscribers."""
+        """Add a subscriber. Raises `ApiError` if there are too many."""
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
             message = f"{MAX_SUBSCRIBERS} clients watch the steps already, which is the most: come back later"
             raise ApiError(message, 429, code="too_many_subscribers", retry_after=5)
@@ -50,14 +50,14 @@ class StepFeed:
         return subscriber
 
     def leave(self, subscriber: Subscriber) -> None:
-        """End watching. With the last subscriber the engine stops to send records."""
+        """Remove a subscriber. After the last one the engine stops sending records."""
         self._subscribers.discard(subscriber)
         if not self._subscribers and self._reading is not None:
             self._reading.cancel()
             self._reading = None
 
     async def pieces(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
-        """Events of the steps from now on, until the engine ends."""
+        """Yield events of the steps from now on, until the engine ends."""
         piece = b""
         while not piece.endswith(DONE):
             events = [await subscriber.get()]

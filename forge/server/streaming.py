@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Any) -> bytes:
-    """`value` as one server-sent event."""
+    """Write `value` as one server-sent event."""
     return b"data: " + to_json(value) + b"\n\n"
 
 
@@ -97,7 +97,7 @@ async def _disconnected(receive: Receive) -> None:
 
 @asynccontextmanager
 async def leaving_client(request: Request) -> AsyncIterator[None]:
-    """Within it, a client that goes away ends the waiting, with `ClientDisconnect`."""
+    """Within it, a client that leaves ends the waiting, with `ClientDisconnect`."""
     waiting = asyncio.current_task()
     assert waiting is not None, "a request is answered within a task"
     leaving = asyncio.create_task(_disconnected(request.receive))

@@ -41,13 +41,13 @@ _CLEARER = {"recursion limit": "it is nested too deeply", "hex escape": "an esca
 
 
 class JsonAnswer(Response):
-    """A body that `to_json` has made."""
+    """An answer whose body `to_json` has written."""
 
     media_type = "application/json"
 
 
 class Counts(NamedTuple):
-    """How much there is in a JSON text, outside of its texts."""
+    """The numbers of values and fields in a JSON text."""
 
     values: int
     """Numbers, texts, lists and objects; one more for each empty list and object."""
@@ -55,8 +55,8 @@ class Counts(NamedTuple):
 
 
 def counts_of(body: bytes, enough: Counts) -> Counts:
-    """Values and fields of a JSON text, or a bound: no fewer than there are where that is within `enough`, and no more
-    than there are where it is not.
+    """Count the values and fields of a JSON text, or a bound: no fewer than there are if that is within `enough`, and
+    no more than there are if it is not.
 
     Builds no object per value. What is no JSON counts as what a parser can build of it before it finds the mistake.
     """
@@ -83,7 +83,7 @@ class BodyParser:
         self._turn = asyncio.Lock()
 
     async def parse(self, body: bytes) -> Any:
-        """The value. After a large one the loop is free for as long as that took. Raises `ApiError` and
+        """Return the parsed value. After a large one the loop is free for as long as that took. Raises `ApiError` and
         `HTTPException`."""
         if len(body) <= _LARGE:
             return self._parse(body)

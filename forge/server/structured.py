@@ -11,7 +11,8 @@ from forge.server.tools import tool_use
 
 
 def structured_output(body: Sampling) -> StructuredOutput | None:
-    """None where any text will do. Raises `ApiError` for a form that is incomplete, or for two."""
+    """Return the form that a body requests; None if any text will do. Raises `ApiError` for a form that is incomplete,
+    or for two."""
     name, form = _form(body)
     tools = tool_use(body)
     if tools is not None:
@@ -28,7 +29,8 @@ def structured_output(body: Sampling) -> StructuredOutput | None:
 
 
 def parts_of(body: Sampling) -> Iterator[tuple[str, str, StructuredOutput]]:
-    """The parts of a grammar that can be wrong by themselves: what a message begins with, the parameter, the form."""
+    """Return the parts of a grammar that can be wrong by themselves: what a message begins with, the parameter, the
+    form."""
     tools = tool_use(body)
     if tools is not None:
         for name, schema in tools.schemas():
@@ -39,14 +41,14 @@ def parts_of(body: Sampling) -> Iterator[tuple[str, str, StructuredOutput]]:
 
 
 def param_of(body: Sampling) -> str:
-    """The parameter that an error about the whole form is about."""
+    """Return the parameter that an error about the whole form is about."""
     if tool_use(body) is not None:
         return "tools"
     return _form(body)[0]
 
 
 def _form(body: Sampling) -> tuple[str, dict[str, Any] | None]:
-    """The parameter that says what an answer in text must be, and what it says."""
+    """Return the parameter that says what an answer in text must be, and what it says."""
     response_format = body.response_format if isinstance(body, OpenAiRequest) else None
     forms = [
         (name, form)

@@ -45,13 +45,14 @@ class ToolUse:
         return self.is_required or not self.is_parallel or any(function.strict for function in self.functions)
 
     def schema_of(self, function: Function) -> Mapping[str, Any]:
-        """What its arguments must keep to."""
+        """Return the schema that a function's arguments must keep to: any object, unless its own is enforced."""
         if not (self.is_required or function.strict):
             return _ANYTHING
         return arguments_schema(function)
 
     def structured(self, answer: Mapping[str, Any] | None) -> StructuredOutput:
-        """answer: the schema of an answer without calls, if it has one. Raises `ApiError`."""
+        """Return the form of the answer. answer: the schema of an answer without calls, if it has one. Raises
+        `ApiError`."""
         callables = [(function.name, self.schema_of(function)) for function in self.functions]
         how = {"required": self.is_required, "parallel": self.is_parallel}
         try:
@@ -60,14 +61,16 @@ class ToolUse:
             raise ApiError(str(error), param="tools") from None
 
     def schemas(self) -> Iterator[tuple[str, StructuredOutput]]:
-        """Of every function whose schema counts, its name and the schema alone, so that a wrong one can be named."""
+        """Return for every function whose schema counts its name and the schema alone, so that a wrong one can be
+        named."""
         for function in self.functions:
             if function.parameters is not None and (self.is_required or function.strict):
                 yield function.name, StructuredOutput(json=arguments_schema(function))
 
 
 def tool_use(body: Any) -> ToolUse | None:
-    """None where no tool may be called. Raises `ApiError` for tools that are wrong or a choice that is not theirs."""
+    """Return the tools of a body; None if no tool may be called. Raises `ApiError` for tools that are wrong or a choice
+    that is not theirs."""
     if not isinstance(body, ChatRequest):
         return None
     choice = body.tool_choice
@@ -89,7 +92,7 @@ def tool_use(body: Any) -> ToolUse | None:
 
 
 def arguments_schema(function: Function) -> Mapping[str, Any]:
-    """The schema of a function's arguments: always an object."""
+    """Return the schema of a function's arguments: always an object."""
     if function.parameters is None:
         return _NOTHING
     kind = function.parameters.get("type", "object")
@@ -99,7 +102,7 @@ def arguments_schema(function: Function) -> Mapping[str, Any]:
 
 
 def shown_tools(body: Conversation) -> list[dict[str, Any]] | None:
-    """As the chat template lists them."""
+    """Return the tools as the chat template lists them."""
     if not body.tools or body.tool_choice == "none":
         return None
     return [
@@ -109,7 +112,7 @@ def shown_tools(body: Conversation) -> list[dict[str, Any]] | None:
 
 
 def shown_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of an earlier answer as templates take it: its arguments an object, if they are one."""
+    """Return a call of an earlier answer as templates take it: its arguments an object, if they are one."""
     function = dict(call["function"])
     if isinstance(function["arguments"], str):
         arguments = _parsed(function["arguments"])
@@ -127,7 +130,7 @@ def _check(functions: list[Function]) -> None:
 
 
 class ToolCallSplitter:
-    """Text goes in as it comes; content and calls come out, in the pieces that OpenAI's deltas have.
+    """Splits text, as it comes, into content and calls, in the pieces that OpenAI's deltas have.
 
     What may be the beginning of a tag is held back, and so is a call until its name is certain, so it does not matter
     how the text is cut. Blank space beside calls belongs to neither. A call of a function that is not there, or that is
@@ -147,8 +150,8 @@ class ToolCallSplitter:
         """Within arguments."""
 
     def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """The (content, entries of `tool_calls`) that `text` makes certain: one entry per call, as clients expect it of
-        a chunk."""
+        """Return the (content, entries of `tool_calls`) that `text` makes certain: one entry per call, as clients
+        expect it of a chunk."""
         self._held += text
         content, calls = "", []
         while True:
@@ -167,8 +170,8 @@ class ToolCallSplitter:
                 return content, _joined(calls)
 
     def finish(self, is_cut: bool = False) -> str:
-        """Nothing follows: the content that was held back. is_cut: more would have followed, so that the beginning of a
-        call is none."""
+        """Return the content that was held back: nothing follows. is_cut: more would have followed, so that the
+        beginning of a call is none."""
         held, self._held = self._held, ""
         if self._state == "head":
             return "" if is_cut else self._space + BEGIN + held
@@ -195,7 +198,7 @@ class ToolCallSplitter:
         return text
 
     def _head(self) -> tuple[str, list[dict[str, Any]]]:
-        """A call begins with its name; one in another order is read when it is whole."""
+        """Read the name of a call, which comes first; a call in another order is read when it is whole."""
         begun = _HEAD.match(self._held)
         name = _parsed(begun[1]) if begun else None
         if begun and isinstance(name, str) and name in self._names:
@@ -224,8 +227,8 @@ class ToolCallSplitter:
         return [{"index": self.num_calls - 1, "function": {"arguments": piece}}] if piece else []
 
     def _num_of_arguments(self) -> int:
-        """How many of the characters held belong to the arguments. They end with their last brace, or where a `<`
-        outside a string says that they are no JSON."""
+        """Return how many of the characters held belong to the arguments. They end with their last brace, or where a
+        `<` outside a string says that they are no JSON."""
         for index, character in enumerate(self._held):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'
@@ -251,7 +254,7 @@ class ToolCallSplitter:
 
 
 def _joined(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per index: clients add up what chunks have, and not what one chunk has twice."""
+    """Join the entries of one index: clients add up what chunks have, and not what one chunk has twice."""
     joined: list[dict[str, Any]] = []
     for entry in entries:
         if joined and joined[-1]["index"] == entry["index"]:
@@ -262,7 +265,7 @@ def _joined(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def split_tool_calls(text: str, names: Collection[str], is_cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
-    """The (content, tool calls) of a whole text. is_cut: as for `ToolCallSplitter.finish`."""
+    """Return the (content, tool calls) of a whole text. is_cut: as for `ToolCallSplitter.finish`."""
     splitter = ToolCallSplitter(names)
     content, entries = splitter.push(text)
     calls = [{name: value for name, value in entry.items() if name != "index"} for entry in entries]
@@ -270,7 +273,7 @@ def split_tool_calls(text: str, names: Collection[str], is_cut: bool = False) ->
 
 
 def _parsed(text: str) -> Any:
-    """None for what is not JSON."""
+    """Parse JSON; return None for what is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
