@@ -13,7 +13,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 
 @dataclass
 class Breaker:
-    """Closed while a replica works; open after it has failed."""
+    """A circuit breaker: closed while a replica works, open after it has failed."""
 
     failures: int = 0
     """In a row."""
@@ -21,12 +21,12 @@ class Breaker:
     """Seconds of the current pause; 0 while it is closed."""
 
     def succeeded(self) -> None:
-        """The replica did what it was asked."""
+        """Note that the replica did its work."""
         self.failures, self.pause = 0, 0.0
 
     def failed(self, is_gone: bool = False) -> float | None:
-        """The replica failed: the seconds for which it gets no requests now, or None if it goes on. is_gone: it cannot
-        be reached, which opens the breaker at once."""
+        """Note a failure; return the seconds for which the replica gets no requests, or None if it goes on. is_gone: it
+        cannot be reached, which opens the breaker at once."""
         self.failures += 1
         if self.failures < FAILURES and not is_gone and not self.pause:
             return None

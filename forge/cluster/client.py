@@ -67,7 +67,7 @@ class NoHealthyReplica(EngineDead):
 
 @dataclass(eq=False)
 class _Request:
-    """A prompt that has not ended, and what has come of it."""
+    """A prompt that has not ended, with its tokens so far."""
 
     submit: Submit
     token_ids: list[list[int]]
@@ -94,7 +94,7 @@ class _Request:
     homeless_since: float = 0.0
 
     def emitted(self) -> tuple[Emitted, ...]:
-        """What another engine has to know. The last token of a sample that has ended is chosen again there."""
+        """Return what another engine has to know. The last token of a sample that has ended is chosen again there."""
         return tuple(
             [
                 Emitted(tuple(tokens[:-1]), tuple(logprobs[:-1]))
@@ -107,7 +107,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Question:
-    """A question to one engine, or requests that keep nothing, to any."""
+    """A question to one engine, or prefill-only requests to any."""
 
     command: Ask | AskTasks
     replica: str | None = None
@@ -116,7 +116,7 @@ class _Question:
 
 
 class ClusterClient(EngineClient):
-    """Places requests at engines and follows what becomes of them. `join` and `leave` say which engines there are."""
+    """Places requests at engines and follows them to their ends. `join` and `leave` say which engines there are."""
 
     is_resumable = True
 
@@ -156,10 +156,10 @@ class ClusterClient(EngineClient):
         """Requests that went on at another engine."""
 
     def _start(self) -> None:
-        """Ray starts the engines."""
+        """Do nothing: Ray starts the engines."""
 
     async def connect(self) -> None:
-        """From here on replicas can join."""
+        """Let replicas join from now on."""
         self._is_watching = self.on_record is not None
         if not self._loop_tasks:
             links = lambda: [link for _, link in self._links.values()]  # noqa: E731
@@ -173,20 +173,20 @@ class ClusterClient(EngineClient):
             link.lose("this front has ended")
 
     def close(self) -> None:
-        """Ray ends the engines."""
+        """Do nothing: Ray ends the engines."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a healthy engine can be reached; where prompts are computed apart, one of each kind."""
+        """Return whether a healthy engine can be reached; if prompts are computed apart, one of each kind."""
         return all(pool.fleet.num_healthy > 0 for pool in self.pools.values())
 
     def check_ready(self) -> None:
-        """Raises `NoHealthyReplica` where no engine would answer a request."""
+        """Raise `NoHealthyReplica` if no engine would answer a request."""
         if not self.is_ready:
             raise NoHealthyReplica
 
     def take_ready(self, ready: Ready) -> None:
-        """What the engines told of the model."""
+        """Store what the engines said of the model."""
         self._device, self._block_size = ready.device, ready.block_size
         self._tokenizer = ready.tokenizer()
 
@@ -203,14 +203,14 @@ class ClusterClient(EngineClient):
         return None
 
     def is_answering(self, patience: float) -> bool:
-        """True: this front lives. Whether an engine can be reached, `check_ready` says."""
+        """Return True: this front lives. `check_ready` says whether an engine can be reached."""
         return True
 
     def end_by_force(self, after: float) -> None:
-        """The engines are ended by Ray, which has limits of its own."""
+        """Do nothing: Ray ends the engines, and has limits of its own."""
 
     def replica_of(self, request_id: str) -> str | None:
-        """The engine that a request went to last, if that is remembered."""
+        """Return the engine that a request went to last, if that is remembered."""
         decision = self.pools[ENGINES].decisions.get(request_id)
         return None if decision is None else decision.replica
 
@@ -229,7 +229,7 @@ class ClusterClient(EngineClient):
                 self._connect_after(name, 0.0)
 
     def leave(self, name: str) -> None:
-        """A replica has ended, or begins to: it gets no new requests. What it has it may still finish."""
+        """Send no new requests to a replica that has ended, or begins to. It may finish those that it has."""
         if name in self._addresses:
             pool, _ = self._addresses.pop(name)
             del pool.breakers[name]
@@ -242,7 +242,7 @@ class ClusterClient(EngineClient):
 
     @property
     def replicas(self) -> set[str]:
-        """The names of all that have joined and not left."""
+        """The names of all replicas that have joined and not left."""
         return set(self._addresses)
 
     def _close_if_done(self, name: str) -> None:
@@ -279,7 +279,7 @@ class ClusterClient(EngineClient):
             self._place(request)
 
     def _lost(self, link: Link) -> None:
-        """A connection is lost: place its requests elsewhere."""
+        """Place the requests of a lost connection elsewhere."""
         pool, _ = self._links.pop(link.name)
         pool.fleet.leave(link.name)
         self._gauges_of.pop(link.name, None)
@@ -301,7 +301,7 @@ class ClusterClient(EngineClient):
                 self._ask_elsewhere(question, link.name, link.why_lost)
 
     def _suspend(self, name: str, pool: Pool, pause: float) -> None:
-        """Send a replica that fails no requests for a while."""
+        """Send a failing replica no requests for a while."""
         logger.warning("replica %s fails: it gets no requests for %.1f s", name, pause)
         pool.fleet.suspend(name)
         asyncio.get_running_loop().call_later(pause, pool.fleet.resume, name)
@@ -318,7 +318,7 @@ class ClusterClient(EngineClient):
         priority: int = 0,
         salt: str = "",
     ) -> Generation:
-        """As `EngineClient.submit`. Raises `NoHealthyReplica` where no engine can be reached."""
+        """Submit as `EngineClient.submit` does. Raises `NoHealthyReplica` if no engine can be reached."""
         return self._submit(
             request_id, prompts, params, secrets.randbits(32), stream=stream, priority=priority, salt=salt
         )
@@ -332,8 +332,8 @@ class ClusterClient(EngineClient):
         priority: int = 0,
         salt: str = "",
     ) -> Generation:
-        """As `EngineClient.resume`. If an engine remembers the tokens, the prompt goes on behind them; else they are
-        all generated again, and are the same."""
+        """Resume as `EngineClient.resume` does. If an engine remembers the tokens, the prompt goes on behind them; else
+        they are all generated again, and are the same."""
         options: dict[str, Any] = {"stream": True, "priority": priority, "salt": salt}
         request_id = f"{shown_id(seen)}~{secrets.token_hex(3)}"  # its engine may not know yet that it was left
         known = None
@@ -370,8 +370,8 @@ class ClusterClient(EngineClient):
         seen: SeenStream | None = None,
         **options: Any,
     ) -> Generation:
-        """seed: for a request that gives none. The tokens must be the same wherever they are chosen, so it is fixed
-        here; a prompt's is that of the request and its number."""
+        """Submit a prompt. seed: for a request that gives none. The tokens must be the same wherever they are chosen,
+        so it is fixed here; a prompt's is that of the request and its number."""
         self._check_reachable()
         position = None
         if options["stream"]:
@@ -424,7 +424,7 @@ class ClusterClient(EngineClient):
     # Requests
 
     def _place(self, request: _Request) -> None:
-        """Send a request to the engine that its router chooses; where there is none, it waits for one."""
+        """Send a request to the engine that its router chooses; without an engine, it waits for one."""
         submit, emitted = request.submit, request.emitted()
         request.replica = request.prefill = None
         is_begun = any(sample.token_ids for sample in emitted)
@@ -458,7 +458,7 @@ class ClusterClient(EngineClient):
             generation.position.model = request.version
 
     def _continue(self, request: _Request) -> None:
-        """Its prompt is computed: send a request to the engine that decodes, which takes its beginning."""
+        """Send a request whose prompt is computed to the engine that decodes, which takes its beginning."""
         submit, prefill = request.submit, request.prefill
         assert prefill is not None, "an engine has computed its prompt"
         route = RouteRequest(submit.request_id, (), 1, self._block_size, request.avoid, request.pinned)
@@ -473,7 +473,7 @@ class ClusterClient(EngineClient):
         self._links[decision.replica][1].send(Place(submit, source=source))
 
     def _fail_over(self, request: _Request, name: str, why: str) -> None:
-        """An engine has failed at a request: place it elsewhere, or end it where too many have."""
+        """Place a request that an engine failed at elsewhere, or end it if too many have failed."""
         self._end_everywhere(request)
         request.failures += 1
         request.avoid |= {name}
@@ -491,7 +491,7 @@ class ClusterClient(EngineClient):
             self.abort(self._generations[key][0], RequestFailed(why))
 
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
-        """As `EngineClient.abort`, counted where its requests were."""
+        """Abort as `EngineClient.abort` does, and count the abort where its requests were."""
         requests = [self._requests[key] for key in generation.keys if key in self._requests]
         if self.metrics is not None:
             for request in requests:
@@ -506,7 +506,7 @@ class ClusterClient(EngineClient):
                 self._links[name][1].send(Abort(request.submit.key))
 
     def _end_everywhere(self, request: _Request) -> None:
-        """It is on the way to no engine any more."""
+        """Stop counting a request as under way to any engine."""
         for pool in self.pools.values():
             pool.fleet.end(request.submit.request_id)
 
@@ -523,7 +523,7 @@ class ClusterClient(EngineClient):
     # Questions
 
     async def ask(self, subject: str, *arguments: Any) -> Any:
-        """As `EngineClient.ask`, of the replica that has the request in question; with the decision that sent it
+        """Ask, as `EngineClient.ask` does, the replica that has the request in question; add the decision that sent it
         there."""
         decision = self.pools[ENGINES].decisions.get(arguments[0]) if arguments else None
         if decision is None or decision.replica not in self._links:
@@ -546,7 +546,7 @@ class ClusterClient(EngineClient):
             raise NoHealthyReplica
 
     async def tokens_of(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
-        """The seed of a request that any front had, and its samples' tokens, if an engine remembers them."""
+        """Return the seed of a request that any front had, and its samples' tokens, if an engine remembers them."""
         questions: dict[int, asyncio.Future[Any]] = {}
         for name, (_, link) in self._links.items():
             question = _Question(Ask(next(self._numbers), "tokens", (request_id,)), name)
@@ -584,7 +584,7 @@ class ClusterClient(EngineClient):
         self._links[question.replica][1].send(command)
 
     def _ask_elsewhere(self, question: _Question, name: str, why: str) -> None:
-        """A replica has failed at a question, of which nothing has been sent."""
+        """Ask another replica after one has failed at a question, of which nothing has been sent."""
         self.pools[ENGINES].fleet.end(f"ask-{question.command.number}")
         question.avoid |= {name}
         if isinstance(question.command, Ask) or len(question.avoid) >= ATTEMPTS:
@@ -715,7 +715,7 @@ class ClusterClient(EngineClient):
         return end
 
     def _is_elsewhere(self, name: str, refusal: Any) -> bool:
-        """Whether a request that was refused is placed elsewhere: the engine, and not the request, was at fault."""
+        """Return whether a refused request is placed elsewhere: the engine, and not the request, was at fault."""
         request = self._requests.get(refusal.key)
         if request is None:
             return False
@@ -745,7 +745,7 @@ class ClusterClient(EngineClient):
         return False
 
     def _located(self, name: str, record: StepRecord) -> StepRecord:
-        """A step with the engine that took it, and why requests came to it."""
+        """Return a step with the engine that took it, and why requests came to it."""
         decisions = self.pools[ENGINES].decisions
         routes = tuple([decisions[request.request_id] for request in record.arrived if request.request_id in decisions])
         return replace(record, replica=name, routes=routes)

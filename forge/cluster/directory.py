@@ -13,7 +13,7 @@ _LISTENERS: dict[str, Callable[[set[str]], None]] = {}
 
 
 def listen_to(deployment: str, on_change: Callable[[set[str]], None]) -> None:
-    """Call `on_change`, from any thread, with the names of the replicas that run, again and again."""
+    """Call `on_change`, from any thread, with the names of the running replicas whenever they change."""
     _LISTENERS[deployment] = on_change
 
 

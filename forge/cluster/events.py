@@ -13,7 +13,7 @@ from forge.cache.prefix_index import PrefixIndex
 
 @dataclass(frozen=True)
 class CacheEvents:
-    """What changed in one replica's cache since its last batch."""
+    """The changes of one replica's cache since its last batch."""
 
     published: tuple[int, ...] = ()
     """Keys of contents that the cache has now and did not have before."""
@@ -24,7 +24,7 @@ class CacheEvents:
         return bool(self.published or self.evicted)
 
     def then(self, later: "CacheEvents") -> "CacheEvents":
-        """Both as one batch."""
+        """Join two batches into one."""
         if not self or not later:
             return later or self
         published, evicted = dict.fromkeys(self.published), dict.fromkeys(self.evicted)
@@ -39,7 +39,7 @@ NO_EVENTS = CacheEvents()
 
 
 class EventLog:
-    """Collects the net changes of one prefix index. The engine's thread writes, another may take."""
+    """Collects the net changes of one prefix index. The engine's thread writes, another thread may take."""
 
     def __init__(self) -> None:
         self._changes: dict[int, bool] = {}
@@ -56,7 +56,7 @@ class EventLog:
         self._note(key, False)
 
     def take(self) -> CacheEvents:
-        """The changes since the last call. A content that came and went in between is in neither list."""
+        """Return the changes since the last call. A content that came and went in between is in neither list."""
         with self._lock:
             changes, self._changes = self._changes, {}
         published = tuple([key for key, held in changes.items() if held])

@@ -44,13 +44,13 @@ class Load(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Both as one number, in prompt tokens. How long answers may become is not in it: no client knows."""
+        """Both numbers as one, in prompt tokens. How long answers may become is not in it: no client knows."""
         return self.tokens + SEQUENCE_TOKENS * self.sequences
 
 
 @dataclass(frozen=True)
 class RouteRequest:
-    """What a router may know of a request."""
+    """The facts that a router may know of a request."""
 
     request_id: str
     keys: tuple[int, ...] = ()
@@ -82,8 +82,8 @@ class Replica:
 
 
 def least_busy(replicas: Sequence[Replica]) -> Replica:
-    """The one with the least load, of equals the one that was given the fewest tokens so far. Written for a thousand
-    replicas and thousands of decisions a second."""
+    """Return the replica with the least load, of equals the one that was given the fewest tokens so far. Written for a
+    thousand replicas and thousands of decisions a second."""
     least = min(replicas, key=_TOKENS)
     fewest = least.tokens
     equals = [replica for replica in replicas if replica.tokens == fewest]
@@ -91,7 +91,7 @@ def least_busy(replicas: Sequence[Replica]) -> Replica:
 
 
 class PrefixMap:
-    """From a prefix key to the replicas that have its block, as one integer with a bit for each.
+    """Maps a prefix key to the replicas that have its block, as one integer with a bit for each.
 
     Takes `max_bytes` at most: beyond that the keys that were published longest ago are dropped, and their blocks are
     cached without the router's knowledge. When a replica leaves, its bits stay until later events have swept them, a
@@ -126,16 +126,16 @@ class PrefixMap:
         self._sweep()
 
     def forget(self, index: int) -> None:
-        """A replica is gone, and its cache with it."""
+        """Forget the cache of a replica that is gone."""
         self._gone |= 1 << index
         self._unswept = len(self.holders)
 
     def is_swept(self, index: int) -> bool:
-        """Whether no key has the bit of a replica that has left, so that another replica may have the bit."""
+        """Return whether no key has the bit of a replica that has left, so that another replica may have the bit."""
         return not self._gone >> index & 1
 
     def longest(self, keys: Sequence[int], among: int) -> tuple[int, int]:
-        """Of the replicas in the mask `among`: how many blocks of a prompt the best of them have, and which those
+        """Return how many blocks of a prompt the best replicas in the mask `among` have, and which replicas those
         are."""
         holders, best, length = self.holders.get, among, 0
         for key in keys:
@@ -159,7 +159,7 @@ class PrefixMap:
 
 @dataclass
 class Fleet:
-    """The replicas, by name."""
+    """The replicas by name."""
 
     replicas: dict[str, Replica] = field(default_factory=dict)
     prefixes: PrefixMap = field(default_factory=PrefixMap)
@@ -187,7 +187,7 @@ class Fleet:
         return len(self._by_index)
 
     def leave(self, name: str) -> None:
-        """A replica has ended or died. Its requests count for none until they are routed again."""
+        """Remove a replica that has ended or died. Its requests count for none until they are routed again."""
         replica = self.replicas.pop(name, None)
         self._suspended.discard(name)
         if replica is not None:
@@ -196,7 +196,7 @@ class Fleet:
             self.prefixes.forget(replica.index)
 
     def set_to(self, names: Sequence[str]) -> None:
-        """These replicas run, and no others."""
+        """Make these replicas the only ones."""
         for name in self.replicas.keys() - set(names):
             self.leave(name)
         for name in names:
@@ -211,7 +211,7 @@ class Fleet:
 
     @property
     def num_healthy(self) -> int:
-        """Replicas that are not suspended."""
+        """The number of replicas that are not suspended."""
         return len(self.replicas) - len(self._suspended & self.replicas.keys())
 
     def candidates(self, avoid: frozenset[str] = frozenset(), version: str | None = None) -> list[Replica]:
@@ -228,7 +228,7 @@ class Fleet:
         return ([replica for replica in healthy if replica.name not in avoid] if avoid else healthy) or healthy
 
     def holders(self, mask: int) -> Iterator[Replica]:
-        """The replicas of a mask."""
+        """Return the replicas of a mask."""
         while mask:
             replica = self._by_index[(mask & -mask).bit_length() - 1]
             if replica is not None:
@@ -236,7 +236,7 @@ class Fleet:
             mask &= mask - 1
 
     def apply(self, name: str, events: CacheEvents) -> None:
-        """Take in what a replica's cache has told. Of one that has left it means nothing."""
+        """Apply a replica's cache events. Those of a replica that has left mean nothing."""
         replica = self.replicas.get(name)
         if replica is not None:
             if events.published:
@@ -245,7 +245,7 @@ class Fleet:
                 self.prefixes.evict(replica.index, events.evicted)
 
     def report(self, name: str, load: Load) -> None:
-        """Take in a replica's load, which counts the requests that its engine has accepted."""
+        """Store a replica's load, which counts the requests that its engine has accepted."""
         replica = self.replicas.get(name)
         if replica is not None:
             replica.tokens += load.work - replica.reported.work
@@ -264,8 +264,8 @@ class Fleet:
         self._on_the_way[request.request_id] = replica, work
 
     def end(self, request_id: str) -> None:
-        """A request is no longer on the way: its engine's reports count it from now on, or it has ended before. Does
-        nothing for another request."""
+        """Stop counting a request: its engine's reports count it from now on, or it has ended before. Does nothing for
+        another request."""
         replica, work = self._on_the_way.pop(request_id, (None, 0))
         if replica is not None:
             replica.requests -= 1

@@ -18,17 +18,18 @@ _RECEIVE = 1 << 20
 
 
 def prefill_params() -> SamplingParams:
-    """For a request that is computed for another engine. Its one token is not used."""
+    """Return the parameters of a request that is computed for another engine. Its one token is not used."""
     return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 def prefill_of(submit: Submit) -> Submit:
-    """The request that computes what another engine needs of this one: all of its prompt but the last token."""
+    """Return the request that computes what another engine needs of this one: all of its prompt but the last token."""
     return submit._replace(token_ids=submit.token_ids[:-1], params=prefill_params(), prompt=None, stream=False)
 
 
 def fetch(address: Address, key: int, secret: bytes) -> KvHandoff | None:
-    """What the engine at `address` has computed of a request; None where it is gone. Blocks. Raises `Unreachable`."""
+    """Fetch what the engine at `address` has computed of a request; None if it is gone. Blocks. Raises
+    `Unreachable`."""
     connection: socket.socket = connect(address, secret, "front")
     with connection:
         connection.settimeout(HANDSHAKE_SECONDS)

@@ -44,7 +44,7 @@ _RAY_SILENT = 10.0
 
 
 class Keeper:
-    """Ray for one front."""
+    """Starts and watches Ray and its engines for one front."""
 
     def __init__(self, connection: socket.socket, deployment: Deployment):
         self._connection, self._plan = connection, deployment
@@ -107,7 +107,7 @@ class Keeper:
         self.address = ray.get_runtime_context().gcs_address
 
     def _start_private(self, quiet: dict[str, Any]) -> None:
-        """A Ray for this server alone."""
+        """Start a Ray for this server alone."""
         plan, cores = self._plan, os.cpu_count() or 1
         needed = plan.cluster.most * plan.options["threads"]
         if needed > cores:
@@ -147,7 +147,7 @@ class Keeper:
         return int(self._plan.options.get("device") == "cuda")
 
     def _application(self, kind: str) -> Any:
-        """The replicas of one kind."""
+        """Build the Ray application of one kind of replica."""
         plan, cluster = self._plan, self._plan.cluster
         options, replicas = plan.options, cluster.answering
         scaled: dict[str, Any] = {}
@@ -320,11 +320,11 @@ class Keeper:
                 os._exit(1)
 
     def _is_alive(self) -> bool:
-        """Whether Ray's control answers, and a node runs where engines can start."""
+        """Return whether Ray's control answers, and a node runs where engines can start."""
         return answers(self.address) and any(node["Alive"] for node in ray.nodes())
 
     def stop(self) -> None:
-        """The front has ended: end what was started for it."""
+        """End what was started for a front that has ended."""
         cluster = self._plan.cluster
         if self._is_private or (cluster.attach is None and not cluster.keep_engines):
             for app in self._apps.values():
@@ -346,7 +346,7 @@ async def _described(handle: Any) -> Any:
 
 
 def main() -> None:
-    """The process's entry point. Its one argument is the file descriptor of the socket to the front."""
+    """Run a keeper, whose one argument is the file descriptor of the socket to the front. The process's entry point."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the front decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))

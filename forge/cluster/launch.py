@@ -36,7 +36,7 @@ _RESTART_PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class KeeperProcess:
-    """A keeper, as its front sees it."""
+    """The process of a keeper, as its front sees it."""
 
     def __init__(self, deployment: Deployment, environment: dict[str, str], lock: int | None = None):
         """environment: what it needs beside this process's. lock: a file descriptor that it inherits."""
@@ -52,7 +52,7 @@ class KeeperProcess:
         self._inbox = Inbox()
 
     async def messages(self) -> "asyncio.Queue[Any]":
-        """Its messages from now on; None when it has ended."""
+        """Return a queue of its messages from now on; None follows the last."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
         self._socket.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -75,7 +75,7 @@ class KeeperProcess:
         await asyncio.get_running_loop().sock_sendall(self._socket, frame(message))
 
     def close(self) -> None:
-        """Let it end what it started, and wait for that."""
+        """Let the keeper end what it started, and wait for that."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
@@ -87,7 +87,7 @@ class KeeperProcess:
 
 
 class ClusterFront:
-    """A client of the engines, and the keeper that tells it of them."""
+    """A client of the engines, with the keeper that reports them."""
 
     def __init__(self, name: str, model: str, options: dict[str, Any], cluster: ClusterOptions):
         """Raises `UsageError` where the engines cannot be run as asked."""
@@ -151,7 +151,7 @@ class ClusterFront:
         self._plan = plan
 
     async def _follow(self, queue: "asyncio.Queue[Any]") -> None:
-        """Take in what the keeper tells; when it ends, start another."""
+        """Process the keeper's messages; when it ends, start another."""
         assert self.client is not None, "the first engines run"
         failures, before = 0, set[str]()
         while True:
@@ -205,7 +205,7 @@ class ClusterFront:
 
 
 def default_name(model: str) -> str:
-    """What a server is called on Ray that was given no name: its model's, and a number that no other has."""
+    """Return the name on Ray of a server without one: its model's, and a number that no other has."""
     stem = re.sub("[^a-z0-9]+", "-", Path(model).stem.lower()).strip("-")
     return f"{stem[:24] or 'forge'}-{secrets.token_hex(2)}"
 
@@ -219,7 +219,7 @@ def serve_cluster(
     *,
     cluster: ClusterOptions,
 ) -> int:
-    """Serve from replicas until a signal; return the exit status. As `forge.server.serving.serve`."""
+    """Serve from replicas until a signal, as `forge.server.serving.serve` does; return the exit status."""
     if cluster.attach is None:
         cluster.check_cache(options["kv"])
     cores = os.cpu_count() or 1

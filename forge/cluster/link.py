@@ -17,7 +17,7 @@ STUCK_SECONDS = 120.0
 
 
 class Link(asyncio.BufferedProtocol):
-    """Open from `open_link` until it is lost, once: because the engine closes it, or because it stops living."""
+    """A connection to an engine, from `open_link` until it is lost: the engine closes it, or stops living."""
 
     def __init__(
         self, name: str, on_update: Callable[["Link", ReplicaUpdate], None], on_lost: Callable[["Link"], None]
@@ -32,7 +32,7 @@ class Link(asyncio.BufferedProtocol):
         self._pulse: _PulseReader | None = None
 
     def send(self, command: Any) -> None:
-        """Send a command, with all others of this turn of the loop as one piece."""
+        """Send a command in one piece with all others of this turn of the loop."""
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._write)
         self._commands.append(frame(command))
@@ -43,7 +43,7 @@ class Link(asyncio.BufferedProtocol):
             self._transport.write(b"".join(commands))
 
     def lose(self, why: str) -> None:
-        """Give the engine up. Nothing that it still sends is taken in."""
+        """Give the engine up. What it still sends is ignored."""
         if self.is_open:
             self.is_open, self.why_lost = False, why
             for transport in (self._transport, None if self._pulse is None else self._pulse.transport):
@@ -81,7 +81,7 @@ class Link(asyncio.BufferedProtocol):
 
 
 class _PulseReader(asyncio.Protocol):
-    """Notes an engine's pulses."""
+    """Reads an engine's pulses and notes their times."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -119,8 +119,8 @@ async def open_link(
 
 
 async def watch_pulses(links: Callable[[], list[Link]], interval: float = 0.25) -> None:
-    """Check all links again and again. After a time in which this loop itself stood still, what came meanwhile is read
-    first: one round is left out."""
+    """Check all links again and again. After a time in which this loop itself stood still, one round is left out, so
+    that what came meanwhile is read first."""
     while True:
         before = time.monotonic()
         await asyncio.sleep(interval)

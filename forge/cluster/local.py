@@ -22,7 +22,7 @@ from forge.trace.records import RouteRecord, StepRecord
 
 @dataclass
 class Talk:
-    """A conversation of which all that the user says is known before."""
+    """A conversation whose user turns are all known beforehand."""
 
     system: list[int]
     turns: list[list[int]]
@@ -34,13 +34,13 @@ class Talk:
         return len(self.answers) == len(self.turns)
 
     def prompt(self) -> list[int]:
-        """The next request: everything said so far, and the next turn."""
+        """Return the next request: everything said so far, and the next turn."""
         return [*(self.history or self.system), *self.turns[len(self.answers)]]
 
 
 @dataclass(frozen=True)
 class Routed:
-    """One request and where it went."""
+    """A request and the engine that it went to."""
 
     decision: RouteRecord
     prompt_tokens: int
@@ -50,7 +50,7 @@ class Routed:
 
 @dataclass
 class LocalRun:
-    """What came of all requests under one router."""
+    """The results of all requests under one router."""
 
     router: str
     replicas: int
@@ -66,7 +66,7 @@ class LocalRun:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that no cache had."""
+        """The number of prompt tokens that no cache had."""
         return sum(self.computed_by_replica)
 
     @property
@@ -80,20 +80,20 @@ class LocalRun:
 
     @property
     def balance(self) -> float:
-        """Prompt and output tokens computed by the busiest replica over the mean."""
+        """The prompt and output tokens that the busiest replica computed, over the mean."""
         return max(self.computed_by_replica) * self.replicas / max(1, self.computed_tokens)
 
     @property
     def request_balance(self) -> float:
-        """Requests of the busiest replica over the mean."""
+        """The requests of the busiest replica over the mean."""
         return max(self.requests_by_replica) * self.replicas / max(1, len(self.routed))
 
 
 class LocalCluster:
-    """Engines with a router before them. Each tick every engine that has work takes one step."""
+    """Engines behind a router. Each tick every engine that has work takes one step."""
 
     def __init__(self, engines: Sequence[Engine], router: str | Callable[[Fleet], Router]):
-        """The engines have prefix caches, with nothing in them. Raises `UsageError` for others."""
+        """Give each engine an empty prefix cache. Raises `UsageError` for engines with another kind of cache."""
         self.engines = {str(number): engine for number, engine in enumerate(engines)}
         self.fleet = Fleet()
         self.fleet.set_to(list(self.engines))
@@ -112,7 +112,7 @@ class LocalCluster:
         """From the id of a request that runs to its engine."""
 
     def submit(self, request_id: str, prompt: list[int], params: SamplingParams) -> RouteRecord:
-        """Route a request and queue it there."""
+        """Route a request and queue it at its engine."""
         size = next(iter(self.engines.values())).cache.block_size
         keys = self._index.keys(prompt[:-1], size)
         decision = self.router.route(RouteRequest(request_id, keys, len(prompt), size))
@@ -124,7 +124,7 @@ class LocalCluster:
         return decision
 
     def tick(self) -> list[str]:
-        """One step of each engine that has work; the ids of the requests that ended in it."""
+        """Run one step of each engine that has work; return the ids of the requests that ended in it."""
         for name, engine in self.engines.items():
             if engine.has_unfinished():
                 self.on_step(name, engine.step())
@@ -134,7 +134,7 @@ class LocalCluster:
         return [request for request, name in self._where.items() if not self.engines[name].is_unfinished(request)]
 
     def take_output(self, request_id: str) -> RequestOutput:
-        """The output of a request that has ended; its engine forgets it."""
+        """Return the output of a request that has ended; its engine forgets it."""
         engine = self.engines[self._where.pop(request_id)]
         output = engine.output(request_id)
         engine.forget(request_id)
@@ -149,7 +149,8 @@ def run_talks(
     clients: int = 6,
     seed: int = 0,
 ) -> LocalRun:
-    """All turns of all conversations, `clients` of them at once, the next one drawn from those that wait for theirs."""
+    """Run all turns of all conversations, `clients` of them at once, the next one drawn from those that wait for
+    theirs."""
     cluster = LocalCluster(engines, router)
     run = LocalRun(cluster.router.name, len(engines), computed_by_replica=[0] * len(engines))
     random_, running, number = random.Random(seed), dict[str, tuple[Talk, RouteRecord]](), 0

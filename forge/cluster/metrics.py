@@ -16,7 +16,7 @@ _SAME_CLOCK = 0.5
 
 
 class Front(Protocol):
-    """What a front counts itself."""
+    """The part of a front that its metrics read."""
 
     num_resumed: int
 
@@ -43,12 +43,12 @@ class ClusterMetrics:
         self._num_failed = 0
 
     def join(self, name: str) -> None:
-        """A replica can be reached."""
+        """Add the metrics of a replica that can be reached."""
         self._by_replica.setdefault(name, self._new(name))
         self._gauges.setdefault(name, Gauges())
 
     def leave(self, name: str) -> None:
-        """A replica is gone."""
+        """Drop the metrics of a replica that is gone."""
         metrics = self._by_replica.pop(name, None)
         if metrics is not None:
             self._prompt_tokens_gone += metrics.prompt_tokens
@@ -57,7 +57,7 @@ class ClusterMetrics:
             self._offsets.pop(name, None)
 
     def take_update(self, name: str, update: ReplicaUpdate, now: float) -> None:
-        """What a replica sent, at `now` in seconds on this process's monotonic clock."""
+        """Count a replica's update at `now`, in seconds on this process's monotonic clock."""
         offset = now - update.clock
         self._offsets[name] = min(offset, self._offsets.get(name, offset))
         self._gauges[name] = update.gauges or self._gauges[name]
@@ -88,13 +88,13 @@ class ClusterMetrics:
         return 0.0 if abs(offset) < _SAME_CLOCK else offset
 
     def take_end(self, name: str | None, reason: Literal["abort", "error"], num_choices: int) -> None:
-        """A request has ended before its engine ended it. name: its replica; None where none had it."""
+        """Count a request that ended before its engine ended it. name: its replica; None if none had it."""
         self._num_failed += num_choices * (reason == "error")
         if name in self._by_replica:
             self._by_replica[name].finished[reason] += num_choices
 
     def take_answered(self, name: str, lengths: Sequence[int], seconds: float) -> None:
-        """A replica has answered requests that keep nothing: the tokens of each."""
+        """Count prefill-only requests that a replica has answered: the tokens of each."""
         self._by_replica[name].take_answers(lengths, seconds)
 
     # What the endpoints tell and the client knows better, with its replica
@@ -120,7 +120,7 @@ class ClusterMetrics:
         return self._generation_tokens_gone + sum(metrics.generation_tokens for metrics in self._by_replica.values())
 
     def text(self, gauges: Gauges) -> str:
-        """Everything, in Prometheus' text format: each name once, with the replicas' values under it."""
+        """Write everything in Prometheus' text format: each name once, with the replicas' values under it."""
         fronts = (
             ("replicas_reachable", "gauge", "Engines that this front can reach.", len(self._by_replica)),
             ("requests_resumed_total", "counter", "Requests that went on elsewhere.", self._front.num_resumed),

@@ -68,7 +68,7 @@ class ClusterOptions:
             raise UsageError("--keep-engines needs a Ray that outlives this command: ray start --head makes one")
 
     def check_cache(self, kv: str) -> None:
-        """Raises `UsageError` for engines whose KV cache, `kv`, cannot do what is asked of it."""
+        """Raise `UsageError` for engines whose KV cache, `kv`, cannot do what is asked of it."""
         if new_router(self.router, Fleet()).needs_events and kv != "prefix":
             reads = f"--router {self.router} reads what prefix caches tell"
             raise UsageError(f"{reads}: give --kv prefix, or another router")
@@ -77,16 +77,16 @@ class ClusterOptions:
 
     @property
     def answering(self) -> int:
-        """Engines that answer; with autoscaling, at least."""
+        """The number of engines that answer; with autoscaling, at least."""
         return self.decode_replicas or self.replicas or 1
 
     @property
     def most(self) -> int:
-        """Engines in all, at most."""
+        """The number of engines in all, at most."""
         return (self.max_replicas or self.answering) + (self.prefill_replicas or 0)
 
 
 def require_ray() -> None:
-    """Raises `UsageError` where Ray Serve is not installed."""
+    """Raise `UsageError` if Ray Serve is not installed."""
     if find_spec("ray") is None:
         raise UsageError("many engines need Ray Serve: pip install 'ray[serve]'")

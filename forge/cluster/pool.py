@@ -12,7 +12,7 @@ MAX_DECISIONS = 4096
 
 
 class Pool:
-    """Replicas that can be reached, by name; a router knows no others."""
+    """The replicas that can be reached, by name; a router knows no others."""
 
     def __init__(self, router: str, threshold: int = DEFAULT_THRESHOLD):
         self.fleet = Fleet()
@@ -23,7 +23,7 @@ class Pool:
         """The last of each request, the newest last."""
 
     def route(self, request: RouteRequest) -> RouteRecord:
-        """The replica that a request goes to, and why. Raises `NoReplica`."""
+        """Return the replica that a request goes to, and why. Raises `NoReplica`."""
         decision = self.router.route(request)
         self.decisions[request.request_id] = decision
         self.decisions.move_to_end(request.request_id)

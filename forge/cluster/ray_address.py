@@ -26,7 +26,7 @@ _ADDRESS, _TOKEN = "address", "token"
 
 
 class RayPlace(NamedTuple):
-    """Where the engines run."""
+    """The Ray where the engines run."""
 
     address: str | None
     """The Ray to join; None for a private one that is to be started."""
@@ -67,7 +67,7 @@ def name_taken(name: str) -> UsageError:
 
 
 def answers(address: str) -> bool:
-    """Whether a Ray answers at `host:port`: it opens a channel and not only a connection."""
+    """Return whether a Ray answers at `host:port`: it opens a channel and not only a connection."""
     import grpc  # type: ignore[import-untyped]  # comes with Ray
 
     channel = grpc.insecure_channel(address)
@@ -169,7 +169,7 @@ def release_lock(name: str, lock: int) -> None:
 
 
 def shared_address(asked: str | None) -> str | None:
-    """The address of the Ray to join; None for a private one.
+    """Return the address of the Ray to join; None for a private one.
 
     asked: `--ray-address`, or else RAY_ADDRESS is taken, and both must answer: raises `UsageError` otherwise. An
     address that nothing asked for (the record of `ray start`) is passed over where nothing answers at it.

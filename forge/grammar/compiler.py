@@ -52,8 +52,8 @@ TOO_DEEP = "it is nested too deeply: make it simpler"
 
 
 class GrammarCompiler:
-    """Compiles for one vocabulary, in this process and without a limit of time. May be called from several threads, and
-    is cheap to make: `llguidance` and the vocabulary are loaded with the first grammar."""
+    """Compiles grammars for one vocabulary, in this process and without a limit of time. May be called from several
+    threads, and is cheap to make: `llguidance` and the vocabulary are loaded with the first grammar."""
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -75,7 +75,8 @@ class GrammarCompiler:
             return self._library
 
     def __call__(self, structured: StructuredOutput) -> Grammar:
-        """Raises `UsageError` for a grammar that is wrong, too large, or needs what is not supported, naming it."""
+        """Compile a grammar. Raises `UsageError` for one that is wrong, too large, or needs what is not supported,
+        naming it."""
         if structured.thinking == "none":
             return self._cached(structured)
         answer = self._cached(replace(structured, thinking="none"))
@@ -96,7 +97,7 @@ class GrammarCompiler:
 
 
 def check_size(structured: StructuredOutput) -> None:
-    """Raises `UsageError` for a grammar whose text is too long."""
+    """Raise `UsageError` for a grammar whose text is too long."""
     length = len(_source(structured))
     if length > MAX_CHARS:
         raise UsageError(f"a grammar has at most {MAX_CHARS} characters, and this one has {length}")
@@ -126,7 +127,8 @@ def compile_grammar(
 
 
 def without_gbnf(structured: StructuredOutput) -> StructuredOutput:
-    """GBNF, the notation of llama.cpp, as Lark. Converting takes Python up to half a second. Raises `UsageError`."""
+    """Translate GBNF, the notation of llama.cpp, to Lark. This takes Python up to half a second. Raises
+    `UsageError`."""
     if structured.grammar is None:
         return structured
     try:
@@ -149,7 +151,7 @@ def _try(compiled: CompiledGrammar) -> None:
 
 
 def _source(structured: StructuredOutput) -> str:
-    """The text that the limit is about."""
+    """Return the text that the limit is about."""
     if structured.choice is not None:
         return "".join(structured.choice)
     return str(getattr(structured, structured.kind))
@@ -169,7 +171,7 @@ def _library_grammar(structured: StructuredOutput, source: str) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """A grammar in Lark's notation, whichever of the two it has. Raises ValueError."""
+    """Return a grammar in Lark's notation, whichever of the two it has. Raises ValueError."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if _LARK.search(grammar):
@@ -220,7 +222,7 @@ def _limits() -> "LLParserLimits":
 
 
 def refusal(structured: StructuredOutput, message: str) -> UsageError:
-    """Why a grammar is refused, in one line."""
+    """Say why a grammar is refused, in one line."""
     line = " ".join(message.split())
     if "Unimplemented keys" in line:
         keys = line.partition("[")[2].partition("]")[0].replace('"', "")

@@ -24,7 +24,7 @@ _MAX_MASKS = 16
 
 
 class CompiledGrammar:
-    """A `Grammar`: a parser at its beginning, which is copied for every sequence."""
+    """A compiled grammar, from which each sequence gets its own matcher."""
 
     def __init__(
         self, parser: "LLMatcher", eos_token_ids: frozenset[int], vocab_size: int, encode: Encode | None = None
@@ -47,7 +47,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """A `Matcher`."""
+    """The `Matcher` of a `CompiledGrammar`."""
 
     def __init__(self, grammar: CompiledGrammar, parser: "LLMatcher"):
         self._grammar, self._parser = grammar, parser
@@ -57,7 +57,7 @@ class GrammarMatcher:
         """By position, valid for `_consumed`."""
 
     def mask(self, output: Sequence[int]) -> np.ndarray:
-        """True for every token that may come next: bool `[vocab]`. Raises `MatcherError`."""
+        """Return True for every token that may come next: bool `[vocab]`. Raises `MatcherError`."""
         if self._has_ended(output):
             return self._grammar.anything
         if not self._move_to(output):
@@ -72,7 +72,7 @@ class GrammarMatcher:
         return mask
 
     def num_allowed(self, output: Sequence[int], token_ids: Sequence[int]) -> int:
-        """How many of `token_ids`, from the first on, may follow."""
+        """Return how many of `token_ids`, from the first on, may follow."""
         if self._has_ended(output) or not self._move_to(output):
             return 0
         eos = self._grammar.eos_token_ids
@@ -84,7 +84,7 @@ class GrammarMatcher:
         return max(0, allowed)
 
     def forced(self, output: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of the text that must come next, and an end where nothing else may come."""
+        """Return the tokens of the text that must come next, and an end if nothing else may come."""
         if self._has_ended(output) or not self._move_to(output):
             return ()
         token_ids = tuple(self._parser.compute_ff_tokens())
@@ -144,7 +144,7 @@ class GrammarMatcher:
 
 
 def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
+    """Return the length of the longest common beginning."""
     for index, (ours, theirs) in enumerate(zip(left, right, strict=False)):
         if ours != theirs:
             return index

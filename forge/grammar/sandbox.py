@@ -64,19 +64,18 @@ class GrammarSandbox:
 
     @property
     def num_waiting(self) -> int:
-        """Grammars that wait or are being compiled."""
+        """The number of grammars that wait or are being compiled."""
         return len(self._jobs)
 
     def start(self) -> None:
-        """Have the process started, if it does not run."""
+        """Start the process, if it does not run."""
         with self._lock:
             if self._process is None:
                 self._process = _Process(self._vocabulary, self._take, self._restart)
 
     def check(self, structured: StructuredOutput) -> "Future[StructuredOutput]":
-        """The same grammar, without notations that take long to read, once it is known to compile within the limits.
-        Cancel the future where it is not needed any more. It raises `UsageError` for a grammar that is wrong or exceeds
-        a limit, `CompilersBusy` where its turn did not come.
+        """Check a grammar; the future's result is the same grammar, without notations that take long to read, once it
+        is known to compile within the limits.
 
         Raises `UsageError` for a text that is too long and `CompilersBusy` for too many grammars at once."""
         check_size(structured)
@@ -119,7 +118,7 @@ class GrammarSandbox:
         self._process.send({"id": job.number, "form": job.structured.form()})
 
     def _leave(self, job: _Job, waiter: "Future[StructuredOutput]") -> None:
-        """A waiter is done. If it was the last to leave before the decision, the job ends."""
+        """Remove a waiter. If it was the last to leave before the decision, the job ends."""
         if not waiter.cancelled():
             return
         with self._lock:
@@ -134,7 +133,7 @@ class GrammarSandbox:
             del self._jobs[job.number], self._job_of[job.structured]
 
     def _take(self, answer: dict[str, Any]) -> None:
-        """The process has decided."""
+        """Give the process's decision to those that wait for it."""
         with self._lock:
             job = self._jobs.get(answer["id"])
             if job is None:
@@ -148,7 +147,7 @@ class GrammarSandbox:
         _resolve_all(job, outcome)
 
     def _restart(self, process: "_Process") -> None:
-        """The process has died: give each job to another process, once."""
+        """Give each job of a process that has died to another process, once."""
         with self._lock:
             if self._process is not process:
                 return  # it was closed
@@ -219,7 +218,7 @@ class SandboxedCompiler:
         self._compiler = compiler
 
     def __call__(self, structured: StructuredOutput) -> Grammar:
-        """Raises `UsageError` for a grammar that is wrong, or exceeds a limit."""
+        """Compile a grammar. Raises `UsageError` for one that is wrong, or exceeds a limit."""
         check_size(structured)
         sandbox = _shared_sandbox(os.getpid(), _ByFingerprint(self._compiler.vocabulary))
         waiter = sandbox.check(structured)
@@ -234,7 +233,7 @@ class SandboxedCompiler:
 
 @dataclass(frozen=True)
 class _ByFingerprint:
-    """A vocabulary that equals others with the same tokens."""
+    """A vocabulary that equals another with the same tokens."""
 
     vocabulary: Vocabulary = field(compare=False)
     fingerprint: str = field(init=False)
@@ -245,7 +244,7 @@ class _ByFingerprint:
 
 @cache
 def _shared_sandbox(pid: int, key: _ByFingerprint) -> GrammarSandbox:
-    """pid: a forked process cannot use its parent's."""
+    """Return the sandbox of a vocabulary. pid: a forked process cannot use its parent's."""
     return GrammarSandbox(lambda: key.vocabulary)
 
 

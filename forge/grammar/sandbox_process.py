@@ -54,13 +54,13 @@ Compile = Callable[[StructuredOutput], None]
 
 
 class _Lines:
-    """The lines that come from a pipe."""
+    """Reads lines from a pipe."""
 
     def __init__(self, fd: int):
         self.fd, self._bytes = fd, b""
 
     def read(self) -> list[bytes]:
-        """Those that the next piece completes. Raises EOFError at the end."""
+        """Return the lines that the next piece completes. Raises EOFError at the end."""
         piece = os.read(self.fd, 1 << 20)
         if not piece:
             raise EOFError
@@ -94,7 +94,7 @@ class _Worker:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """End it and return its status, as `os.waitpid` does."""
+        """End the worker and return its status, as `os.waitpid` does."""
         self.kill()
         for end in (self._jobs, self.answers.fd):
             os.close(end)
@@ -103,7 +103,7 @@ class _Worker:
 
 @dataclass
 class Lane:
-    """A worker, and the jobs that wait for it."""
+    """A worker with the jobs that wait for it."""
 
     worker: _Worker
     seconds: float
@@ -132,7 +132,7 @@ class Supervisor:
         self._lanes = [Lane(_Worker(compile_, nice), seconds, nice) for seconds, nice in LANES]
 
     def run(self) -> None:
-        """Until the input ends."""
+        """Work until the input ends."""
         try:
             while True:
                 for lane in self._lanes:
@@ -155,7 +155,7 @@ class Supervisor:
                 lane.end_job()
 
     def _wait(self) -> None:
-        """Wait for what happens next, and take it."""
+        """Wait for what happens next, and handle it."""
         is_busy = any(lane.job is not None for lane in self._lanes)
         ends = [lane.worker.answers.fd for lane in self._lanes]
         ready = select.select([self._jobs.fd, *ends], [], [], 1.0 if is_busy else None)[0]
@@ -196,7 +196,7 @@ class Supervisor:
             self._lanes[self._lanes.index(lane) + 1].waiting.append(job)
 
     def _replace(self, lane: Lane) -> int:
-        """A new worker for a lane; the status of the one that was ended."""
+        """Give a lane a new worker; return the status of the one that was ended."""
         status = lane.worker.end()
         lane.worker = _Worker(self._compile, lane.nice)
         return status
@@ -232,7 +232,7 @@ def _why_it_died(status: int) -> str:
 
 
 def _work(compile_: Compile, nice: int, jobs: int, answers: int) -> None:
-    """A worker's life: a line with a form and its time, a line with the answer."""
+    """Answer each line with a form and its time by a line with the answer: a worker's life."""
     _keep_open(jobs, answers)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.nice(nice)
@@ -247,7 +247,7 @@ def _work(compile_: Compile, nice: int, jobs: int, answers: int) -> None:
 
 
 def _compiled(compile_: Compile, form: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The answer to a job. SIGPROF kills this process when it has taken that much of the processor's time."""
+    """Return the answer to a job. SIGPROF kills this process when it has taken that much of the processor's time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         structured = without_gbnf(StructuredOutput(**form))
@@ -270,14 +270,14 @@ def _keep_open(*kept: int) -> None:
 
 
 def _limit(kind: int, amount: int) -> None:
-    """Lower a limit, where this system has it."""
+    """Lower a limit, if this system has it."""
     _, hard = resource.getrlimit(kind)
     with suppress(ValueError, OSError):
         resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 
 
 def _address_space() -> int:
-    """Bytes of this process's address space."""
+    """Return the bytes of this process's address space."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

@@ -17,7 +17,7 @@ OPEN, CLOSE, BLANK_LINE = "<think>", "</think>", "\n\n"
 
 
 def thinks(tokenizer: Tokenizer) -> bool:
-    """Whether the vocabulary has the tokens that thinking begins and ends with."""
+    """Return whether the vocabulary has the tokens that thinking begins and ends with."""
     return {OPEN, CLOSE} <= {tokenizer.spec.tokens[token_id] for token_id in tokenizer.spec.user_defined_ids}
 
 
@@ -45,13 +45,13 @@ class ThinkingGrammar:
 
 
 class ThinkingMatcher:
-    """A `Matcher`. It holds no state beside that of the grammar's own."""
+    """The `Matcher` of a `ThinkingGrammar`. All its state is the inner matcher's."""
 
     def __init__(self, thinking: ThinkingGrammar, matcher: Matcher):
         self._thinking, self._matcher = thinking, matcher
 
     def mask(self, output: Sequence[int]) -> np.ndarray:
-        """True for every token that may come next: bool `[vocab]`. Raises `MatcherError`."""
+        """Return True for every token that may come next: bool `[vocab]`. Raises `MatcherError`."""
         thinking, answer = self._thinking, self._answer(output)
         if answer is None:
             return thinking.anything
@@ -68,7 +68,7 @@ class ThinkingMatcher:
         return mask
 
     def num_allowed(self, output: Sequence[int], token_ids: Sequence[int]) -> int:
-        """How many of `token_ids`, from the first on, may follow."""
+        """Return how many of `token_ids`, from the first on, may follow."""
         walked, num_allowed = list(output), 0
         for index, token_id in enumerate(token_ids):
             answer = self._answer(walked)
@@ -81,12 +81,12 @@ class ThinkingMatcher:
         return num_allowed
 
     def forced(self, output: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of the text that must come next."""
+        """Return the tokens of the text that must come next."""
         answer = self._answer(output)
         return self._matcher.forced(answer) if answer else ()
 
     def _answer(self, output: Sequence[int]) -> Sequence[int] | None:
-        """The output after the thinking; None while it lasts."""
+        """Return the output after the thinking; None while it lasts."""
         thinking = self._thinking
         if not thinking.is_open and (not output or output[0] != thinking.open):
             return output

@@ -19,8 +19,8 @@ _FORM = {"x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespa
 def tool_call_grammar(
     functions: Sequence[Callable], *, required: bool, parallel: bool, answer: Mapping[str, Any] | None = None
 ) -> str:
-    """A Lark grammar. required: at least one call, and nothing but calls. parallel: more than one may come. answer: the
-    schema of what comes where no call does; None for any text."""
+    """Return a Lark grammar of tool calls. required: at least one call, and nothing but calls. parallel: more than one
+    may come. answer: the schema of what comes where no call does; None for any text."""
     rules = [f"call_{index}: {_call(*function)}" for index, function in enumerate(functions)]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
     calls = f"{_text(BEGIN)} call" + (f" ({_text(NEWLINE + BEGIN)} call)*" if parallel else "")
@@ -35,7 +35,7 @@ def tool_call_grammar(
 
 
 def _call(name: str, schema: Mapping[str, Any]) -> str:
-    """What follows `<tool_call>`."""
+    """Return the rules of what follows `<tool_call>`."""
     head = f'\n{{"name": "{name}", "arguments": '
     return f"{_text(head)} {_json(schema)} {_text('}' + NEWLINE + END)}"
 

@@ -44,7 +44,8 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: "Tokenizer", vocab_size: int) -> "Vocabulary":
-        """vocab_size: the model's, which may have room for more tokens than the tokenizer has."""
+        """Take a tokenizer's vocabulary. vocab_size: the model's, which may have room for more tokens than the
+        tokenizer has."""
         size = min(vocab_size, tokenizer.vocab_size)
         tokens = [tokenizer.token_bytes(token_id) for token_id in range(size)] + [b""] * (vocab_size - size)
         hidden = [token_id for token_id in range(size) if tokenizer.is_hidden(token_id)]
@@ -52,7 +53,7 @@ class Vocabulary:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal vocabularies."""
+        """A text that is equal for equal vocabularies."""
         digest = hashlib.sha256(repr((self.special_token_ids, sorted(self.eos_token_ids))).encode())
         digest.update(b"".join([b"%d:%b" % (len(token), token) for token in self.tokens]))
         return digest.hexdigest()
@@ -85,7 +86,7 @@ class Encode:
 
 
 class _Wrapper:
-    """What `LLTokenizer` reads. It calls the object to tokenize forced text."""
+    """The object that `LLTokenizer` reads, and calls to tokenize forced text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -96,14 +97,15 @@ class _Wrapper:
         self._encode = encode
 
     def __call__(self, text: str) -> list[int]:
-        """Of a long text the first tokens are enough: each call brings all that is left."""
+        """Tokenize a text. Of a long one the first tokens are enough: each call brings all that is left."""
         if len(text) <= _MOST_FORCED:
             return self._encode(text)
         return self._encode(text[:_MOST_FORCED])[:-_NEAR_THE_CUT]
 
 
 def ll_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None) -> "LLTokenizer":
-    """encode: the token ids of a text; None takes the longest token that fits, again and again.
+    """Build the library's tokenizer. encode: the token ids of a text; None takes the longest token that fits, again and
+    again.
 
     Ledger, 151,936 tokens: 1 s, in which the library holds the interpreter's lock."""
     from llguidance import LLTokenizer

@@ -23,8 +23,8 @@ _DIVISOR = re.compile(r'"multipleOf": ?(\d{1,9})')
 
 
 def estimate(structured: StructuredOutput) -> int:
-    """The text's length, or what it stands for where that is more: definitions copied in wherever they are used,
-    repetitions written out, and the states that divisors need together. An ordinary schema has some hundreds."""
+    """Return the text's length, or that of what it stands for if that is more: definitions copied in wherever they are
+    used, repetitions written out, and the states that divisors need together. An ordinary schema has some hundreds."""
     source = str(getattr(structured, structured.kind))
     if len(source) > _MAX_CHARS or structured.kind == "choice":
         return len(source)
@@ -37,8 +37,8 @@ def estimate(structured: StructuredOutput) -> int:
 
 
 def _schema_size(schema: Any) -> int:
-    """Nodes of a schema with a copy for every reference that is joined with another schema: by `allOf`, or by keywords
-    beside it. Of equal names the last counts, and a reference to what it is a part of counts nothing."""
+    """Count the nodes of a schema, with a copy for every reference that is joined with another schema: by `allOf`, or
+    by keywords beside it. Of equal names the last counts, and a reference to what it is a part of counts nothing."""
     named: dict[str, Any] = {}
     sizes: dict[tuple[str, bool], int] = {}
 
@@ -71,7 +71,7 @@ def _children(node: Any) -> list[tuple[str, Any]]:
 
 
 def _rules_size(source: str) -> int:
-    """Words of a grammar with every rule's name replaced by a copy of the rule."""
+    """Count the words of a grammar with every rule's name replaced by a copy of the rule."""
     _, *parts = _RULE.split(source)
     bodies = dict(zip(parts[::2], map(_NAME.findall, parts[1::2]), strict=True))
     sizes: dict[str, int] = {}
@@ -86,7 +86,7 @@ def _rules_size(source: str) -> int:
 
 
 def _repetitions(source: str) -> int:
-    """The greatest product of nested repetitions, added up over neighbours."""
+    """Return the greatest product of nested repetitions, added up over neighbours."""
     totals, group = [0], 1
     for opening, closing, count in _REPETITION.findall(source):
         if opening:

@@ -69,14 +69,14 @@ def check_cache(
 
 
 class Performer(Protocol):
-    """What a list of operations is performed on."""
+    """Performs a list of operations."""
 
     def perform(self, operation: Operation) -> None:
-        """Raises an exception if a promise is broken."""
+        """Perform one operation. Raises an exception if a promise is broken."""
 
 
 def random_operations(seed: int, length: int, weighted: Mapping[str, int] = KINDS) -> list[Operation]:
-    """`weighted`: the kinds, and how often each."""
+    """Draw a list of operations. `weighted`: the kinds, and how often each."""
     rng = np.random.default_rng(seed)
     weights = np.array(list(weighted.values()), float)
     kinds = rng.choice(list(weighted), size=length, p=weights / weights.sum()).tolist()
@@ -85,14 +85,14 @@ def random_operations(seed: int, length: int, weighted: Mapping[str, int] = KIND
 
 
 def digits(word: int, count: int) -> list[int]:
-    """`count` tokens of 0 and 1; the first few are mostly 0, so that many prompts begin alike."""
+    """Return `count` tokens of 0 and 1; the first few are mostly 0, so that many prompts begin alike."""
     bits = [word >> index & 1 for index in range(2 * count)]
     return [bits[index] & (bits[index + count] if index < 4 else 1) for index in range(count)]
 
 
 @dataclass
 class Content:
-    """What the oracle believes of one sequence or snapshot."""
+    """The tokens that the oracle expects in one sequence or snapshot."""
 
     salt: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -107,7 +107,8 @@ class Content:
 
 
 class Oracle:
-    """The seam's promises without any blocks. With the cache off, a sequence's tokens are gone once committed."""
+    """A model of the seam's promises without any blocks. With the cache off, a sequence's tokens are gone once
+    committed."""
 
     def __init__(self, cache: KvCache, num_blocks: int, block_size: int, finds_all: bool = True):
         """`finds_all`: no two contents have the same hash, so that whatever is there has to be found."""
@@ -141,7 +142,7 @@ class Oracle:
         return self.next_id
 
     def observed(self) -> tuple:
-        """Everything that the seam shows."""
+        """Return everything that the seam shows."""
         return self.cache.stats(), self.cache.block_map(), self.cache.num_available
 
     def check(self) -> None:
@@ -166,14 +167,14 @@ class Oracle:
         assert {name: getattr(stats, name) for name in self.counts} == self.counts, "what was counted"
 
     def places(self, blocks: Sequence[int], length: int) -> Iterable[tuple[int, int]]:
-        """(block, slot) of each of the first `length` positions."""
+        """Return (block, slot) of each of the first `length` positions."""
         return ((blocks[position // self.block_size], position % self.block_size) for position in range(length))
 
     def read(self, blocks: Iterable[int], length: int) -> list[int]:
         return [tag for block in blocks for tag in self.slots[block]][:length]
 
     def tags_of(self, content: Content) -> list[int]:
-        """The number of each computed token: of the token, those before it, and the salt."""
+        """Return the number of each computed token: of the token, those before it, and the salt."""
         return self.tags_after(content.salt, content.tokens)
 
     def tags_after(self, salt: str, tokens: list[int]) -> list[int]:
@@ -199,7 +200,7 @@ class Oracle:
         return [event.block for event in events if isinstance(event, BlockEvicted)]
 
     def expected_hit(self, prompt: list[int], salt: str, limit: int) -> int:
-        """How much of a prompt must be found: what lies in running sequences, snapshots and cached blocks."""
+        """Return how much of a prompt must be found: what lies in running sequences, snapshots and cached blocks."""
         size, tags = self.block_size, self.tags_after(salt, prompt)
         contents = [*self.sequences.values(), *(content for _, content in self.snapshots.values())]
         running = [self.tags_of(content) for content in contents]
@@ -212,7 +213,7 @@ class Oracle:
         return min(limit, max([cached, *common]))
 
     def request(self, count: int, word: int) -> tuple[list[int], str, int]:
-        """A prompt, its salt, and how much of it may be found."""
+        """Draw a prompt, its salt, and how much of it may be found."""
         prompt = digits(word, 2 * count)[: getattr(self.cache, "max_model_len", None)]
         return prompt, "other" if word % 7 == 0 else "", [len(prompt), max(0, len(prompt) - 1), count][word % 3]
 
@@ -329,7 +330,7 @@ class Oracle:
 
 
 def failure(new: Callable[[], Performer], operations: list[Operation]) -> tuple[int, Exception] | None:
-    """(how many operations were performed, what went wrong), or None."""
+    """Return (how many operations were performed, what went wrong), or None."""
     oracle = new()
     for index, operation in enumerate(operations):
         try:
@@ -340,7 +341,8 @@ def failure(new: Callable[[], Performer], operations: list[Operation]) -> tuple[
 
 
 def shortest_failure(new: Callable[[], Oracle], operations: list[Operation]) -> str | None:
-    """None if all goes well; otherwise a failing list from which no one or two can be left out, and its error."""
+    """Return None if all goes well; otherwise a failing list from which no one or two can be left out, and its
+    error."""
     shortest = shrunk(new, operations)
     return (
         None
@@ -352,7 +354,7 @@ def shortest_failure(new: Callable[[], Oracle], operations: list[Operation]) -> 
 def shrunk(
     new: Callable[[], Performer], operations: list[Operation], most: int | None = None
 ) -> tuple[Exception, list[Operation]] | None:
-    """None if all goes well; otherwise the error and a failing list from which no one or two can be left out.
+    """Return None if all goes well; otherwise the error and a failing list from which no one or two can be left out.
 
     most: how many shorter lists to try in all; None tries all that there are.
     """
@@ -374,7 +376,7 @@ def shrunk(
 
 
 def _candidates(length: int) -> Iterable[Iterable[int]]:
-    """What to leave out: long stretches first, then any one, then any two."""
+    """Yield what to leave out: long stretches first, then any one, then any two."""
     size = length // 2
     while size > 1:
         yield from (range(start, start + size) for start in range(0, length - size + 1, size))

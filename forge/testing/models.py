@@ -171,7 +171,7 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
 
 
 def _engines(proposer: Proposer) -> list[tuple[str, dict]]:
-    """Every technique, in words and as options."""
+    """Return every technique, in words and as options."""
     few = {"num_blocks": 14, "block_size": 8}
     return [
         ("with the cache off, in a batch,", {"kv": "off"}),
@@ -221,17 +221,17 @@ def _random_tokens(model: Model, length: int, seed: int = 0) -> list[int]:
 
 
 def _forward(model: Model, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
-    """The logits as an array, wherever the model has them."""
+    """Return the logits as an array, wherever the model has them."""
     return np.asarray(model.forward(batch, storage))
 
 
 def _alone(loaded: LoadedModel, token_ids: list[int]) -> np.ndarray:
-    """The oracle: the logits after each token, from one prefill in a new storage."""
+    """Return the logits after each token, from one prefill in a new storage: the oracle."""
     return one_prefill(loaded.model, token_ids, kv_dtype=loaded.default_kv_dtype)
 
 
 def _used_storage(loaded: LoadedModel, num_blocks: int, block_size: int = _BLOCK) -> KvStorage:
-    """A storage in which another sequence has been: what a block has of it must not be read any more."""
+    """Return a storage in which another sequence has been: its tokens must not be read any more."""
     model = loaded.model
     storage = new_storage(model, num_blocks, block_size, loaded.default_kv_dtype)
     length = min(num_blocks * block_size, model.max_position_embeddings)
@@ -241,7 +241,7 @@ def _used_storage(loaded: LoadedModel, num_blocks: int, block_size: int = _BLOCK
 
 
 def _equal(logits: np.ndarray, expected: np.ndarray, violated: str) -> None:
-    """Equal bits, or an AssertionError that says by how much they differ and where."""
+    """Raise an AssertionError unless all bits are equal; it says by how much they differ and where."""
     if logits.shape == expected.shape and np.array_equal(logits, expected):
         return
     assert logits.shape == expected.shape, f"{violated} (shapes {logits.shape} and {expected.shape})"

@@ -38,7 +38,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A request to come."""
+    """A request of a workload."""
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def output_tokens(self) -> int:
-        """At most."""
+        """The number of output tokens at most."""
         return sum(request.max_tokens for request in self.requests)
 
 
@@ -72,7 +72,7 @@ class Range:
 
     @classmethod
     def parse(cls, text: str, option: str) -> "Range":
-        """`16`, or `16:256`. Raises `UsageError`, naming the option."""
+        """Parse `16`, or `16:256`. Raises `UsageError`, naming the option."""
         low, colon, high = text.partition(":")
         try:
             parsed = cls(int(low), int(high if colon else low))
@@ -90,7 +90,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Arrival:
-    """When requests come."""
+    """The times at which requests come."""
 
     kind: Literal["all", "poisson", "every"]
     rate: float = 0.0
@@ -98,7 +98,8 @@ class Arrival:
 
     @classmethod
     def parse(cls, text: str) -> "Arrival":
-        """`all` at once, `poisson:20` (a second, by the wall's clock) or `every:3` (steps). Raises `UsageError`."""
+        """Parse `all` at once, `poisson:20` (a second, by the wall's clock) or `every:3` (steps). Raises
+        `UsageError`."""
         kind, _, rate = text.partition(":")
         if text == "all":
             return cls("all")
@@ -115,7 +116,7 @@ class Arrival:
         )
 
     def times(self, number: int, rng: random.Random) -> list[float]:
-        """When each of `number` requests comes."""
+        """Return when each of `number` requests comes."""
         if self.kind == "all":
             return [0.0] * number
         if self.kind == "every":
@@ -137,7 +138,7 @@ def make_workload(
     priorities: bool = False,
     seed: int = 0,
 ) -> Workload:
-    """`number` requests whose prompts begin at random places of one passage. Raises `UsageError` for none."""
+    """Make `number` requests whose prompts begin at random places of one passage. Raises `UsageError` for none."""
     if number < 1:
         raise UsageError(f"--requests must be at least 1, got {number}")
     arrival = arrival or Arrival("all")
@@ -157,13 +158,13 @@ def make_workload(
 
 
 def passage_prompts(tokenizer: Encoder, lengths: Sequence[int], seed: int = 0) -> list[tuple[int, ...]]:
-    """A prompt of each length in tokens, from random places of the passage."""
+    """Return a prompt of each length in tokens, from random places of the passage."""
     passage, rng = list(tokenizer.encode(PASSAGE)), random.Random(seed)
     return [_cut(passage, rng.randrange(len(passage)), length) for length in lengths]
 
 
 def _cut(passage: Sequence[int], start: int, length: int) -> tuple[int, ...]:
-    """`length` tokens from `start` on; after the last comes the first."""
+    """Return `length` tokens from `start` on; after the last comes the first."""
     return tuple(passage[(start + index) % len(passage)] for index in range(length))
 
 
@@ -199,7 +200,7 @@ class WorkloadRun:
                 self._wait()
 
     def abort(self) -> None:
-        """End what has not ended; what has not come will not."""
+        """Abort what has not ended; what has not come will not."""
         self._pending.clear()
         for request_id in self._open:
             self._engine.abort(request_id)
@@ -207,12 +208,12 @@ class WorkloadRun:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """Of the requests that have ended, in the order of their arrival."""
+        """The outputs of the requests that have ended, in the order of their arrival."""
         return [self._outputs[request_id] for request_id in self._submitted if request_id in self._outputs]
 
     @property
     def _now(self) -> float:
-        """On the workload's clock."""
+        """The time on the workload's clock."""
         if self._workload.clock == "steps":
             return self._steps
         if self._began is None:
@@ -220,7 +221,7 @@ class WorkloadRun:
         return time.perf_counter() - self._began
 
     def _submit(self) -> None:
-        """Hand over the requests that have come."""
+        """Submit the requests that have come."""
         if self._together is not None and self._engine.has_unfinished():
             return
         now, room = self._now, self._together or len(self._pending)
@@ -239,7 +240,7 @@ class WorkloadRun:
             room -= 1
 
     def _wait(self) -> None:
-        """Nothing runs: let time pass until a request arrives."""
+        """Let time pass until a request arrives: nothing runs."""
         if self._workload.clock == "steps":
             self._steps = max(self._steps, int(self._pending[0][1].arrival + 0.999999))
         else:

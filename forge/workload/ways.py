@@ -26,7 +26,7 @@ Tokens = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Measured:
-    """One way of running a workload; its figures are those of the turn with the median time."""
+    """The figures of one way of running a workload, from the round with the median time."""
 
     how: How
     batch: int
@@ -46,7 +46,7 @@ class Measured:
 
     @property
     def ms_per_request(self) -> float:
-        """The whole time by the number of requests: what one costs, not how long it takes."""
+        """The whole time by the number of requests: the cost of one, not its duration."""
         return self.seconds * 1e3 / len(self.tokens)
 
 
@@ -64,7 +64,7 @@ def measure_all(
     turns: int = 1,
     on_progress: Callable[[str], None] = lambda message: None,
 ) -> tuple[Measured, ...]:
-    """Every way in turn, after a turn that is not timed."""
+    """Measure every way in turn, after a round that is not timed."""
     on_progress("warming up")
     _turn(llm, Workload(workload.requests[:2]), "continuous", 2)
     measured = []
@@ -75,12 +75,13 @@ def measure_all(
 
 
 def identical(measured: Sequence[Measured], requests: int | None = None) -> bool:
-    """Whether all ways gave the same tokens to every request, or to the first `requests` of each."""
+    """Return whether all ways gave the same tokens to every request, or to the first `requests` of each."""
     return len({way.tokens[:requests] for way in measured}) <= 1
 
 
 def requests_in_common(workload: Workload, rival: Workload) -> int:
-    """How many requests, counted from the first, ask for the same tokens after the same prompt in both workloads."""
+    """Return how many requests, counted from the first, ask for the same tokens after the same prompt in both
+    workloads."""
     pairs = zip(workload.requests, rival.requests, strict=False)
     same = (
         left.prompt_token_ids == right.prompt_token_ids and left.max_tokens == right.max_tokens for left, right in pairs
@@ -89,7 +90,7 @@ def requests_in_common(workload: Workload, rival: Workload) -> int:
 
 
 def speed_up(way: Measured, of: Measured) -> float:
-    """How many times the tokens per second of another."""
+    """Return how many times as many tokens per second it makes as another."""
     return way.tokens_per_second / of.tokens_per_second
 
 
@@ -120,7 +121,7 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
 
 
 def _arrived_at(began: float, step: StepRecord) -> StepRecord:
-    """The step as if its requests had come when the run began: one kept from the engine waits all the same."""
+    """Return the step as if its requests had come when the run began: one kept from the engine waits all the same."""
     return (
         replace(step, arrived=tuple(replace(arrival, arrived=began) for arrival in step.arrived))
         if step.arrived
