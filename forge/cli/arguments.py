@@ -31,9 +31,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 class Takes:
-    """Which fields of a dataclass a command takes, as words with spaces between them: those named, by name or by their
-    heading, or all but those `without`. And the command's own defaults; a field with one that is not taken is fixed.
-    unmade: the command checks the options and makes the dataclass itself; its parameter is None."""
+    """The fields of a dataclass that a command takes, as words with spaces between them: those named, by name or by
+    their heading, or all but those `without`. And the command's own defaults; a field with one that is not taken is
+    fixed. unmade: the command checks the options and makes the dataclass itself; its parameter is None."""
 
     def __init__(self, names: str = "", *, without: str = "", unmade: bool = False, **defaults: Any):
         self.names, self.without, self.defaults = set(names.split()), set(without.split()), defaults
@@ -52,8 +52,8 @@ class Takes:
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with options in the place of each parameter that is a dataclass, for typer to read. One that returns
-    a `Report`, and does not ask for it itself, has `--json`."""
+    """Replace each parameter that is a dataclass by its options, for typer to read. A function that returns a `Report`,
+    and has no `json` parameter, gets `--json`."""
     parameters: list[Parameter] = []
     parts: dict[str, tuple[type, Takes]] = {}
     declared = signature(function, eval_str=True)
@@ -92,8 +92,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make(target: Callable[..., _Made], values: Mapping[str, Any], **changed: Any) -> _Made:
-    """The dataclass from a command's parameters: what is None, or an empty sequence, was not given. `values` may have
-    others' parameters in it. Raises its `UsageError`."""
+    """Build the dataclass from a command's parameters: None or an empty sequence means that an option was not given.
+    `values` may have parameters of other dataclasses. Raises its `UsageError`."""
     names = [field.name for field in fields(target)]  # type: ignore[arg-type]
     stated = {name: values[name] for name in names if values.get(name) not in (None, [], ())}
     return target(
@@ -104,8 +104,8 @@ def make(target: Callable[..., _Made], values: Mapping[str, Any], **changed: Any
 def stated(
     context: typer.Context, values: Mapping[str, Any], *fixed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], set[str], dict[str, str]]:
-    """What `check_needs` asks of a command line: every option's value, or what is fixed; the names of those that were
-    given; and how each is spelled."""
+    """Return what `check_needs` takes of a command line: every option's value, or what is fixed; the names of those
+    that were given; and how each is spelled."""
     options = {name: value for defaults in fixed for name, value in defaults.items()}
     options |= {name: value for name, value in values.items() if value is not None or name not in options}
     spelled = {param.name: param.opts[0] for param in context.command.params if param.param_type_name == "option"}
@@ -113,7 +113,7 @@ def stated(
 
 
 def was_given(context: typer.Context, name: str) -> bool:
-    """Whether the parameter was given on the command line."""
+    """Return whether the parameter was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -123,7 +123,7 @@ def _is_annotated(parameter: Parameter) -> bool:
 
 
 def _option(field: "Field[Any]", target: type, takes: Takes) -> Parameter:
-    """The field as typer has options."""
+    """Describe a field as typer describes options."""
     words, kind = field.metadata, _kind(field, target)
     default = takes.defaults.get(field.name, field.default)
     default = None if default == () else default
@@ -145,7 +145,7 @@ def _option(field: "Field[Any]", target: type, takes: Takes) -> Parameter:
 
 
 def _kind(field: "Field[Any]", target: type) -> Any:
-    """The type that the option's value has on the command line: text, where a field takes text or other things."""
+    """Return the type of the option's value on the command line: text if a field takes text or other things."""
     annotation = eval(field.type, {}, _Names(target)) if isinstance(field.type, str) else field.type
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = {get_origin(member) or member for member in members}

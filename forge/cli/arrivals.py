@@ -77,7 +77,7 @@ def drive_arrivals(
 def watch_arrivals(
     llm: "LLM", arrivals: Sequence[Arrival], screen: "BlockScreen", pace: float, quiet: bool
 ) -> RunsResult:
-    """The same with its blocks on the terminal, unless `quiet`, and remembered in `screen`."""
+    """Drive the arrivals with the blocks on the terminal, unless `quiet`, and remember the steps in `screen`."""
     from forge.views.blocks import SilentBlocks, watch_blocks
 
     llm.engine.report_blocks = True
@@ -124,7 +124,7 @@ class WatchedRun:
 
 
 def whole(result: RunsResult) -> RunsResult:
-    """A result that Ctrl-C did not cut short: half an experiment says nothing, so that ends the command."""
+    """Return a complete result, or end the command if Ctrl-C cut it short: half an experiment says nothing."""
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
     return result

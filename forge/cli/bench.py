@@ -27,7 +27,7 @@ _FIRST = "`forge bench "
 
 
 def names() -> list[str]:
-    """The names of the benchmarks; `cpu` comes first, because most people look for it."""
+    """Return the names of the benchmarks; `cpu` comes first, because most people look for it."""
     first = first_lines(benchmarks.__path__).values()
     names = [line.removeprefix(_FIRST).partition("`")[0] for line in first if line.startswith(_FIRST)]
     return sorted(names, key=lambda name: (name != "cpu", name))

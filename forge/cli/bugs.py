@@ -12,8 +12,8 @@ UNNOTICED = 1
 
 
 def run_bug(chapter: str, name: str, engine_args: EngineArgs, json: bool) -> "Report":
-    """The runs of one of a chapter's bugs, in which texts are compared that the bundled model tells. Of `engine` they
-    have its device and threads."""
+    """Run one of a chapter's bugs, which compares texts of the bundled model, with the device and threads of
+    `engine_args`."""
     from forge.book.bug_runs import run_with_and_without
 
     bug = find_bug(name, chapter)

@@ -212,7 +212,7 @@ def engine(
 
 
 def _folder(ctx: typer.Context, folder: Path | None) -> Path:
-    """What was given after the subcommand, or before it, or where the files are."""
+    """Return the folder that was given after the subcommand, or before it, or where the files are."""
     return session.find_folder(folder or ctx.obj[0])
 
 

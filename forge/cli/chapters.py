@@ -234,7 +234,7 @@ _OF_A_BUG = ("bug", "device", "threads", *_NOT_GIVEN)
 
 
 def _check_bug_options(ctx: typer.Context) -> None:
-    """Raises `UsageError` for an option that `--bug` would ignore."""
+    """Raise `UsageError` for an option that `--bug` would ignore."""
     ignored = [name for name in ctx.params if name not in _OF_A_BUG and options.was_given(ctx, name)]
     if ignored:
         arguments = {param.name for param in ctx.command.params if param.param_type_name == "argument"}
@@ -243,7 +243,7 @@ def _check_bug_options(ctx: typer.Context) -> None:
 
 
 def reads_chapter(only: str | None, json: bool) -> bool:
-    """Whether a chapter's command is to open the chapter, and not just to run its experiment.
+    """Return whether a chapter's command is to open the chapter, and not just to run its experiment.
 
     Raises `UsageError` for an `--only` that has no meaning.
     """
@@ -297,7 +297,7 @@ def _as_written(value: object) -> str | tuple[str, ...]:
 
 
 def _read(entry: "Entry", *, pause: bool, overrides: "Given | None" = None, page: int | None = None) -> int:
-    """page: where to go on, with what an earlier session found; None to begin."""
+    """Read a chapter. page: where to go on, with what an earlier session found; None to begin."""
 
     console = open_console()
     session, progress = _session(entry.chapter, overrides), load_progress()
@@ -323,7 +323,7 @@ def _read(entry: "Entry", *, pause: bool, overrides: "Given | None" = None, page
 
 
 def _goes_on(entry: "Entry", progress: Progress) -> str:
-    """Which chapter `forge next` opens once this one is finished, in a sentence."""
+    """Return which chapter `forge next` opens once this one is finished, in a sentence."""
     finished = Progress({**progress.pages}, {*progress.finished})
     finished.reach(entry.command, 0, 1)
     following = next_entry(entries(), finished)
@@ -368,7 +368,7 @@ def run_shell_line(line: str) -> int:
 
 
 def with_given(line: str, overrides: Given) -> str:
-    """A command line of a chapter with what the reader gave in it."""
+    """Put what the reader gave into a command line of a chapter."""
     from forge.cli.main import command_named
 
     words = _words(line)
@@ -388,7 +388,7 @@ def with_given(line: str, overrides: Given) -> str:
 
 
 def _words(line: str) -> list[str]:
-    """The words after forge. Raises `UsageError` where there is no forge, or a quotation mark is missing."""
+    """Return the words after forge. Raises `UsageError` if there is no forge, or a quotation mark is missing."""
     try:
         words = shlex.split(line)
     except ValueError:

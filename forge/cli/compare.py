@@ -177,7 +177,7 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
 
 
 def _is_number_alone(ctx: typer.Context) -> bool:
-    """Whether the only word on the command line is a number: of many requests that is MAX_TOKENS."""
+    """Return whether the only word on the command line is a number: of many requests that is MAX_TOKENS."""
     prompt = ctx.params["prompt"]
     return options.was_given(ctx, "prompt") and not options.was_given(ctx, "max_tokens") and prompt.isdecimal()
 

@@ -26,7 +26,7 @@ _WARM_UP = 2
 
 
 def is_judging(versus: "Versus") -> bool:
-    """Whether a comparison is one of how requests are planned."""
+    """Return whether a comparison is one of how requests are planned."""
     return versus.option in _QUESTIONS
 
 
@@ -61,7 +61,7 @@ def _load_side(side: Mapping[str, Any]) -> "LLM":
 
 
 def _config(side: Mapping[str, Any]) -> dict[str, bool]:
-    """What `--class` means for a scheduler."""
+    """Return the options that `--class` means for a scheduler."""
     value = side["execution_class"]
     if value not in CLASSES:
         raise UsageError(f"--class is {' or '.join(CLASSES)}, and not {value!r}")

@@ -67,7 +67,7 @@ def proposers(incomplete: str) -> list[str]:
 
 
 def chapters(incomplete: str) -> list[str]:
-    """Their commands, and their numbers where one is being typed."""
+    """Return the chapters' commands, or their numbers if one is being typed."""
     from forge.book.catalog import entries
 
     every = entries()
@@ -75,14 +75,14 @@ def chapters(incomplete: str) -> list[str]:
 
 
 def bugs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Those of the chapter whose command it is."""
+    """Return the bugs of the chapter whose command it is."""
     from forge.book.bugs import bugs_of
 
     return _beginning(bugs_of(ctx.info_name or ""), incomplete)
 
 
 def one_of(*names: str) -> Callable[[str], list[str]]:
-    """For an option whose values are few and fixed."""
+    """Complete an option whose values are few and fixed."""
 
     def complete(incomplete: str) -> list[str]:
         return _beginning(names, incomplete)

@@ -154,7 +154,7 @@ def _models() -> "Iterator[Finding]":
 
 
 def _published_digests(folder: Path) -> dict[str, str]:
-    """File name → SHA-256, from the lines of the models' README or checksum file that hold both."""
+    """Map each file name to its SHA-256, from the lines of the models' README or checksum file that hold both."""
     import re
 
     digests: dict[str, str] = {}
@@ -168,7 +168,7 @@ def _published_digests(folder: Path) -> dict[str, str]:
 
 
 def _tokenizer() -> "Iterator[Finding]":
-    """Which tokenizer the default model gets, and why not the fast one if it does not."""
+    """Return which tokenizer the default model gets, and why not the fast one if it does not."""
     from forge.gguf import GGUFFile
     from forge.model.catalog import DEFAULT_MODEL, resolve_model
     from forge.tokenizer import Tokenizer
@@ -186,7 +186,7 @@ def _tokenizer() -> "Iterator[Finding]":
 
 
 def _requirements() -> "list[Requirement]":
-    """What pyproject.toml declares for this machine, and of its extras what is installed."""
+    """Return the requirements of pyproject.toml for this machine, and those of its extras that are installed."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement
@@ -209,7 +209,7 @@ def _requirements() -> "list[Requirement]":
 
 
 def _version(package: str) -> str | None:
-    """The installed version, without importing the package."""
+    """Return the installed version, without importing the package."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

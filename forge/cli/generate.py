@@ -65,7 +65,7 @@ def generate(
 
 
 def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
-    """The token ids of `message` as the model's chat template renders it, ready to be answered."""
+    """Return the token ids of `message` as the model's chat template renders it, ready to be answered."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": message})
     return llm.tokenizer.encode_chat(messages, add_generation_prompt=True)[1]

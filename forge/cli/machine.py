@@ -17,7 +17,7 @@ CPU_FEATURES = (
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     for line in _lines(root / "proc/cpuinfo"):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -25,7 +25,7 @@ def cpu_model(root: Path = Path("/")) -> str:
 
 
 def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
-    """Those of `CPU_FEATURES` that the first processor has."""
+    """Return the features of `CPU_FEATURES` that the first processor has."""
     for line in _lines(root / "proc/cpuinfo"):
         name, _, flags = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -65,7 +65,7 @@ def _memory_limits(root: Path) -> list[tuple[int, int]]:
 
 
 def _cgroup_folders(root: Path) -> list[Path]:
-    """The cgroup v2 folders that hold this process, innermost first."""
+    """Return the cgroup v2 folders that hold this process, innermost first."""
     base = root / "sys/fs/cgroup"
     group = next((line[3:].strip() for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")), "/")
     inner = base / group.lstrip("/")

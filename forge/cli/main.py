@@ -219,7 +219,7 @@ def parse_and_run(args: Sequence[str]) -> "Report | int | None":
 
 
 def command_named(name: str) -> TyperCommand | TyperGroup | None:
-    """The command, or the group of commands, that `forge NAME` is."""
+    """Return the command, or the group of commands, called NAME in `forge NAME`."""
     group = _forge()
     group.load(name)
     command = group.commands.get(name)
@@ -228,7 +228,7 @@ def command_named(name: str) -> TyperCommand | TyperGroup | None:
 
 
 def _forge() -> _Commands:
-    """All commands. The options that set up a shell's completion work and are not listed: they are used once."""
+    """Group all commands. The options that set up a shell's completion work and are not listed: they are used once."""
     group = typer.main.get_command(app)
     assert isinstance(group, _Commands)
     for param in group.params:
@@ -245,7 +245,7 @@ def _show(report: "Report") -> int:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """What typer found wrong with the command line, and where to look."""
+    """Explain what typer found wrong with the command line, and where to look."""
     option = getattr(error, "option_name", "")
     if option == "--kv" and type(error).__name__ == "BadOptionUsage":
         return without_value(option)

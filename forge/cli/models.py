@@ -75,7 +75,7 @@ def inspect_model(
 
 
 def _bundled() -> list[ListedModel]:
-    """The bundled models, with what the headers of those that are present say."""
+    """List the bundled models, with what the headers of those that are present say."""
     listed = []
     for model in bundled_models():
         entry = ListedModel(
@@ -91,13 +91,13 @@ def _bundled() -> list[ListedModel]:
 
 
 def _computed() -> list[ListedModel]:
-    """The model without a file."""
+    """Describe the model without a file."""
     description = "computes a hash of the text and nothing else: for watching the scheduler"
     return [ListedModel(HASH_MODEL, (), "no file", 0, description, True, type="none", parameters=0)]
 
 
 def _pulled() -> list[ListedModel]:
-    """What `forge models pull` has brought."""
+    """List what `forge models pull` has brought."""
     listed = []
     for model in pulled_models():
         entry = ListedModel(
@@ -113,7 +113,7 @@ def _pulled() -> list[ListedModel]:
 
 
 def _with_header(entry: ListedModel, path: "Path") -> ListedModel:
-    """The entry with what the file's header says, or with what is wrong with it."""
+    """Complete the entry with what the file's header says, or with what is wrong with it."""
     try:
         with GGUFFile.open(path) as file:
             tensors = list(file.tensors.values())

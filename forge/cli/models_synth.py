@@ -87,7 +87,7 @@ def synth(
 
 
 def _config(shape: str | None, values: dict[str, Any]) -> "Qwen3Config":
-    """The named shape with what was given in place of its own; without a name, what was given."""
+    """Return the named shape with the given values in place of its own; without a name, the given values."""
     if shape is None:
         missing = [
             field.metadata["flags"]

@@ -62,7 +62,8 @@ WorkloadSeedOption = Annotated[
 
 @dataclass(frozen=True)
 class OutputArgs:
-    """What a command shows of its run, and where it records it. Raises `UsageError` for what it cannot show."""
+    """The options that say what a command shows of its run, and where it records it. Raises `UsageError` for what it
+    cannot show."""
 
     show: str | None = option(None, "blocks: where every token's key and value lies.", _OUTPUT)
     pace: float = option(DEFAULT_PACE, "Steps per second that a terminal shows; 0 does not wait.", _OUTPUT)
@@ -94,7 +95,7 @@ class FormArgs:
     grammar: str | None = option(None, "The output follows this file's Lark grammar.", _FORM, metavar="FILE")
 
     def structured_output(self) -> "StructuredOutput | None":
-        """The form with the files read; None for no form. Raises `UsageError` for more than one."""
+        """Read the files and return the form; None for no form. Raises `UsageError` for more than one."""
         forms = [self.json_schema, self.regex, self.choice or None, self.grammar]
         if forms.count(None) == len(forms):
             return None
@@ -109,7 +110,7 @@ class FormArgs:
 
 
 def read_prompt(argument: str) -> str:
-    """The prompt that `argument` means: itself, or what standard input holds where it is `-`.
+    """Return the prompt that `argument` means: itself, or the text of standard input for `-`.
 
     Raises `UsageError` if that is not text.
     """
@@ -122,7 +123,7 @@ def read_prompt(argument: str) -> str:
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of a file, one to a line; empty lines are none. Raises `UsageError` for one without any."""
+    """Return the prompts of a file, one to a line; empty lines are none. Raises `UsageError` for one without any."""
     prompts = [line for line in read_text(path).splitlines() if line.strip()]
     if not prompts:
         raise UsageError(f"{path} has no prompt in it: write one to a line")
@@ -130,7 +131,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def read_texts(arguments: Sequence[str] | None, path: str | None) -> list[str]:
-    """The texts that were given, then those of a file. Raises `UsageError` where there is none."""
+    """Return the texts that were given, then those of a file. Raises `UsageError` if there is none."""
     texts = [read_prompt(argument) for argument in arguments or ()]
     if path is not None:
         texts += read_prompts(path)
@@ -142,7 +143,7 @@ def read_texts(arguments: Sequence[str] | None, path: str | None) -> list[str]:
 
 
 def read_text(path: str) -> str:
-    """What is in a file. Raises `UsageError` if that cannot be read, or is not text."""
+    """Read a text file. Raises `UsageError` if it cannot be read, or is not text."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -152,7 +153,7 @@ def read_text(path: str) -> str:
 
 
 def model_label(model: str) -> str:
-    """A short name of what is being loaded, before anything of it is known."""
+    """Return a short name for a model that is being loaded."""
     from forge.model.catalog import model_name
 
     return model_name(Path(model)) or model

@@ -40,19 +40,19 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def explain(self, path: str, args: Sequence[str]) -> None:
-        """Raises `UsageError` for an option without its value and for a text without quotes."""
+        """Raise `UsageError` for an option without its value and for a text without quotes."""
         self._check_values(args)
         words = self.words(args)
         if words is not None:
             self._check_quotes(path, args, words)
 
     def value_options(self) -> dict[str, str]:
-        """Every spelling of every option that takes a value → that option's first spelling."""
+        """Map every spelling of every option that takes a value to that option's first spelling."""
         options = [param for param in self.params if isinstance(param, TyperOption) and not param.is_flag]
         return {spelling: option.opts[0] for option in options for spelling in option.opts}
 
     def words(self, args: Sequence[str]) -> list[Word] | None:
-        """The arguments on a command line. None where it has an option that the command does not know."""
+        """Return the arguments on a command line; None if it has an option that the command does not know."""
         taking, known = self.value_options(), self._spellings()
         words: list[Word] = []
         position, option = 0, None
@@ -137,7 +137,7 @@ class Command(TyperCommand):
 
 
 def without_value(option: str, instead: str = "") -> UsageError:
-    """The error of an option without a value. Of `--kv` it lists the values."""
+    """Build the error of an option without a value. Of `--kv` it lists the values."""
     if option == "--kv":
         error = UsageError(f"--kv takes one of {', '.join(KV_KINDS)}" + (f", and {instead}" if instead else ""))
         for kind, meaning in KV_KINDS.items():

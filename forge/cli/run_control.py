@@ -173,7 +173,7 @@ class RepeatedRun:
 
     @classmethod
     def of(cls, engine_args: EngineArgs, prompt: str, max_tokens: int, subscriber: StepSubscriber) -> "RepeatedRun":
-        """Watched the first time; the fastest of each forward's times count."""
+        """Run the prompt, watched the first time; the fastest of each forward's times count."""
         from forge.views.generation import watching
 
         params, llm = SamplingParams(max_tokens=max_tokens, ignore_eos=True), create_llm(engine_args)
@@ -246,7 +246,7 @@ def _advance(
     history: "History | None",
     goes_on: "Callable[[StepRecord], bool]",
 ) -> bool:
-    """Take the steps of a run while `goes_on`; whether it was aborted because that said no."""
+    """Run the steps of a run while `goes_on`; return whether it was aborted because that said no."""
     for record in steps:
         records.append(record)
         subscriber.record(record)
@@ -273,7 +273,7 @@ def new_history(llm: "LLM", engine: "Engine") -> "History":
 
 
 def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
-    """What a trace says of the run before its first step."""
+    """Describe a run for the first line of its trace."""
     from forge.trace.recorder import TraceHeader
 
     label, config = run_label(llm), engine.scheduler.config

@@ -66,7 +66,7 @@ def serve(
 
 
 def address(host: str | None, port: int | None, variable: str | None) -> tuple[str, int]:
-    """Where to listen: what was given, or else FORGE_ADDR (`host:port`), or else the default.
+    """Return where to listen: what was given, or else FORGE_ADDR (`host:port`), or else the default.
 
     Raises `UsageError` for a variable that is no address, and for a port that there cannot be.
     """
@@ -81,14 +81,14 @@ def address(host: str | None, port: int | None, variable: str | None) -> tuple[s
 
 
 def require_server() -> None:
-    """Raises `UsageError` where the libraries that speak HTTP are not installed."""
+    """Raise `UsageError` if the libraries that speak HTTP are not installed."""
     missing = [name for name in ("fastapi", "uvicorn") if util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _show(shown: ExitStack, ready: "Ready", loading: dict[str, Any]) -> "Callable[[StepRecord], None]":
-    """What is called with every step's record."""
+    """Return the function that is called with every step's record."""
     from forge.views.traffic import Traffic
 
     label = RunLabel(ready.model_name, ready.kv, ready.device, ready.device_description)

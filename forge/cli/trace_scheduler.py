@@ -100,7 +100,7 @@ def trace_scheduler(
 
 
 def _tenants(text: str | None) -> tuple[int, ...]:
-    """Each tenant's draft tokens per cycle. Raises `UsageError` for what is no list of numbers."""
+    """Return each tenant's draft tokens per cycle. Raises `UsageError` for what is no list of numbers."""
     if text is None:
         return ()
     if not all(part.strip().isdecimal() for part in text.split(",")):

@@ -30,7 +30,7 @@ _ON_OFF = {"on": True, "off": False}
 
 @dataclass(frozen=True)
 class Switch:
-    """What one spelling of a switch says."""
+    """The meaning of one spelling of a switch."""
 
     option: str
     """By its first name: `--chunked-prefill`."""
@@ -51,7 +51,7 @@ class SplitLine:
 
 @dataclass(frozen=True)
 class Versus:
-    """What a command that compares is told besides its own arguments, which are those of the left side."""
+    """The arguments of a comparison's right side, beside the command's own, which are those of the left side."""
 
     option: str
     names: tuple[str, str]
@@ -84,7 +84,7 @@ class VersusCommand(Command):
         return None if words is None else [word for word in words if word.position not in sides]
 
     def _switches(self) -> dict[str, "Switch"]:
-        """Every spelling of every switch that the run depends on."""
+        """Map every spelling to its switch, for the switches that the run depends on."""
         options = [param for param in self.params if isinstance(param, TyperOption) and param.is_flag]
         return {
             spelling: Switch(option.opts[0], spelling in option.opts)
@@ -95,7 +95,7 @@ class VersusCommand(Command):
 
 
 def versus_of(ctx: Context) -> Versus:
-    """The comparison that the command of `ctx` was asked for."""
+    """Return the comparison that the command of `ctx` was asked for."""
     return ctx.meta[_META]
 
 
@@ -122,7 +122,7 @@ def _word_positions(args: Sequence[str]) -> list[int]:
 
 
 def _switched_at(args: Sequence[str], word: int, switches: Mapping[str, Switch]) -> SplitLine | None:
-    """The comparison of a switch around the `vs` at position `word`; None where what stands before is none."""
+    """Return the comparison of a switch around the `vs` at position `word`; None if what stands before is none."""
     before, after = (args[word - 1] if word else ""), (args[word + 1] if word + 1 < len(args) else "")
     if before in switches:
         start, switch = word - 1, switches[before]
@@ -145,7 +145,7 @@ def _switched_at(args: Sequence[str], word: int, switches: Mapping[str, Switch])
 
 
 def _varied_at(args: Sequence[str], word: int, value_options: Mapping[str, str]) -> SplitLine:
-    """The comparison around the `vs` at position `word`."""
+    """Return the comparison around the `vs` at position `word`."""
     before = args[word - 1] if word else ""
     if word > 1 and args[word - 2].lower() == WORD:
         raise UsageError(_TWO_SIDES)
@@ -171,7 +171,7 @@ def _varied_at(args: Sequence[str], word: int, value_options: Mapping[str, str])
 
 
 def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:
-    """The option that `arg` names, alone or as `OPTION=VALUE`."""
+    """Return the option that `arg` names, alone or as `OPTION=VALUE`."""
     return value_options.get(arg.partition("=")[0])
 
 
@@ -181,5 +181,5 @@ def _too_many(options: Sequence[str]) -> str:
 
 
 def _lacks_value(args: Sequence[str], value_options: Mapping[str, str]) -> bool:
-    """Whether the last word is an option that takes a value: the parser says so."""
+    """Return whether the last word is an option without its value, by asking the parser."""
     return "--" not in args and bool(args) and args[-1] in value_options

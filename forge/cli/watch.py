@@ -36,7 +36,7 @@ def watch(
 
 
 def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
-    """The steps of the server at `url` from now on, until it ends. Raises `UsageError` where it gives none."""
+    """Yield the steps of the server at `url` from now on, until it ends. Raises `UsageError` if it gives none."""
     decode = codec_of(StepRecord).decode
     address = (url if "//" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/debug/steps"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -52,7 +52,7 @@ def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
 
 
 def _reason(error: Exception) -> str:
-    """What the server said, if it was one of forge's."""
+    """Return the server's own message, if it sent one of forge's."""
     with suppress(AttributeError, LookupError, TypeError, ValueError):
         return json.loads(error.read())["error"]["message"]  # type: ignore[attr-defined]  # an `HTTPError` is an answer
     return str(getattr(error, "reason", None) or error)

@@ -68,12 +68,13 @@ def group_size(ggml_type: GGMLType) -> int:
 
 
 def has_minimums(ggml_type: GGMLType) -> bool:
-    """Whether the values of `ggml_type`, one of `QUANTIZED_TYPES`, have a minimum subtracted."""
+    """Return whether the values of `ggml_type`, one of `QUANTIZED_TYPES`, have a minimum subtracted."""
     return _FORMATS[ggml_type].minimum_at is not None
 
 
 def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> QuantizedGroups:
-    """The integers and scales of a quantized tensor. `raw` is uint8, the bytes of `shape`, whose last axis is the row.
+    """Unpack the integers and scales of a quantized tensor. `raw` is uint8, the bytes of `shape`, whose last axis is
+    the row.
 
     A shape of more or fewer than two axes is taken as rows of its last axis. ValueError for a type without blocks, and
     where `raw` is not the size that `shape` says.
@@ -115,7 +116,8 @@ class SuperblockScales:
 
 
 def superblock_scales(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> SuperblockScales:
-    """The scales of a tensor of a type of 256 elements a block. ValueError for another, or a `raw` of another size."""
+    """Return the scales of a tensor of a type of 256 elements a block. Raises ValueError for another type, or a `raw`
+    of another size."""
     layout = _FORMATS.get(ggml_type)
     if layout is None or layout.integers is None:
         raise ValueError(f"{GGMLType(ggml_type).name} has no superblocks")
@@ -134,7 +136,7 @@ def superblock_scales(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ..
 
 
 def dequantize(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The tensor's values, a new float32 array of `shape`. `raw` is uint8, exactly the tensor's bytes.
+    """Convert the tensor's values to a new float32 array of `shape`. `raw` is uint8, exactly the tensor's bytes.
 
     Beside the result this needs a few megabytes, however large the tensor. ValueError for a type that forge does not
     compute with, and where `raw` is not the size that `shape` says.
@@ -210,7 +212,7 @@ def _passes(num_blocks: int, elements: int) -> list[slice]:
 
 
 def _float16(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The float16 at byte `at` of every block, as float32 [n, 1]."""
+    """Return the float16 at byte `at` of every block, as float32 [n, 1]."""
     return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
 
 

@@ -90,7 +90,8 @@ be read and then refused by the type's name."""
 
 
 def row_nbytes(ggml_type: GGMLType, columns: int) -> int:
-    """Bytes of one row of `columns` elements. ValueError when the row is not a whole number of blocks."""
+    """Return the bytes of one row of `columns` elements. Raises ValueError unless the row is a whole number of
+    blocks."""
     block = ggml_type.block
     if columns % block.elements:
         raise ValueError(

@@ -109,7 +109,7 @@ class Header:
 
 
 def parse_header(path: Path, buffer: Any) -> Header:
-    """The header of the whole file `buffer` (an mmap or bytes); `path` is for messages."""
+    """Parse the header of the whole file `buffer` (an mmap or bytes); `path` is for messages."""
     cursor = _Cursor(path, buffer)
     version, fields, directory = _read_directory(cursor)
     alignment = _alignment(cursor, fields)
@@ -168,7 +168,7 @@ class _Cursor:
         return int(_U64.unpack(self.take(8, field))[0])
 
     def member(self, kind: type[Member], field: str, kind_name: str) -> Member:
-        """A number that stands for one of `kind`."""
+        """Read a number that stands for a member of `kind`."""
         offset = self.position
         number = self.u32(field)
         try:
@@ -183,7 +183,7 @@ class _Cursor:
         return bytes(self.buffer[start : self.position])
 
     def count(self, field: str, smallest: int, maximum: int | None = None) -> int:
-        """A number of things that each take at least `smallest` bytes of what follows."""
+        """Read a number of entries that each take at least `smallest` bytes of what follows."""
         offset = self.position
         value = self.u64(field)
         if value * smallest > self.remaining:
@@ -193,7 +193,7 @@ class _Cursor:
         return value
 
     def nested_count(self, field: str) -> int:
-        """A number of arrays inside an array. The limit is on the sum of them in the whole file."""
+        """Read a number of arrays inside an array. The limit is on the sum of them in the whole file."""
         offset = self.position
         value = self.count(field, _SMALLEST_ARRAY)
         self.num_nested_arrays += value
@@ -261,7 +261,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, MetadataField]:
 
 
 def _read_value(cursor: _Cursor, field: str, type_id: GGUFValueType, depth: int) -> tuple[Any, str]:
-    """One value and the name of its type."""
+    """Read one value and the name of its type."""
     if type_id == GGUFValueType.STRING:
         return cursor.string(field), "string"
     if type_id == GGUFValueType.ARRAY:
@@ -345,7 +345,8 @@ def _alignment(cursor: _Cursor, fields: dict[str, MetadataField]) -> int:
 
 
 def _read_tensor_entry(cursor: _Cursor, index: int) -> tuple[TensorEntry, int]:
-    """An entry whose `offset` still counts from the start of the data, and the byte at which that offset is written."""
+    """Read an entry whose `offset` still counts from the start of the data, and the byte at which that offset is
+    written."""
     entry_offset = cursor.position
     name = cursor.string(f"name of tensor {index}", MAX_TENSOR_NAME_BYTES)
     if not name:
@@ -386,7 +387,8 @@ def _read_shape(cursor: _Cursor, field: str) -> tuple[int, ...]:
 def _place_tensors(
     cursor: _Cursor, directory: list[tuple[TensorEntry, int]], alignment: int, data_offset: int
 ) -> dict[str, TensorEntry]:
-    """The tensors by name with offsets from the start of the file: aligned, inside the file, apart from each other."""
+    """Return the tensors by name with offsets from the start of the file: aligned, inside the file, apart from each
+    other."""
     tensors: dict[str, TensorEntry] = {}
     size = len(cursor.buffer)
     for entry, offset_at in directory:

@@ -29,11 +29,12 @@ class GGUFTensor(TensorEntry):
     _buffer: mmap.mmap = field(repr=False, compare=False)
 
     def raw(self) -> np.ndarray:
-        """The tensor's bytes, uint8 [nbytes]: a read-only view of the file, which keeps the mapping alive."""
+        """Return the tensor's bytes, uint8 [nbytes]: a read-only view of the file, which keeps the mapping alive."""
         return np.frombuffer(self._buffer, dtype=np.uint8, count=self.nbytes, offset=self.offset)
 
     def dequantize(self) -> np.ndarray:
-        """The values, a new float32 array of `shape`. ValueError for a type outside of `SUPPORTED_TYPES`."""
+        """Convert the values to a new float32 array of `shape`. Raises ValueError for a type outside of
+        `SUPPORTED_TYPES`."""
         return block_formats.dequantize(self.ggml_type, self.raw(), self.shape)
 
 
@@ -67,7 +68,8 @@ class GGUFFile(MappedFile[GGUFTensor]):
         return f"GGUFFile({str(self.path)!r}, {len(self.metadata)} metadata entries, {len(self.tensors)} tensors)"
 
     def require(self, key: str, kind: type[Scalar]) -> Scalar:
-        """The value of `key`, an `int`, `float`, `bool` or `str` as `kind` says. GGUFError if absent or something else.
+        """Return the value of `key`, an `int`, `float`, `bool` or `str` as `kind` says. Raises GGUFError if absent or
+        of another type.
 
         An integer serves for a float; a bool is no integer; a float must be finite.
         """
@@ -86,30 +88,32 @@ class GGUFFile(MappedFile[GGUFTensor]):
     def get(self, key: str, kind: type[Scalar], default: Scalar) -> Scalar: ...
 
     def get(self, key: str, kind: type[Scalar], default: Scalar | None = None) -> Scalar | None:
-        """As `require`, but `default` where the file does not have `key`."""
+        """Return the value of `key` as `require` does, but `default` if the file does not have it."""
         return self.require(key, kind) if key in self.fields else default
 
     def string_array(self, key: str) -> list[str]:
-        """The strings of `key`. GGUFError if it is absent or not an array of strings."""
+        """Return the strings of `key`. Raises GGUFError if it is absent or not an array of strings."""
         entry = self._entry(key)
         if entry.type_name != "array of string":
             raise self._wrong_type(entry, "an array of strings")
         return cast(list[str], entry.value)
 
     def int_array(self, key: str) -> np.ndarray:
-        """The integers of `key`, read-only, in the file's own width. GGUFError if it is absent or something else."""
+        """Return the integers of `key`, read-only, in the file's own width. Raises GGUFError if it is absent or of
+        another type."""
         entry = self._entry(key)
         if not isinstance(entry.value, np.ndarray) or entry.value.dtype.kind not in "iu":
             raise self._wrong_type(entry, "an array of integers")
         return entry.value
 
     def error(self, key: str, problem: str) -> GGUFError:
-        """A GGUFError about the metadata value of `key`, for the caller to raise."""
+        """Build a GGUFError about the metadata value of `key`, for the caller to raise."""
         entry = self.fields.get(key)
         return GGUFError(self.path, f"metadata {printable(key)}", problem, entry.offset if entry else None)
 
     def tensor_error(self, name: str, part: str, problem: str) -> GGUFError:
-        """A GGUFError about `what` (`shape`, `type` or '') of the tensor called `name`, for the caller to raise."""
+        """Build a GGUFError about `part` (`shape`, `type` or '') of the tensor called `name`, for the caller to
+        raise."""
         tensor = self.tensors.get(name)
         subject = f"tensor {printable(name)} {part}".rstrip()
         return GGUFError(self.path, subject, problem, tensor.entry_offset if tensor else None)

@@ -41,7 +41,7 @@ class NewTensor:
     shape: tuple[int, ...] | None = None
 
     def element_shape(self) -> tuple[int, ...]:
-        """In elements, [rows, columns], whatever `data` is. ValueError where it cannot be told."""
+        """The shape in elements, [rows, columns], whatever `data` is. Raises ValueError if it cannot be told."""
         if self.shape is not None:
             return self.shape
         if not isinstance(self.data, np.ndarray):
@@ -52,17 +52,17 @@ class NewTensor:
         return (*self.data.shape[:-1], self.data.shape[-1] // block.nbytes * block.elements)
 
     def nbytes(self) -> int:
-        """Bytes as stored."""
+        """The number of bytes as stored."""
         shape = self.element_shape()
         return int(np.prod(shape[:-1], dtype=np.int64)) * row_nbytes(self.ggml_type, shape[-1])
 
     def encoded(self) -> np.ndarray:
-        """The bytes as stored, uint8, all at once."""
+        """Return the bytes as stored, uint8, all at once."""
         pieces = list(self.pieces())
         return pieces[0] if len(pieces) == 1 else np.concatenate([piece.reshape(-1) for piece in pieces])
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """The bytes as stored, uint8, in one piece or several."""
+        """Yield the bytes as stored, uint8, in one piece or several."""
         data = self.data if isinstance(self.data, np.ndarray) else self.data()
         if not isinstance(data, np.ndarray):
             yield from data
@@ -73,7 +73,8 @@ class NewTensor:
 
 
 def encode(ggml_type: GGMLType, values: np.ndarray) -> np.ndarray:
-    """Float `values` [..., columns] as uint8 [..., bytes of a row]; not to the K types, which gguf cannot write."""
+    """Encode float `values` [..., columns] as uint8 [..., bytes of a row]; not to the K types, which gguf cannot
+    write."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     if ggml_type == GGMLType.F32:
         return values.view(np.uint8)
@@ -183,7 +184,8 @@ _MADE_DIRECTLY = {GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, *_UNIT_DEVIATION}
 
 
 def random_weights(ggml_type: GGMLType, shape: tuple[int, ...], std: float, rng: np.random.Generator) -> np.ndarray:
-    """Raw blocks, uint8 [..., bytes of a row], of random values with mean 0 and about the given standard deviation.
+    """Make raw blocks, uint8 [..., bytes of a row], of random values with mean 0 and about the given standard
+    deviation.
 
     Normally distributed for the types that the gguf package quantizes to. For the others the blocks are made directly:
     for Q4_K, Q5_K and Q6_K uniform quants, scales within a factor of two of each other, minima that center each group;
@@ -219,7 +221,8 @@ def _float16_bytes(value: float) -> np.ndarray:
 
 
 def _six_bit_pairs(scales: np.ndarray) -> np.ndarray:
-    """Twelve bytes per row of eight 6-bit `scales`, each its group's minimum too: the reverse of `_six_bit_scales`."""
+    """Pack twelve bytes per row of eight 6-bit `scales`, each its group's minimum too: the reverse of
+    `_six_bit_scales`."""
     first = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
     last = (scales[:, 4:] & 0x0F) | (scales[:, 4:] << 4)
     return np.concatenate([first, first, last], axis=1)

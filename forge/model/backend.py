@@ -48,11 +48,11 @@ class Tensor(Protocol):
     def ggml_type(self) -> GGMLType: ...
 
     def raw(self) -> np.ndarray:
-        """Its bytes, uint8, in the layout of its type."""
+        """Return its bytes, uint8, in the layout of its type."""
         ...
 
     def dequantize(self) -> np.ndarray:
-        """Its values as float32 of `shape`."""
+        """Return its values as float32 of `shape`."""
         ...
 
 
@@ -76,7 +76,7 @@ class Operations(ABC):
 
     @abstractmethod
     def embed(self, table: Array, batch: Batch) -> Array:
-        """The rows of the embedding table that the batch's tokens name: `[T, hidden]`."""
+        """Look up the rows of the embedding table that the batch's tokens name: `[T, hidden]`."""
 
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
@@ -116,8 +116,8 @@ class Operations(ABC):
     def experts(
         self, x: Array, router: Array, gate: Array, up: Array, down: Array, num_used: int, normalize: bool
     ) -> Array:
-        """A routed feed-forward: `[T, hidden]` → `[T, hidden]`, the weighted sum of the `num_used` experts that the
-        router (`[experts, hidden]`) gives the largest logits, each down · (silu(gate · x) * (up · x)).
+        """Compute a routed feed-forward: `[T, hidden]` → `[T, hidden]`, the weighted sum of the `num_used` experts that
+        the router (`[experts, hidden]`) gives the largest logits, each down · (silu(gate · x) * (up · x)).
 
         The weights are the softmax over all experts, made to sum to 1 over the chosen ones if `normalize`. Experts are
         added in ascending order. (Shazeer et al. 2017)
@@ -126,15 +126,15 @@ class Operations(ABC):
 
     @abstractmethod
     def add(self, x: Array, y: Array) -> Array:
-        """The residual connection: x + y."""
+        """Add the residual connection: x + y."""
 
     @abstractmethod
     def logit_rows(self, x: Array, batch: Batch) -> Array:
-        """The rows that need logits: `[T, hidden]` → `[R, hidden]`."""
+        """Select the rows that need logits: `[T, hidden]` → `[R, hidden]`."""
 
     @abstractmethod
     def to_numpy(self, x: Array) -> Array:
-        """The result, float32; of operations that compute at once, on the host."""
+        """Return the result, float32; of operations that compute at once, on the host."""
 
 
 ForwardPass = Callable[[Operations, Batch, Storage], Array]
@@ -154,29 +154,29 @@ class Backend(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What a person is told about it: the instruction set and thread count, say."""
+        """A short description for people, such as the instruction set and the number of threads."""
 
     # Loading
 
     def loading(self, path: Path | None, nbytes: int) -> AbstractContextManager[object]:
-        """Entered while the tensors, `nbytes` of them, of the model at `path` are loaded; None for one in memory."""
+        """A context for loading the tensors, `nbytes` of them, of the model at `path`; None for one in memory."""
         return nullcontext()
 
     @abstractmethod
     def load_matrix(self, tensor: Tensor) -> Array:
-        """A weight matrix `[rows, columns]` in the layout in which this backend multiplies."""
+        """Load a weight matrix `[rows, columns]` in the layout in which this backend multiplies."""
 
     def load_experts(self, tensor: Tensor) -> Array:
-        """The matrices `[experts, rows, columns]` of all experts."""
+        """Load the matrices `[experts, rows, columns]` of all experts."""
         raise UsageError(NO_EXPERTS)
 
     @abstractmethod
     def load_vector(self, tensor: Tensor) -> Array:
-        """A norm's weight `[n]` in float32."""
+        """Load a norm's weight `[n]` in float32."""
 
     @abstractmethod
     def new_storage(self, layout: KvLayout) -> KvStorage:
-        """Arrays for keys and values, all zero. Raises `MemoryError` if there is no room."""
+        """Create arrays for keys and values, all zero. Raises `MemoryError` if there is no room."""
 
     # Running
 
@@ -193,8 +193,8 @@ class Backend(ABC):
 
     @abstractmethod
     def time_operations(self) -> None:
-        """From now on keep time per layer and operation. Costs time itself, and changes no result."""
+        """Measure time per layer and operation from now on. Costs time itself, and changes no result."""
 
     @abstractmethod
     def operation_times(self) -> tuple[OperationTime, ...]:
-        """The times kept so far, in the order in which the operations first ran."""
+        """Return the times measured so far, in the order in which the operations first ran."""

@@ -50,7 +50,7 @@ BUNDLED = (
 
 
 def models_folder() -> Path:
-    """Where the bundled models are: `models/` of a checkout, or the package data of an installation."""
+    """Return where the bundled models are: `models/` of a checkout, or the package data of an installation."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "_data" / "models"
     return installed if installed.is_dir() else package.parent / "models"
@@ -61,12 +61,12 @@ def bundled_models() -> tuple[BundledModel, ...]:
 
 
 def is_hash_model(name: str | Path) -> bool:
-    """Whether `name` means the model without a file, or a draft for it."""
+    """Return whether `name` means the model without a file, or a draft for it."""
     return str(name).partition(":")[0] == HASH_MODEL
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """The file, or the Hugging Face folder, that `name_or_path` means.
+    """Return the file, or the Hugging Face folder, of the model called `name_or_path`.
 
     A bundled name or alias means that model; otherwise a path that exists is taken; otherwise the name of a pulled
     model (`owner/name:Q8_0`). Raises `UsageError`, naming the nearest bundled model, when it is none of them.
@@ -99,12 +99,12 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """What a model at `path` is called: the file's name without its ending, or the folder's name."""
+    """Return what a model at `path` is called: the file's name without its ending, or the folder's name."""
     return path.resolve().name if path.is_dir() else path.stem
 
 
 def sha256(path: Path) -> str:
-    """The file's digest in hexadecimal."""
+    """Compute the file's digest in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -59,22 +59,23 @@ class Qwen3Config:
 
     @property
     def rope(self) -> Rope:
-        """How queries and keys turn with their positions."""
+        """The rotation of queries and keys with their positions."""
         return Rope(self.head_dim, self.rope_theta, self.yarn, self.rope_attention_factor)
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together: `num_attention_heads * head_dim`, which need not be `hidden_size`."""
+        """The width of all query heads together: `num_attention_heads * head_dim`, which need not be `hidden_size`."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Width of all key heads together, and of all value heads: `num_key_value_heads * head_dim`."""
+        """The width of all key heads together, and of all value heads: `num_key_value_heads * head_dim`."""
         return self.num_key_value_heads * self.head_dim
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> "Qwen3Config":
-        """The hyper-parameters that `file` states. GGUFError for one that is missing, senseless or not supported."""
+        """Read the hyper-parameters from `file`. Raises GGUFError for one that is missing, senseless or not
+        supported."""
         _check_kind(file)
         yarn = _yarn(file)
         stretched = yarn.max_position_embeddings if yarn is not None else 0
@@ -111,7 +112,8 @@ class Qwen3Config:
 
 
 def why_unsupported(metadata: Mapping[str, Any], tensors: Iterable[TensorEntry]) -> str | None:
-    """Why no file with this header runs, as far as kind and tensor types tell; None if nothing is known against it."""
+    """Return why no file with this header runs, as far as kind and tensor types tell; None if nothing is known against
+    it."""
     architecture = metadata.get("general.architecture")
     if architecture not in (ARCHITECTURE, MOE_ARCHITECTURE):
         return f"it holds {printable(architecture)}; forge runs {ARCHITECTURE!r} and {MOE_ARCHITECTURE!r}"
@@ -120,12 +122,14 @@ def why_unsupported(metadata: Mapping[str, Any], tensors: Iterable[TensorEntry])
 
 
 def expected_tensors(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
-    """The name and shape ([rows, columns]; [columns] for a norm) of every tensor of such a model, in order of use."""
+    """Return the name and shape ([rows, columns]; [columns] for a norm) of every tensor of such a model, in order of
+    use."""
     return {name: tuple(side.size for side in sides) for name, sides in _tensor_sides(config)}
 
 
 def check_tensors(file: GGUFFile, config: Qwen3Config) -> None:
-    """GGUFError unless the tensors of `file` are exactly those of `config`, each of a type that forge computes with."""
+    """Raise GGUFError unless the tensors of `file` are exactly those of `config`, each of a type that forge computes
+    with."""
     expected = set()
     for name, sides in _tensor_sides(config):
         expected.add(name)
@@ -215,8 +219,8 @@ def _check_kind(file: GGUFFile) -> None:
 
 
 def _yarn(file: GGUFFile) -> Yarn | None:
-    """YaRN, if the file has it. Refuses other RoPE scaling; 'linear' by a factor of 1 (llama.cpp's default; it reads 0
-    as 1) scales nothing."""
+    """Read YaRN, if the file has it. Refuses other RoPE scaling; 'linear' by a factor of 1 (llama.cpp's default; it
+    reads 0 as 1) scales nothing."""
     scaling = file.get(_key(file, "rope.scaling.type"), str, "none")
     if scaling not in ("none", "linear", "yarn"):
         raise _error(file, "rope.scaling.type", f"RoPE scaling {printable(scaling)} is not supported")
@@ -244,7 +248,8 @@ def _yarn(file: GGUFFile) -> Yarn | None:
 
 
 def _attention_factor(file: GGUFFile, yarn: Yarn | None) -> float:
-    """YaRN's own factor times `attn_factor` and `yarn_attn_factor`, which llama.cpp applies without YaRN as well."""
+    """Multiply YaRN's own factor by `attn_factor` and `yarn_attn_factor`, which llama.cpp applies without YaRN as
+    well."""
     product = 1.0 if yarn is None else yarn.attention_factor
     for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
         product *= _number(file, name, 1.0, lambda factor: factor > 0, "above 0")
@@ -252,7 +257,8 @@ def _attention_factor(file: GGUFFile, yarn: Yarn | None) -> float:
 
 
 def _num_layers(file: GGUFFile) -> int:
-    """At most as many as the file has tensors: a malformed file cannot make us list those of 4,000 million layers."""
+    """Read the number of layers, at most as many as the file has tensors: a malformed file cannot make us list those of
+    4,000 million layers."""
     num_layers = _integer(file, "block_count", 2**32)
     if num_layers > len(file.tensors):
         problem = f"{num_layers} layers cannot be in a file of {len(file.tensors)} tensors"
@@ -275,7 +281,7 @@ def _head_dim(file: GGUFFile, hidden_size: int, num_attention_heads: int) -> int
 
 
 def _labels(file: GGUFFile) -> tuple[str, ...]:
-    """The labels that the file names, or numbers for them; none without a classification head."""
+    """Return the labels that the file names, or numbers for them; none without a classification head."""
     key = _key(file, "classifier.output_labels")
     if CLASSIFIER not in file.tensors:
         return ()
@@ -285,13 +291,13 @@ def _labels(file: GGUFFile) -> tuple[str, ...]:
 
 
 def numbered_labels(count: int) -> tuple[str, ...]:
-    """What transformers calls labels without names."""
+    """Return the names that transformers gives to labels without names."""
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
 def _vocab_size(file: GGUFFile) -> int:
-    """The number of tokens. `check_tensors` holds the embedding's rows against it, and refuses more as well as fewer
-    rows: an id without a token could be sampled but not written."""
+    """Return the number of tokens. `check_tensors` holds the embedding's rows against it, and refuses more as well as
+    fewer rows: an id without a token could be sampled but not written."""
     vocab_size = len(file.string_array("tokenizer.ggml.tokens"))
     if vocab_size == 0:
         raise file.error("tokenizer.ggml.tokens", "the vocabulary is empty")
@@ -302,7 +308,7 @@ def _vocab_size(file: GGUFFile) -> int:
 
 
 def _integer(file: GGUFFile, name: str, maximum: int, default: int | None = None) -> int:
-    """The hyper-parameter `qwen3.<name>`, from 1 to `maximum`; without a default it must be there."""
+    """Read the hyper-parameter `qwen3.<name>`, from 1 to `maximum`; without a default it must be there."""
     key = _key(file, name)
     if default is not None and key not in file.fields:
         return default
@@ -315,7 +321,7 @@ def _integer(file: GGUFFile, name: str, maximum: int, default: int | None = None
 
 
 def _number(file: GGUFFile, name: str, default: float | None, valid: Callable[[float], bool], words: str) -> float:
-    """The hyper-parameter `qwen3.<name>`, which is to be `words`; without a default it must be there."""
+    """Read the hyper-parameter `qwen3.<name>`, which is to be `words`; without a default it must be there."""
     key = _key(file, name)
     value = file.require(key, float) if default is None else file.get(key, float, default)
     if not valid(value):
@@ -324,7 +330,7 @@ def _number(file: GGUFFile, name: str, default: float | None, valid: Callable[[f
 
 
 def _key(file: GGUFFile, name: str) -> str:
-    """A hyper-parameter's key, which begins with the architecture."""
+    """Return a hyper-parameter's key, which begins with the architecture."""
     return f"{file.metadata['general.architecture']}.{name}"
 
 

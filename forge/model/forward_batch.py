@@ -42,7 +42,7 @@ class ForwardBatch:
 
 
 class SequenceRows(NamedTuple):
-    """A run of rows of one sequence, for `flat_batch`."""
+    """Consecutive rows of one sequence, for `flat_batch`."""
 
     token_ids: Sequence[int]
     """The tokens of these rows alone."""
@@ -55,7 +55,7 @@ class SequenceRows(NamedTuple):
 
 
 def flat_batch(parts: Sequence[SequenceRows], block_size: int) -> ForwardBatch:
-    """The rows of all parts end to end."""
+    """Build a batch of the rows of all parts end to end."""
     tables = np.full((len(parts), max([len(part.block_table) for part in parts])), -1, np.int32)
     token_ids: list[int] = []
     starts: list[int] = []

@@ -40,7 +40,7 @@ _STATES, _LOGITS, _ENDS, _AGREES = (np.uint32(number) for number in (0x1B873593,
 
 
 def create_hash_model(name: str) -> "HashModel":
-    """`hash`, or `hash:AGREEMENT`. Raises `UsageError` for an agreement that is no share."""
+    """Create the model called `hash`, or `hash:AGREEMENT`. Raises `UsageError` for an agreement that is no share."""
     _, colon, agreement = name.partition(":")
     if not colon:
         return HashModel()
@@ -83,7 +83,7 @@ class HashModel(Model):
         self._token_hashes = _mixed(np.arange(vocab_size, dtype=np.uint32) * _STRIDE ^ _LOGITS)
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
-        """The layout of a storage that fits this model, whose keys and values nothing is rounded of."""
+        """Return the layout of a storage that fits this model and rounds nothing."""
         return KvLayout(self.num_layers, num_blocks, block_size, num_kv_heads=1, head_dim=1)
 
     def forward(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
@@ -117,11 +117,11 @@ class HashModel(Model):
         return logits
 
     def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """The logits and a few words per row."""
+        """Return the bytes of the logits and a few words per row."""
         return 4 * (num_rows + num_logit_rows * self.vocab_size)
 
     def _logits(self, contexts: np.ndarray) -> np.ndarray:
-        """From the hash of each context, uint32 `[R]`."""
+        """Compute logits from the hash of each context, uint32 `[R]`."""
         hashes = _mixed(contexts[:, None] ^ self._token_hashes)
         logits = (hashes >> np.uint32(8)).astype(np.float32)  # 24 bits, which float32 holds exactly
         logits *= np.float32(_SPREAD / 2**24)
@@ -135,7 +135,8 @@ class HashModel(Model):
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """uint32, each bit of which hangs on every bit of its word (the finalizer of MurmurHash3). Overwrites `words`."""
+    """Mix uint32 words so that each bit hangs on every bit of its word (the finalizer of MurmurHash3). Overwrites
+    `words`."""
     words ^= words >> np.uint32(16)
     words *= np.uint32(0x85EBCA6B)
     words ^= words >> np.uint32(13)
@@ -145,5 +146,5 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 
 
 def _share(words: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) from each word."""
+    """Turn each word into a number in [0, 1)."""
     return _mixed(words) * 2.0**-32

@@ -120,7 +120,8 @@ class HuggingFaceDirectory(WeightSource):
         return hugging_face_names(name, self._body, self.config.num_experts)
 
     def tokenizer_spec(self) -> TokenizerSpec:
-        """That of tokenizer.json, filled up with padding to the rows of the embedding, as GGUF's converter does."""
+        """Return the spec of tokenizer.json, filled up with padding to the rows of the embedding, as GGUF's converter
+        does."""
         file = self.path / TOKENIZER
         if not file.is_file():
             raise TokenizerError(f"{shown_path(file)}: missing, and forge needs it beside the weights")
@@ -149,7 +150,7 @@ def hugging_face_name(name: str, body: str = _BODY) -> str:
 
 
 def hugging_face_names(name: str, body: str, num_experts: int) -> list[str]:
-    """The same for a tensor that may be of all experts: a name for each."""
+    """Return the Hugging Face names of a tensor: several if it holds all experts."""
     if not _is_of_experts(name):
         return [hugging_face_name(name, body)]
     _, layer, kind, _ = name.split(".")
@@ -161,7 +162,8 @@ def _is_of_experts(name: str) -> bool:
 
 
 def read_config(path: Path) -> Qwen3Config:
-    """The hyper-parameters of a config.json. ModelFolderError for one that is missing, senseless or not supported."""
+    """Read the hyper-parameters of a config.json. Raises `ModelFolderError` for one that is missing, senseless or not
+    supported."""
     values = _Values(path, _read_json(path))
     _check_kind(values)
     num_attention_heads = values.integer("num_attention_heads", MAX_HEADS)
@@ -200,7 +202,8 @@ def read_config(path: Path) -> Qwen3Config:
 
 
 def check_supported(path: Path) -> None:
-    """ModelFolderError if the config.json at `path` is of a kind that forge does not run, whatever its sizes."""
+    """Raise `ModelFolderError` if the config.json at `path` is of a kind that forge does not run, whatever its
+    sizes."""
     _check_kind(_Values(path, _read_json(path)))
 
 
@@ -214,7 +217,7 @@ class _Values:
         return ModelFolderError(self.path, f"{self.prefix}{key}", problem)
 
     def integer(self, key: str, maximum: int, default: int | None = None) -> int:
-        """From 1 to `maximum`; null is as good as absent, and without a default it must be there."""
+        """Read an integer from 1 to `maximum`; null is as good as absent, and without a default it must be there."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -240,7 +243,7 @@ class _Values:
         return value
 
     def section(self, key: str) -> "_Values":
-        """The object at `key`; an empty one where it is null or absent."""
+        """Return the object at `key`; an empty one where it is null or absent."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.error(key, "is not an object")
@@ -273,7 +276,7 @@ def _check_kind(values: _Values) -> None:
 
 
 def _labels(values: _Values) -> tuple[str, ...]:
-    """The names in `id2label` in order of their numbers, for a classification head; none for another model."""
+    """Return the names in `id2label` in order of their numbers, for a classification head; none for another model."""
     if values.values.get("architectures") != [CLASSIFICATION]:
         return ()
     named = values.section("id2label").values
@@ -282,7 +285,7 @@ def _labels(values: _Values) -> tuple[str, ...]:
 
 
 def _rope(values: _Values) -> tuple[float, Yarn | None, float]:
-    """Theta, YaRN and the attention factor: from `rope_parameters`, where newer transformers write them, or from
+    """Read theta, YaRN and the attention factor: from `rope_parameters`, where newer transformers write them, or from
     `rope_scaling` and the config itself. Scaling other than YaRN is refused."""
     theta = values.number("rope_theta", 10_000.0, lambda theta: theta >= 1, "of at least 1")
     yarn, attention_factor = None, 1.0
@@ -302,7 +305,7 @@ def _rope(values: _Values) -> tuple[float, Yarn | None, float]:
 
 
 def _yarn(section: _Values, values: _Values) -> Yarn:
-    """As transformers' `_compute_yarn_parameters` reads it, `factor` being what it says."""
+    """Read YaRN as transformers' `_compute_yarn_parameters` does, with the given `factor`."""
     for key, only in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
         if section.values.get(key) not in (None, only):
             raise section.error(key, "is not supported")
@@ -318,7 +321,7 @@ def _yarn(section: _Values, values: _Values) -> Yarn:
 
 
 def _open_files(folder: Path, opened: ExitStack) -> dict[str, SafetensorsFile]:
-    """The file of each tensor by its name; what is opened on the way is closed by `opened`."""
+    """Open the file of each tensor, by the tensor's name; `opened` closes what is opened on the way."""
     index = folder / INDEX
     weight_map = _weight_map(index) if index.is_file() else None
     names = sorted(set(weight_map.values())) if weight_map is not None else [_only_file(folder)]
@@ -343,7 +346,7 @@ def _open_files(folder: Path, opened: ExitStack) -> dict[str, SafetensorsFile]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor → shard, all of them plain names of files in the folder."""
+    """Map each tensor to its shard; all shards are plain names of files in the folder."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFolderError(index, "weight_map", "must be an object that names the file of each tensor")
@@ -357,7 +360,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _only_file(folder: Path) -> str:
-    """The one file of weights in a folder without an index."""
+    """Return the one file of weights in a folder without an index."""
     if (folder / WEIGHTS).exists():
         return WEIGHTS
     names = sorted(file.name for file in folder.glob("*.safetensors"))
@@ -371,12 +374,12 @@ def _only_file(folder: Path) -> str:
 
 
 def _body(files: Mapping[str, SafetensorsFile]) -> str:
-    """What the names of the tensors begin with."""
+    """Return the prefix of the tensor names in this file (`model.` or empty)."""
     return "" if _EMBEDDING in files and _BODY + _EMBEDDING not in files else _BODY
 
 
 def _with_head(config: Qwen3Config, files: Mapping[str, SafetensorsFile]) -> Qwen3Config:
-    """`config` without an output head where a bare model was saved without one (Qwen3-Embedding-8B)."""
+    """Return `config` without an output head if a bare model was saved without one (Qwen3-Embedding-8B)."""
     has_head = config.tie_word_embeddings or _HEAD in files or _body(files) == _BODY
     return config if has_head else replace(config, generates=False)
 
@@ -407,7 +410,8 @@ def _check_tensors(folder: Path, config: Qwen3Config, files: Mapping[str, Safete
 
 
 def _check_tied(files: Mapping[str, SafetensorsFile], name: str) -> None:
-    """Some files hold the tied matrix twice (Qwen3-0.6B's does). Two different ones would be two different models."""
+    """Check a tied matrix that the file holds twice (Qwen3-0.6B's does): two different ones would be two different
+    models."""
     embedding, head = files[name].tensors[name], files[_HEAD].tensors[_HEAD]
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     if not same or not all(np.array_equal(left, right) for left, right in _pieces(embedding.raw(), head.raw())):
@@ -422,13 +426,14 @@ def _pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
 
 
 def _recommended_sampling(path: Path) -> dict[str, float]:
-    """What generation_config.json recommends; nothing where there is none, or where it recommends greedy decoding."""
+    """Return what generation_config.json recommends; nothing if there is none, or if it recommends greedy decoding."""
     values = _read_json(path) if path.is_file() else {}
     return recommended_sampling(values, {name: name for name in _SAMPLING}) if values.get("do_sample") else {}
 
 
 def _pooling(path: Path) -> Pooling:
-    """What sentence-transformers says of the folder; the last token where it says nothing, as all Qwen3 models do."""
+    """Return the pooling that sentence-transformers names for the folder; by default the last token, as all Qwen3
+    models do."""
     if not path.is_file():
         return "last"
     values = _read_json(path)
@@ -441,7 +446,7 @@ def _pooling(path: Path) -> Pooling:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object that `path` holds. ModelFolderError if it is missing, too large, or none."""
+    """Read the object that `path` holds. Raises `ModelFolderError` if it is missing, too large, or none."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)

@@ -42,7 +42,7 @@ MOE_TENSORS = {"router": "ffn_gate_inp", "gate": "ffn_gate_exps", "up": "ffn_up_
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model, and what belongs to it."""
+    """A model with its tokenizer and what its file says of it."""
 
     name: str
     model: Model
@@ -64,7 +64,7 @@ def load_model(
     create_backend: Callable[[], Backend],
     on_progress: LoadProgress | None = None,
 ) -> LoadedModel:
-    """The model that `name_or_path` means (`resolve_model`, `is_hash_model`).
+    """Load the model that `name_or_path` means (`resolve_model`, `is_hash_model`).
 
     create_backend: called once, for a model that has weights, before they are read. A `LoadedModel` is returned as it
     is.
@@ -143,7 +143,7 @@ def _load(source: WeightSource, backend: Backend, on_progress: LoadProgress | No
 
 
 def open_weights(path: Path) -> WeightSource:
-    """The model at `path`: a GGUF file, or a Hugging Face folder.
+    """Open the model at `path`: a GGUF file, or a Hugging Face folder.
 
     Raises the `ForgeError` of that format (`GGUFError`, `SafetensorsError`, `ModelFolderError`) if it is not sound."""
     if path.is_dir():

@@ -36,25 +36,25 @@ class DeviceLogits(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and vocabulary. Waits for nothing, as `len` does."""
+        """The number of rows and the vocabulary. Waits for nothing, as `len` does."""
         ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: int | slice) -> np.ndarray:
-        """One row, float32 `[vocab]`, or several, `[n, vocab]`: a copy that the caller owns."""
+        """Return one row, float32 `[vocab]`, or several, `[n, vocab]`: a copy that the caller owns."""
         ...
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All rows."""
+        """Return all rows."""
         ...
 
     sampled: bool
     """True once `sample` has been called."""
 
     def argmax_rows(self) -> tuple[list[int], list[float]]:
-        """As the function `forge.engine.sampler.argmax_rows`; after `sample`, the tokens that it chose and their
-        logits, with the maximum in place of the logit where that is not finite."""
+        """Return what `forge.engine.sampler.argmax_rows` does; after `sample`, the tokens that it chose and their
+        logits, with the maximum in place of the logit if that is not finite."""
         ...
 
     def sample(self, draws: Sequence[Draw]) -> None:
@@ -63,7 +63,7 @@ class DeviceLogits(Protocol):
         ...
 
     def release(self) -> None:
-        """No row will be read any more, only `argmax_rows`: a later step need not copy them."""
+        """Note that no row will be read any more, only `argmax_rows`: a later step need not copy them."""
         ...
 
 

@@ -23,7 +23,7 @@ class Part:
 
 
 def flat_batch(parts: list[Part], block_size: int, logit_rows: list[int] | None = None) -> ForwardBatch:
-    """All parts end to end; logits for every row unless told otherwise."""
+    """Build a batch of all parts end to end, with logits for every row unless told otherwise."""
     rows = [
         SequenceRows(part.token_ids[part.start : part.end], part.start, part.blocks, range(part.end - part.start))
         for part in parts
@@ -37,14 +37,14 @@ def new_storage(model: Model, num_blocks: int, block_size: int, kv_dtype: str = 
 
 
 def one_prefill(model: Model, token_ids: list[int], block_size: int = 16, kv_dtype: str = "float32") -> np.ndarray:
-    """The logits after each token, from one forward pass over all of them: float32 `[len(token_ids), vocab]`."""
+    """Run one forward pass over all tokens; return the logits after each: float32 `[len(token_ids), vocab]`."""
     num_blocks = -(-len(token_ids) // block_size)
     batch = flat_batch([Part(token_ids, 0, len(token_ids), list(range(num_blocks)))], block_size)
     return np.asarray(model.forward(batch, new_storage(model, num_blocks, block_size, kv_dtype)))
 
 
 def random_cuts(length: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """[start, end) of the chunks of one sequence, at random places, single tokens at the end."""
+    """Return [start, end) of the chunks of one sequence, at random places, single tokens at the end."""
     decoded = int(rng.integers(0, min(4, length)))
     cuts = rng.integers(1, length, size=rng.integers(0, 4)).tolist() if length > 1 else []
     edges = sorted({0, *cuts, *range(length - decoded, length), length})
@@ -54,7 +54,7 @@ def random_cuts(length: int, rng: np.random.Generator) -> list[tuple[int, int]]:
 def random_batches(
     sequences: list[list[int]], block_size: int, rng: np.random.Generator
 ) -> Iterator[list[tuple[int, Part]]]:
-    """Lists of (sequence number, part) until every sequence is computed, over a shuffled pool of blocks."""
+    """Return lists of (sequence number, part) until every sequence is computed, over a shuffled pool of blocks."""
     numbers = [-(-len(tokens) // block_size) for tokens in sequences]
     scattered = iter(rng.permutation(sum(numbers)).tolist())
     blocks = [[next(scattered) for _ in range(number)] for number in numbers]

@@ -12,11 +12,11 @@ from forge.model.logits import Logits
 
 
 class ModelUnavailable(ForgeError):
-    """The model can no longer compute, whatever it is asked: it was taken back, say."""
+    """The model can compute no more, for instance because it was taken back."""
 
 
 class Model(Protocol):
-    """What the engine needs of a model.
+    """The interface that the engine needs of a model.
 
     One that derives from it and computes with NumPy needs its sizes, `kv_layout` and `forward`; the rest is here.
     """
@@ -35,11 +35,11 @@ class Model(Protocol):
     """Whether `forward` returns before it has computed, and takes input tokens from the forward before."""
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
-        """The layout of a storage that fits this model."""
+        """Return the layout of a storage that fits this model."""
         ...
 
     def new_storage(self, layout: KvLayout) -> KvStorage:
-        """Arrays for keys and values. Raises `MemoryError` if there is no room."""
+        """Create the arrays for keys and values. Raises `MemoryError` if there is no room."""
         return NumpyKvStorage(layout)
 
     def prepare(self, layout: KvLayout) -> None:
@@ -47,11 +47,11 @@ class Model(Protocol):
         return
 
     def time_operations(self) -> None:
-        """From now on keep time per layer and operation. Costs time itself, and changes no result."""
+        """Measure time per layer and operation from now on. Costs time itself, and changes no result."""
         return
 
     def operation_times(self) -> tuple[OperationTime, ...]:
-        """The times kept so far, in the order in which the operations first ran."""
+        """Return the times measured so far, in the order in which the operations first ran."""
         return ()
 
     def check_available(self) -> None:
@@ -63,9 +63,9 @@ class Model(Protocol):
         ...
 
     def hidden(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
-        """The same without the output head: the last hidden states, float32 `[R, hidden]`."""
+        """Run the forward pass without the output head; return the last hidden states, float32 `[R, hidden]`."""
         raise UsageError("this model has no hidden states: take a real one for embeddings")
 
     def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """About how many bytes a forward of so many rows needs beside weights and storage."""
+        """Estimate how many bytes a forward of so many rows needs beside weights and storage."""
         return 4 * (num_rows + num_logit_rows * self.vocab_size)

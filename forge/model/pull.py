@@ -70,7 +70,7 @@ class PullError(ForgeError):
 
 
 class _UnsupportedModel(PullError):
-    """The beginning of a file says that it will not run."""
+    """The beginning of a file shows that it will not run."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Repository:
 
 
 def pull(name: str, *, endpoint: str | None = None, on_progress: PullProgress | None = None) -> PulledModel:
-    """Bring the model called `owner/name` or `owner/name:QUANT`; what is here already is not fetched again.
+    """Pull the model called `owner/name` or `owner/name:QUANT`; what is here already is not fetched again.
 
     endpoint: None takes HF_ENDPOINT, as huggingface_hub does. Raises `UsageError` for a name that means no model, or
     several, and `PullError` for whatever else goes wrong; Ctrl-C passes through. A partial file stays for the next
@@ -123,7 +123,7 @@ def pull(name: str, *, endpoint: str | None = None, on_progress: PullProgress | 
 
 
 def _list(repo: str, endpoint: str) -> _Repository:
-    """What the repository holds now."""
+    """List the files that the repository holds now."""
     from huggingface_hub import HfApi
 
     info = HfApi(endpoint=endpoint).model_info(repo, files_metadata=True, timeout=TIMEOUT_SECONDS)
@@ -136,7 +136,7 @@ def _list(repo: str, endpoint: str) -> _Repository:
 
 
 def _choose(repository: _Repository, pull_name: PullName) -> list[_RemoteFile]:
-    """The files to bring, in that order: one GGUF file, or a whole Hugging Face folder."""
+    """Choose the files to bring, in that order: one GGUF file, or a whole Hugging Face folder."""
     names = sorted(repository.files)
     gguf = [name for name in names if is_one_gguf(name) and _is_plain(Path(name).name)]
     if gguf:
@@ -182,7 +182,7 @@ def _check_config(repository: _Repository, file: _RemoteFile, target: Path) -> N
 
 
 def _place(file: _RemoteFile, target: Path) -> Path:
-    """Where a file will lie: a GGUF file's folder in the repository is not kept."""
+    """Return where a file will lie: a GGUF file's folder in the repository is not kept."""
     return target / (file.name if file.name in BESIDE_WEIGHTS else Path(file.name).name)
 
 
@@ -192,7 +192,7 @@ def _is_here(file: _RemoteFile, target: Path) -> bool:
 
 
 def _partial(repository: _Repository, file: _RemoteFile, target: Path) -> Path:
-    """Where a file lies until it is whole: for another version of it another place."""
+    """Return where a file lies until it is whole: each version of it has another place."""
     version = (file.digest or repository.commit).removeprefix("git:")[:16]
     path = _place(file, target)
     return path.with_name(f".{path.name}.{version}.partial")
@@ -266,7 +266,7 @@ class _WatchedFile(BufferedWriter):
         return written
 
     def _look_at_header(self) -> None:
-        """Each time that twice as much has arrived."""
+        """Parse the header each time that twice as much has arrived."""
         size = self.tell()
         if size < self._header_expected:
             return
@@ -284,7 +284,7 @@ class _WatchedFile(BufferedWriter):
 
 
 def _described(repository: _Repository, file: _RemoteFile) -> _RemoteFile:
-    """`file`, with size and digest from its own headers where the listing did not say."""
+    """Return `file`, with size and digest from its own headers if the listing did not say."""
     from huggingface_hub import get_hf_file_metadata
 
     if file.bytes >= 0 and file.digest is not None:
@@ -301,7 +301,7 @@ def _described(repository: _Repository, file: _RemoteFile) -> _RemoteFile:
 
 
 def _digest_of(path: Path, like: str | None) -> str | None:
-    """The digest of a file on disk, of the same kind as `like`."""
+    """Compute the digest of a file on disk, of the same kind as `like`."""
     if like is None:
         return None
     from huggingface_hub.utils.sha import git_hash
@@ -310,7 +310,7 @@ def _digest_of(path: Path, like: str | None) -> str | None:
 
 
 def _check_room(target: Path, files: Sequence[_RemoteFile]) -> None:
-    """Refuse before the download what cannot end well."""
+    """Refuse a download for which there is no room."""
     here = sum(part.stat().st_size for part in target.glob(".*.partial"))
     missing = [file.bytes for file in files if file.bytes > 0 and not (target / Path(file.name).name).is_file()]
     needed, free = sum(missing) - here, shutil.disk_usage(target).free
@@ -321,7 +321,7 @@ def _check_room(target: Path, files: Sequence[_RemoteFile]) -> None:
 
 @contextmanager
 def _lock(target: Path, pull_name: PullName) -> Iterator[None]:
-    """Two pulls into one folder would write into the same partial file."""
+    """Lock the folder: two pulls into it would write into the same partial file."""
     from filelock import FileLock, Timeout
 
     try:
@@ -333,8 +333,8 @@ def _lock(target: Path, pull_name: PullName) -> Iterator[None]:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Without the library's own bars and warnings, as forge shows progress and errors in its own way; and with what
-    arrives written at once, as a broken connection loses what the library has not handed on (by default 10 MB)."""
+    """Turn off the library's own bars and warnings, as forge shows progress and errors in its own way; write at once
+    what arrives, as a broken connection loses what the library has not handed on (by default 10 MB)."""
     from huggingface_hub import constants
 
     hub: Any = import_module("huggingface_hub.utils")  # which does not say what it exports
@@ -355,7 +355,7 @@ def _quiet_hub() -> Iterator[None]:
 
 @contextmanager
 def _plain_errors(pull_name: PullName, endpoint: str | None) -> Iterator[None]:
-    """What the hub's library and the system raise, as one line that says what to do."""
+    """Turn what the hub's library and the system raise into one line that says what to do."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
@@ -372,7 +372,7 @@ def _plain_errors(pull_name: PullName, endpoint: str | None) -> Iterator[None]:
 
 
 def _refusal(error: "HfHubHTTPError", pull_name: PullName, endpoint: str) -> str:
-    """What the server's answer means."""
+    """Explain a refusal of the server."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     status = error.response.status_code if error.response is not None else 0
@@ -391,7 +391,7 @@ def _refusal(error: "HfHubHTTPError", pull_name: PullName, endpoint: str) -> str
 
 
 def _trouble(error: Exception, endpoint: str) -> str | None:
-    """What is wrong with the network or the disk; None for an exception that is about neither."""
+    """Explain what is wrong with the network or the disk; None for an exception that is about neither."""
     from huggingface_hub.errors import FileMetadataError, HFValidationError, OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled):
@@ -413,7 +413,8 @@ def _trouble(error: Exception, endpoint: str) -> str | None:
 
 
 def _transport_errors() -> tuple[type[BaseException], ...]:
-    """The base errors of the HTTP libraries that releases of huggingface_hub have used, as far as they are loaded."""
+    """Return the base errors of the HTTP libraries that releases of huggingface_hub have used, as far as they are
+    loaded."""
     names = {"httpx2": "HTTPError", "httpx": "HTTPError", "requests": "RequestException"}
     loaded = ((sys.modules.get(module), error) for module, error in names.items())
     errors = [getattr(module, error) for module, error in loaded if module is not None and hasattr(module, error)]
@@ -431,7 +432,7 @@ def _url(repository: _Repository, file_name: str) -> str:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a server's file name may be a file's name here."""
+    """Return whether a server's file name may be a file's name here."""
     return name.isprintable() and not name.startswith(".") and "/" not in name and "\\" not in name and ":" not in name
 
 

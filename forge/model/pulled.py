@@ -49,7 +49,7 @@ class PulledModel:
 
 
 def is_pull_name(text: str) -> bool:
-    """Whether `text` could be the name of a model on the hub, and is no path to a file."""
+    """Return whether `text` could be the name of a model on the hub, and is no path to a file."""
     try:
         PullName.parse(text)
     except UsageError:
@@ -58,14 +58,14 @@ def is_pull_name(text: str) -> bool:
 
 
 def pulled_folder() -> Path:
-    """Where pulled models lie: `forge/models` under XDG_CACHE_HOME, by default `~/.cache`."""
+    """Return where pulled models lie: `forge/models` under XDG_CACHE_HOME, by default `~/.cache`."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # as the XDG specification has it
     return base / "forge" / "models"
 
 
 def find_pulled(name: str | Path) -> Path | None:
-    """The file or folder of the pulled model called `name`; None if there is none.
+    """Return the file or folder of the pulled model called `name`; None if there is none.
 
     Raises `UsageError`, listing them, where `name` fits several files that were pulled."""
     if not is_pull_name(str(name)):
@@ -85,7 +85,7 @@ def find_pulled(name: str | Path) -> Path | None:
 
 
 def pulled_models() -> tuple[PulledModel, ...]:
-    """What is in the cache folder, by name."""
+    """List what is in the cache folder, by name."""
     try:
         folders = sorted(folder for folder in pulled_folder().glob("*/*") if folder.is_dir())
         return tuple(model for folder in folders for model in _models_in(folder))
@@ -94,12 +94,13 @@ def pulled_models() -> tuple[PulledModel, ...]:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether `folder` holds a whole pulled Hugging Face model: config.json is what a pull brings last."""
+    """Return whether `folder` holds a whole pulled Hugging Face model: config.json is what a pull brings last."""
     return (folder / "config.json").is_file()
 
 
 def choose_gguf(file_names: Sequence[str], quant: str | None) -> list[str]:
-    """Those of `file_names` that `quant` means, in any case: named so exactly, or else with it somewhere in the name.
+    """Return the files of `file_names` that `quant` means, in any case: named so exactly, or else with it somewhere in
+    the name.
 
     `F16` means model-F16.gguf and not model-BF16.gguf; `Q4_K` fits both model-Q4_K_M.gguf and model-Q4_K_S.gguf.
     """
@@ -110,24 +111,25 @@ def choose_gguf(file_names: Sequence[str], quant: str | None) -> list[str]:
 
 
 def quant_label(file_name: str) -> str:
-    """What a GGUF file's name says of its quantization: `Q4_K_M` of `Qwen3-0.6B-Q4_K_M.gguf`; all of it if nothing."""
+    """Return the quantization that a GGUF file's name states: `Q4_K_M` of `Qwen3-0.6B-Q4_K_M.gguf`; the whole name if
+    it states none."""
     stem = file_name.rpartition("/")[2].removesuffix(".gguf")
     match = _QUANT_LABEL.search(stem)
     return match[1] if match else stem
 
 
 def is_unsupported(file_name: str) -> bool:
-    """Whether a GGUF file's name says that its tensors are of a type that forge does not compute with."""
+    """Return whether a GGUF file's name says that its tensors are of a type that forge does not compute with."""
     return _UNSUPPORTED_LABEL.match(quant_label(file_name)) is not None
 
 
 def choices(repo: str, file_names: Sequence[str]) -> str:
-    """The names that pull each of these files, in words."""
+    """Return the names that pull each of these files, in words."""
     return ", ".join(f"{repo}:{quant_label(name)}" for name in file_names)
 
 
 def is_one_gguf(file_name: str) -> bool:
-    """Whether this is a whole model in GGUF: not a part of a split one, not the vision half of another."""
+    """Return whether this is a whole model in GGUF: not a part of a split one, not the vision half of another."""
     stem, _, ending = file_name.rpartition(".")
     return ending.lower() == "gguf" and not _SPLIT_FILE.search(stem) and not Path(stem).name.startswith("mmproj")
 

@@ -63,7 +63,7 @@ class Qwen3(Model):
         self.runs_ahead = backend.runs_ahead
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
-        """The layout of a storage that fits this model."""
+        """Return the layout of a storage that fits this model."""
         config = self.config
         return KvLayout(
             config.num_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, kv_dtype
@@ -82,7 +82,8 @@ class Qwen3(Model):
         return self.backend.operation_times()
 
     def forward(self, batch: ForwardBatch, storage: KvStorage) -> Logits:
-        """One pass over all rows of `batch`: logits, float32 `[R, vocab_size]`, for `batch.logit_rows` in that order.
+        """Run one pass over all rows of `batch`; return logits, float32 `[R, vocab_size]`, for `batch.logit_rows` in
+        that order.
 
         Keys and values of every row are written to `storage` first and attention reads them back from there, in every
         layer, so that a row sees the same rounded keys whether they were computed now or a thousand steps ago.
@@ -91,12 +92,13 @@ class Qwen3(Model):
         return logits
 
     def hidden(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
-        """The same pass without the output head: float32 `[R, hidden]`, the last norm's result for `logit_rows`."""
+        """Run the same pass without the output head; return the last norm's result for `logit_rows`: float32 `[R,
+        hidden]`."""
         hidden: np.ndarray = self.backend.run(self.hidden_pass, batch, storage)
         return hidden
 
     def forward_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
-        """The operations of one pass, in order. What they do, at once or later, is the backend's business."""
+        """Call the operations of one pass, in order. Whether they compute at once or later is up to the backend."""
         return ops.to_numpy(ops.linear(self.hidden_rows(ops, batch, storage), self.weights.head))
 
     def hidden_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
@@ -114,7 +116,7 @@ class Qwen3(Model):
         return num_rows * per_row + 4 * num_logit_rows * config.vocab_size
 
     def hidden_rows(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
-        """All layers and the last norm: `[R, hidden]`, what the output head reads."""
+        """Compute all layers and the last norm: `[R, hidden]`, the input of the output head."""
         config, weights = self.config, self.weights
         ops.begin_layer(-1)
         x = ops.embed(weights.embedding, batch)

@@ -33,7 +33,7 @@ class Yarn:
         return int(self.factor * self.original_max_position_embeddings)
 
     def pair(self, turns: float, head_dim: int, theta: float) -> float:
-        """The pair, as a fraction, that turns so many times within the original context."""
+        """Return the pair, as a fraction, that turns so many times within the original context."""
         return head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / 2 / math.log(theta)
 
     def slowed(self, frequencies: np.ndarray, head_dim: int, theta: float) -> np.ndarray:

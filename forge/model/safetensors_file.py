@@ -80,18 +80,18 @@ class SafetensorsTensor:
         return GGML_TYPES[self.dtype]
 
     def raw(self) -> np.ndarray:
-        """The tensor's bytes, uint8 [nbytes]: a read-only view of the file, which keeps the mapping alive.
+        """Return the tensor's bytes, uint8 [nbytes]: a read-only view of the file, which keeps the mapping alive.
 
         A copy where the file does not align the numbers, which the format does not promise."""
         view = np.frombuffer(self._buffer, dtype=np.uint8, count=self.nbytes, offset=self.offset)
         return view if self.offset % _DTYPE_BYTES[self.dtype] == 0 else view.copy()
 
     def dequantize(self) -> np.ndarray:
-        """The values, a new float32 array of `shape`."""
+        """Convert the values to a new float32 array of `shape`."""
         return block_formats.dequantize(self.ggml_type, self.raw(), self.shape)
 
     def renamed(self, name: str) -> "SafetensorsTensor":
-        """The same data under another name."""
+        """Return the same data under another name."""
         return replace(self, name=name)
 
 
@@ -116,8 +116,8 @@ class SafetensorsFile(MappedFile[SafetensorsTensor]):
         self.tensors: Mapping[str, SafetensorsTensor] = MappingProxyType(tensors)
 
     def tensor_error(self, name: str, part: str, problem: str) -> SafetensorsError:
-        """A SafetensorsError about `what` (`shape`, `dtype` or '') of the tensor called `name`, which need not be here;
-        for the caller to raise."""
+        """Build a SafetensorsError about `part` (`shape`, `dtype` or '') of the tensor called `name`, which need not be
+        here; for the caller to raise."""
         return self._entry_error(name, f"tensor {printable(name)} {part}".rstrip(), problem)
 
     def _header_bytes(self) -> bytes:
@@ -175,7 +175,7 @@ class SafetensorsFile(MappedFile[SafetensorsTensor]):
         return SafetensorsTensor(name, dtype, tuple(shape), self._data_offset + offsets[0], nbytes, self._buffer)
 
     def _offsets_problem(self, offsets: Any, nbytes: int) -> str | None:
-        """What is wrong with the offsets of a tensor that takes `nbytes`."""
+        """Return what is wrong with the offsets of a tensor that takes `nbytes`."""
         if not _is_counts(offsets) or len(offsets) != 2:
             return "must be two whole numbers, where the data begins and ends"
         begin, end = offsets
@@ -227,5 +227,5 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_counts(value: Any) -> bool:
-    """Whether it is a list of whole numbers from 0 on; True is none."""
+    """Return whether a value is a list of whole numbers from 0 on; True is no whole number."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_ELEMENTS for item in value)

@@ -93,7 +93,7 @@ def synthetic_config(
     tie_word_embeddings: bool = True,
     max_position_embeddings: int = CONTEXT_LENGTH,
 ) -> Qwen3Config:
-    """A shape. Raises `UsageError` for one that no Qwen3 model can have."""
+    """Build a shape. Raises `UsageError` for one that no Qwen3 model can have."""
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -210,9 +210,9 @@ def default_file_name(shape: str, quantization: str) -> str:
 
 
 def tensor_types(config: Qwen3Config, kind: Quantization, pure: bool = False) -> dict[str, GGMLType]:
-    """The type of every tensor, as `llama_tensor_get_type` (src/llama-quant.cpp) chooses it without an importance
-    matrix: norms stay F32; the output matrix, which may be the embedding, gets Q6_K in every quantized file below Q8_0.
-    """
+    """Return the type of every tensor, as `llama_tensor_get_type` (src/llama-quant.cpp) chooses it without an
+    importance matrix: norms stay F32; the output matrix, which may be the embedding, gets Q6_K in every quantized file
+    below Q8_0."""
     return {
         name: GGMLType.F32 if len(shape) == 1 else _fitting(_matrix_type(name, config, kind, pure), shape[1])
         for name, shape in expected_tensors(config).items()
@@ -246,7 +246,7 @@ def _fitting(ggml_type: GGMLType, columns: int) -> GGMLType:
 def _weights(
     name: str, ggml_type: GGMLType, shape: tuple[int, ...], seed: int
 ) -> Callable[[], np.ndarray | Iterator[np.ndarray]]:
-    """A function that makes the tensor's data: a norm whole, a matrix unit by unit."""
+    """Return a function that makes the tensor's data: a norm whole, a matrix unit by unit."""
     if len(shape) == 1:
         mean = OUTPUT_NORM if name == "output_norm.weight" else 1.0
         return lambda: np.float32(mean) + np.float32(0.1) * _generator(seed, name, 0).standard_normal(shape, np.float32)

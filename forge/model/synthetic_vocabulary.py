@@ -49,7 +49,7 @@ class SyntheticVocabulary:
 
 
 def synthetic_vocabulary(size: int) -> SyntheticVocabulary:
-    """A vocabulary of exactly `size` tokens. Raises `UsageError` for one that has no room for Qwen's own."""
+    """Build a vocabulary of exactly `size` tokens. Raises `UsageError` for one that has no room for Qwen's own."""
     if size < MIN_VOCABULARY:
         needed = f"bytes, a merge and Qwen's own tokens take {MIN_VOCABULARY}"
         raise UsageError(f"a vocabulary of {size} is too small: {needed}")

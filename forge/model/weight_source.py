@@ -118,13 +118,13 @@ class ArrayTensor:
 
 
 def recommended_sampling(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, float]:
-    """The sampling parameters that a file recommends. `keys`: the file's name of each."""
+    """Return the sampling parameters that a file recommends. `keys`: the file's name of each."""
     stated = {name: values.get(key) for name, key in keys.items()}
     return {name: value for name, value in stated.items() if isinstance(value, int | float)}
 
 
 def classifier_rows(head: Tensor) -> ArrayTensor:
-    """A classification head as a matrix of logits, one row per label, at least two.
+    """Return a classification head as a matrix of logits, one row per label, at least two.
 
     A head of one row gives a score. A second row of zeros makes it two logits, s and 0: their softmax is the sigmoid of
     the score, and their difference the score itself."""

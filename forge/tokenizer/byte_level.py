@@ -29,7 +29,8 @@ _BYTE_OF_CHAR = {char: byte for byte, char in enumerate(BYTE_ALPHABET)}
 
 
 def from_byte_alphabet(token: str) -> bytes:
-    """The bytes that `token` stands for; a token with any character outside the alphabet stands for its own UTF-8."""
+    """Return the bytes that `token` stands for; a token with any character outside the alphabet stands for its own
+    UTF-8."""
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in token])
     except KeyError:

@@ -41,7 +41,8 @@ class ChatTemplate:
             self._code = compile_template(source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt. Raises `UsageError` for bad messages and `ChatTemplateError` for what the template does."""
+        """Render the prompt. Raises `UsageError` for bad messages and `ChatTemplateError` for what the template
+        does."""
         from forge.tokenizer.template_sandbox import render_template
 
         context = {"tools": None, **self._variables, **variables, "messages": _checked(messages)}
@@ -59,7 +60,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of `messages`, content given as a list of text parts joined to one string."""
+    """Copy `messages`, joining content given as a list of text parts to one string."""
     if not messages:
         raise UsageError("no messages: a chat prompt needs at least one")
     checked = []
@@ -76,8 +77,9 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def up_to_content(rendered: str, message: Mapping[str, Any]) -> str:
-    """The rendered prompt up to the end of its last message's content, as Hugging Face's `continue_final_message` has
-    it. Raises `UsageError` where the template shows that content otherwise, or it is empty."""
+    """Return the rendered prompt up to the end of its last message's content, as Hugging Face's
+    `continue_final_message` has it. Raises `UsageError` if the template shows that content otherwise, or it is
+    empty."""
     content = _checked([message])[0]["content"] or ""
     place = rendered.rfind(content.strip())
     if not content.strip() or place < 0:

@@ -17,8 +17,8 @@ MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 def beginnings(control_tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Matches the first character of a control token, and the same character elsewhere but in a tag: a template may
-    remove what follows it. None where there are no control tokens."""
+    """Return a pattern for the first character of a control token, and the same character elsewhere but in a tag: a
+    template may remove what follows it. None without control tokens."""
     tokens = [token for token in control_tokens if len(token) > 1]
     if not tokens:
         return None
@@ -28,7 +28,7 @@ def beginnings(control_tokens: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def choose_mark(messages: Any) -> str:
-    """A mark that is nowhere in `messages`. Raises `UsageError` if they have them all."""
+    """Return a mark that is nowhere in `messages`. Raises `UsageError` if they have them all."""
     used = set().union(*(set(text).intersection(MARKS) for text in _strings(messages) if not text.isascii()))
     free = next((mark for mark in MARKS if mark not in used), None)
     if free is None:
@@ -37,7 +37,7 @@ def choose_mark(messages: Any) -> str:
 
 
 def marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
-    """`value` with `mark` behind every match in its strings, names too, however deep in lists and mappings."""
+    """Put `mark` behind every match in the strings of `value`, names too, however deep in lists and mappings."""
     if isinstance(value, str):
         return pattern.sub(lambda match: match.group() + mark, value)
     if isinstance(value, Mapping):

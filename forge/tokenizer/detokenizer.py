@@ -22,9 +22,10 @@ class StreamingDetokenizer:
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` makes certain, often empty. Raises `UsageError` for an id outside the vocabulary."""
+        """Return the text that `token_id` makes certain, often empty. Raises `UsageError` for an id outside the
+        vocabulary."""
         return self._decoder.decode(self._bytes[token_id])
 
     def flush(self) -> str:
-        """What is still held back, as U+FFFD, at the end of the stream; the next `push` starts a new one."""
+        """Return what is still held back, as U+FFFD, at the end of the stream; the next `push` starts a new one."""
         return self._decoder.decode(b"", final=True)

@@ -60,7 +60,7 @@ class Encoders:
         self._fast: PlainEncoder | None = None
 
     def encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
-        """Ids of each part of one prompt; a part is NFC and holds no token to be matched whole."""
+        """Encode each part of one prompt; a part is NFC and holds no token to be matched whole."""
         with self._lock:
             self._num_chars += sum(map(len, parts))
             fast = self._fast_if_due()
@@ -115,7 +115,7 @@ class Encoders:
         return self._fast
 
     def _load_fast(self) -> PlainEncoder | None:
-        """The fast path if it can be had and passes the gate; else None, with `fallback_reason` set."""
+        """Load the fast path if it can be had and passes the gate; else return None, with `fallback_reason` set."""
         reference = self._load_reference()
         try:
             fast = self._build_fast(self._spec)

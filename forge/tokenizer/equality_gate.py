@@ -59,7 +59,8 @@ class PlainEncoder(Protocol):
 
 
 def first_difference(fast: PlainEncoder, reference: PlainEncoder, sample: Iterable[str] = SAMPLE) -> str | None:
-    """None when `fast` gives the ids of `reference` for every text, and for all of them as one; else where it differs.
+    """Return where `fast` differs from `reference`; None if it gives the same ids for every text, and for all of them
+    as one.
 
     What `fast` raises counts as a difference; what the reference raises is raised."""
     texts = [normalize("NFC", text) for text in sample]

@@ -28,7 +28,7 @@ class FastEncoder:
 
 
 def tokenizer_json(spec: TokenizerSpec) -> str:
-    """`spec`'s plain-text part as a Hugging Face tokenizer.json: no normalizer and no added tokens."""
+    """Write `spec`'s plain-text part as a Hugging Face tokenizer.json: no normalizer and no added tokens."""
     import json
 
     split = {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False}

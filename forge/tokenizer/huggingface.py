@@ -61,7 +61,8 @@ class PromptCutEncoder:
         self._pre_tokenizer = _pre_tokenizer()
 
     def encode_parts(self, parts: Sequence[str]) -> list[list[int]] | None:
-        """The ids of each part of one prompt, or None when its pre-tokens are too long for the cut to be worth it."""
+        """Return the ids of each part of one prompt, or None when its pre-tokens are too long for the cut to be worth
+        it."""
         pieces = {piece for part in parts for piece, _ in self._pre_tokenizer.pre_tokenize_str(part)}
         if sum(len(piece) * (len(piece) + 1) // 2 for piece in pieces) > MAX_SUBSTRINGS:
             return None
@@ -71,7 +72,7 @@ class PromptCutEncoder:
 
 
 def mergeable_vocabulary(spec: TokenizerSpec) -> dict[str, int]:
-    """Token to id for the tokens that BPE may produce. Raises `TokenizerError` when two tokens are equal."""
+    """Map each token that BPE may produce to its id. Raises `TokenizerError` when two tokens are equal."""
     vocabulary = dict(zip(spec.tokens, range(len(spec.tokens)), strict=True))
     if len(vocabulary) != len(spec.tokens):
         spec.check_vocabulary()
@@ -81,7 +82,8 @@ def mergeable_vocabulary(spec: TokenizerSpec) -> dict[str, int]:
 
 
 def cut_vocabulary(spec: TokenizerSpec, pieces: set[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The tokens and merges that can occur in `pieces` (pre-tokens in the byte alphabet), merges in their order."""
+    """Return the tokens and merges that can occur in `pieces` (pre-tokens in the byte alphabet), merges in their
+    order."""
     reachable = {piece[i:j] for piece in pieces for i in range(len(piece)) for j in range(i + 1, len(piece) + 1)}
     vocabulary = {token: token_id for token_id, token in enumerate(spec.tokens) if token in reachable}
     for token_id in spec.unmergeable_ids:

@@ -61,7 +61,7 @@ class TokenType(IntEnum):
 
 
 class TokenizerMetadata(Protocol):
-    """What `spec_from_gguf` needs of a GGUF file: `forge.gguf.GGUFFile` has it."""
+    """The part of a GGUF file that `spec_from_gguf` needs: `forge.gguf.GGUFFile` has it."""
 
     @property
     def path(self) -> Path: ...
@@ -105,7 +105,7 @@ class TokenizerSpec:
             self.check_vocabulary()
 
     def error(self, key: str, problem: str) -> TokenizerError:
-        """The error to raise for what is wrong with `key`; keeps one wording for all of them."""
+        """Build the error for what is wrong with `key`, in one wording for all of them."""
         return TokenizerError(f"{self.key_prefix}{key}: {problem}")
 
     @property
@@ -134,7 +134,8 @@ class TokenizerSpec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of what the ids mean: tokens, merges and pre-tokenizer, without padding at the end of the vocabulary.
+        """Return a digest of what the ids mean: tokens, merges and pre-tokenizer, without padding at the end of the
+        vocabulary.
 
         Two models whose fingerprints are equal can share token ids, so one may draft for the other."""
         import hashlib  # not part of every command's start: 2.5 ms
@@ -148,7 +149,7 @@ class TokenizerSpec:
         return digest.hexdigest()
 
     def check_vocabulary(self) -> None:
-        """Raises `TokenizerError` unless tokens are distinct and every merge joins two tokens into a third."""
+        """Raise `TokenizerError` unless tokens are distinct and every merge joins two tokens into a third."""
         vocabulary = set(self.tokens)
         if len(vocabulary) != len(self.tokens):
             raise self.error("tokens", f"{self._first_duplicate()!r:.80} is there twice, and a token must have one id")
@@ -200,7 +201,7 @@ class TokenizerSpec:
 
 
 def spec_from_gguf(file: TokenizerMetadata) -> TokenizerSpec:
-    """The tokenizer that a GGUF file carries in `tokenizer.ggml.*` and `tokenizer.chat_template`.
+    """Read the tokenizer that a GGUF file carries in `tokenizer.ggml.*` and `tokenizer.chat_template`.
 
     Raises `TokenizerError` when it is absent, inconsistent, or not byte-level BPE split as Qwen2, and the file's own
     `GGUFError` for an entry of the wrong type."""
@@ -229,7 +230,7 @@ def spec_from_gguf(file: TokenizerMetadata) -> TokenizerSpec:
 
 
 def _added(file: TokenizerMetadata, name: str, prefix: str) -> tuple[int, ...]:
-    """The token that `add_bos_token` or `add_eos_token` asks for."""
+    """Return the token that `add_bos_token` or `add_eos_token` asks for."""
     if not file.get(f"tokenizer.ggml.add_{name}_token", bool):
         return ()
     token_id = file.get(f"tokenizer.ggml.{name}_token_id", int)

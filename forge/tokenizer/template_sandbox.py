@@ -69,7 +69,7 @@ class TemplateBoundsExceeded(Exception):
 
 
 class Budget:
-    """What one rendering has spent. Every method raises `TemplateBoundsExceeded` when that is too much."""
+    """The budget of one rendering. Every method raises `TemplateBoundsExceeded` when too much was spent."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -84,7 +84,8 @@ class Budget:
             raise TemplateBoundsExceeded(f"stopped after {MAX_CHARS} characters; it writes too much")
 
     def charged(self, value: Any) -> Any:
-        """`value`, paid for by its length if it is text and by all that it holds if it is a container."""
+        """Charge for `value` and return it: by its length if it is text and by all that it holds if it is a
+        container."""
         self.spend(steps=1)
         pending = [value]
         while pending:
@@ -100,7 +101,7 @@ class Budget:
         return value
 
     def charged_loop(self, iterable: Any, chars_each: int) -> Any:
-        """`iterable` for a loop whose body holds `chars_each` characters of fixed text."""
+        """Charge `iterable` for a loop whose body holds `chars_each` characters of fixed text."""
         if isinstance(iterable, (str, list, tuple, dict, range)):
             self.spend(steps=len(iterable), chars=len(iterable) * chars_each)
             return iterable
@@ -126,12 +127,12 @@ class Budget:
 
 
 def compile_template(source: str) -> CodeType:
-    """Raises `jinja2.TemplateError` for what is not a template."""
+    """Compile a template. Raises `jinja2.TemplateError` for what is none."""
     return ChatEnvironment(Budget()).compile(source)
 
 
 def render_template(code: CodeType, context: Mapping[str, Any]) -> str:
-    """Raises whatever the template raises, and `TemplateBoundsExceeded`."""
+    """Render a template. Raises whatever the template raises, and `TemplateBoundsExceeded`."""
     environment = ChatEnvironment(Budget())
     template = Template.from_code(environment, code, environment.globals)
     return "".join(template.generate(context))
@@ -213,7 +214,7 @@ def _bounded_filter(name: str, function: Callable[..., Any], budget: Budget) -> 
 
 
 def _size(value: Any) -> int:
-    """Characters of text and of the texts in a list; entries of another container."""
+    """Count the characters of text and of the texts in a list, or the entries of another container."""
     if isinstance(value, (list, tuple)):
         return len(value) + sum(len(entry) for entry in value if isinstance(entry, str))
     return len(value) if isinstance(value, (str, dict, range)) else 1
@@ -221,7 +222,7 @@ def _size(value: Any) -> int:
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
             sort_keys: bool = False) -> str:  # fmt: skip
-    """As Hugging Face has it: plain JSON, neither HTML-escaped nor in ASCII."""
+    """Write JSON as Hugging Face does: plain, neither HTML-escaped nor in ASCII."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

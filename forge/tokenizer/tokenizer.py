@@ -67,7 +67,8 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: TokenizerMetadata) -> "Tokenizer":
-        """The tokenizer of an open GGUF file. Raises `TokenizerError` when the file has none that forge supports."""
+        """Read the tokenizer of an open GGUF file. Raises `TokenizerError` when the file has none that forge
+        supports."""
         return cls(spec_from_gguf(file))
 
     @property
@@ -91,17 +92,18 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end a generation."""
+        """The ids that end a generation."""
         return self.spec.eos_token_ids
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two tokenizers whose ids mean the same (`TokenizerSpec.fingerprint`)."""
+        """A text that is equal for two tokenizers whose ids mean the same (`TokenizerSpec.fingerprint`)."""
         return self.spec.fingerprint
 
     @property
     def implementation(self) -> str:
-        """What encoded the last text: "fast", "reference" or "prompt-cut reference"; "not loaded" before the first."""
+        """The implementation that encoded the last text: "fast", "reference" or "prompt-cut reference"; "not loaded"
+        before the first."""
         return self._encoders.last_used or "not loaded"
 
     @property
@@ -114,7 +116,7 @@ class Tokenizer:
         return self._encoders.prepare()
 
     def encode(self, text: str, *, allow_special: bool = False, add_special_tokens: bool | None = None) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`.
 
         The text of a control token becomes that token only with `allow_special`, which is for prompts that a chat
         template rendered; in what a user typed it stays text. `add_special_tokens` puts the spec's `prefix_ids` and
@@ -125,8 +127,8 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, allow_special: bool = False, add_special_tokens: bool | None = None
     ) -> list[list[int]]:
-        """Token ids of each of `texts`, as `encode` gives them, from one call of the encoder. Raises `UsageError` for
-        text that is not Unicode, and for one text where several are expected."""
+        """Return the token ids of each of `texts`, as `encode` does, from one call of the encoder. Raises `UsageError`
+        for text that is not Unicode, and for one text where several are expected."""
         if isinstance(texts, str):
             raise UsageError("encode_batch takes a list of texts: encode takes one text")
         for text in texts:
@@ -145,7 +147,7 @@ class Tokenizer:
         add_special_tokens: bool = False,
         **template: Any,
     ) -> tuple[str, list[int]]:
-        """The prompt for a conversation, as text and as token ids.
+        """Render the prompt for a conversation, as text and as token ids.
 
         Control tokens of the chat template become tokens; what a message spells like one stays text, unless
         `parse_special` is set. With `continue_final_message` the prompt ends with the last message's content, to be
@@ -168,18 +170,18 @@ class Tokenizer:
         return rendered, self._encode_parts(list(parts), add_special_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out.
+        """Decode `ids` to text; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out.
 
         Raises `UsageError` for an id outside the vocabulary."""
         return b"".join(self._pieces(ids, skip_special)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, often only part of a character; none for padding."""
+        """Return the bytes that one token stands for, often only part of a character; none for padding."""
         return self.bytes_of[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """One token as a person should see it: its text, `\\xe2` for a byte that is no character by itself, padding by
-        its name."""
+        """Return one token as a person should see it: its text, `\xe2` for a byte that is no character by itself,
+        padding by its name."""
         if self.token_type(token_id) == TokenType.UNUSED:
             return self.spec.tokens[token_id]
         return self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
@@ -190,7 +192,7 @@ class Tokenizer:
         return TokenType(self.spec.token_types[token_id])
 
     def is_hidden(self, token_id: int) -> bool:
-        """Whether `skip_special` leaves this token out."""
+        """Return whether `skip_special` leaves this token out."""
         return token_id in self._hidden_ids
 
     def apply_chat_template(
@@ -201,7 +203,7 @@ class Tokenizer:
         enable_thinking: bool | None = None,
         **variables: Any,
     ) -> str:
-        """The text of the prompt for a conversation; `encode_chat` gives its token ids too.
+        """Render the prompt for a conversation as text; `encode_chat` gives its token ids too.
 
         `messages` are mappings with `role` and `content`. `enable_thinking=False` asks a Qwen3 template for an answer
         without thinking; None leaves it to the template. `tools` and what became of their calls are shown as Qwen3
@@ -219,7 +221,7 @@ class Tokenizer:
         return self._new_template(self.spec.chat_template)
 
     def _new_template(self, source: str | None) -> "ChatTemplate":
-        """None: that of Qwen3."""
+        """Return the model's own template, or Qwen3's."""
         from forge.tokenizer.chat_template import QWEN3_CHAT_TEMPLATE, ChatTemplate
 
         tokens = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
@@ -228,7 +230,7 @@ class Tokenizer:
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
-        """Asked of every token that is generated, so it is found out once."""
+        """The ids that `skip_special` leaves out, computed once because every generated token is looked up."""
         return frozenset(np.flatnonzero(np.isin(self.spec.token_types, _HIDDEN_TYPES)).tolist())
 
     @cached_property
@@ -249,7 +251,7 @@ class Tokenizer:
         return _any_of(self._id_of_matched)
 
     def _split(self, text: str, allow_special: bool) -> Iterable[str | int]:
-        """`text` as alternating plain text and ids of tokens matched whole; empty text is left out."""
+        """Split `text` into plain text and ids of tokens matched whole, alternating; empty text is left out."""
         pattern = self._every_matched_pattern if allow_special else self._user_defined_pattern
         start = 0
         for match in pattern.finditer(text) if pattern else ():
@@ -261,12 +263,12 @@ class Tokenizer:
             yield text[start:]
 
     def _encode_parts(self, parts: Sequence[str | int], add_special_tokens: bool = False) -> list[int]:
-        """Token ids of alternating plain text and tokens."""
+        """Encode alternating plain text and tokens."""
         encoded = iter(self._encode_plain([part for part in parts if isinstance(part, str)]))
         return self._joined(parts, encoded, add_special_tokens)
 
     def _joined(self, parts: Sequence[str | int], encoded: Iterator[list[int]], add_special_tokens: bool) -> list[int]:
-        """The ids of a text's parts, the plain ones from `encoded`."""
+        """Join the ids of a text's parts, the plain ones from `encoded`."""
         ids = list(self.spec.prefix_ids) if add_special_tokens else []
         for part in parts:
             ids += [part] if isinstance(part, int) else next(encoded)
@@ -295,13 +297,13 @@ def _is_about_tools(message: Mapping[str, Any]) -> bool:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Matches any of `tokens`, the longest where several fit; None when there is none to match."""
+    """Compile a pattern for any of `tokens`, the longest if several fit; None without tokens."""
     longest_first = sorted(filter(None, tokens), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def check_unicode(text: str) -> None:
-    """Raises `UsageError` for text with half of a surrogate pair in it, which no encoding of Unicode has."""
+    """Raise `UsageError` for text with half of a surrogate pair in it, which no encoding of Unicode has."""
     if text.isascii():
         return
     try:

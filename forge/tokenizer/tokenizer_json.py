@@ -21,7 +21,7 @@ MAX_TOKEN_ID = 10_000_000
 
 
 def spec_from_tokenizer_json(path: str | Path) -> TokenizerSpec:
-    """The tokenizer of a Hugging Face folder, `path` being its tokenizer.json or the folder itself.
+    """Read the tokenizer of a Hugging Face folder, `path` being its tokenizer.json or the folder itself.
 
     Raises `TokenizerError` when it cannot be read, is malformed, or is not byte-level BPE as Qwen has it."""
     path = Path(path)
@@ -77,7 +77,7 @@ def _check_kind(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _added_around(processor: Mapping[str, Any] | None, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the post-processor adds before and after one text. ByteLevel changes offsets only."""
+    """Return the ids that the post-processor adds before and after one text. ByteLevel changes offsets only."""
     around: tuple[list[int], list[int]] = ([], [])
     steps = [] if processor is None else processor.get("processors", [processor])
     for step in steps:
@@ -94,7 +94,7 @@ def _added_around(processor: Mapping[str, Any] | None, path: Path) -> tuple[tupl
 
 
 def _vocabulary(document: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    """Tokens and their types by id; ids that nothing claims are padding."""
+    """Return the tokens and their types by id; ids that nothing claims are padding."""
     type_of = {token_id: (token, TokenType.NORMAL) for token, token_id in document["model"]["vocab"].items()}
     for added in document.get("added_tokens") or []:
         added_type = TokenType.CONTROL if added.get("special") else TokenType.USER_DEFINED
@@ -108,7 +108,7 @@ def _vocabulary(document: Mapping[str, Any]) -> tuple[list[str], list[int]]:
 def _special_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], id_of: Mapping[str, int]
 ) -> Iterator[tuple[str, int]]:
-    """`eos_token_id` first, then the others that generation_config.json ends on, under numbered names."""
+    """Return `eos_token_id` first, then the others that generation_config.json ends on, under numbered names."""
     named = generation.get("eos_token_id", [])
     ends = [end for end in (named if isinstance(named, list) else [named]) if isinstance(end, int)]
     eos = id_of.get(_token_text(config.get("eos_token")), ends[0] if ends else None)
@@ -118,7 +118,7 @@ def _special_ids(
 
 
 def _token_text(token: Any) -> str:
-    """A token's text; empty, which no token is, where there is none."""
+    """Return a token's text; an empty one, which no token is, if it has none."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
