@@ -110,8 +110,8 @@ class Gate:
         return replay
 
     async def _read(self, receive: Receive) -> bytes:
-        """Read the body. Reads and discards one that is too large before refusing it, because a client that still writes
-        while its connection closes does not see the answer."""
+        """Read the body. One that is too large is read and discarded before it is refused, because a client that still
+        writes while its connection closes does not see the answer."""
         parts, size = [], 0
         while True:
             message = await receive()
