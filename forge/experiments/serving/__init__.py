@@ -103,7 +103,9 @@ def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[Step
     finally:
         subscriber.look_away()
     ending = replace(observed.pop("ending"), exit_status=status, seconds=seconds)
-    return Crowded(crowd, **observed, ending=ending, records=tuple(subscriber.records), ready_seconds=server.ready_seconds)
+    return Crowded(
+        crowd, **observed, ending=ending, records=tuple(subscriber.records), ready_seconds=server.ready_seconds
+    )
 
 
 class _Subscriber:
