@@ -37,10 +37,9 @@ def create_llm(engine_args: EngineArgs | str, **changed: Any) -> "LLM":
     """Load the model, with some options changed. Standard error shows the progress."""
     from forge.llm import LLM
 
-    is_name = isinstance(engine_args, str)
-    args = EngineArgs(engine_args, **changed) if is_name else replace(engine_args, **changed)
+    args = EngineArgs(engine_args) if isinstance(engine_args, str) else engine_args
     with LoadingBar(open_error_console(), model_label(str(args.model))) as bar:
-        return LLM.from_engine_args(replace(args, on_load_progress=bar, on_compile_progress=bar.compiling))
+        return LLM.from_engine_args(replace(args, on_load_progress=bar, on_compile_progress=bar.compiling, **changed))
 
 
 def run_label(llm: "LLM") -> RunLabel:
