@@ -95,7 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._header_timeout, self._max_connections, self._num_surplus = header_timeout, max_connections, num_surplus
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         num_beyond = len(self.connections) - self._max_connections
         if num_beyond >= self._num_surplus:
             self._is_refused = True
