@@ -96,6 +96,7 @@ NEEDS: tuple[Need, ...] = (
     Need("top_p", "temperature", _is_above_zero, _SAMPLING),
     Need("top_k", "temperature", _is_above_zero, _SAMPLING),
     Need("min_p", "temperature", _is_above_zero, _SAMPLING),
+    Need("seed", "temperature", _is_above_zero, _SAMPLING),
     Need("show", "kv", _CACHED, _POOL),
     Need("pace", "show", _is_given, "--show blocks"),
     Need("svg", "seq", _is_not_given, ""),

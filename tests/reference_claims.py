@@ -8,6 +8,29 @@ PAGED_FIGURES = r"KV held|blocks"
 SAME = r"✓ identical"
 DECODED = r"per forward ms +min"
 CLAIMS: dict[str, tuple[str, ...]] = {
+    "forge --help": (r"generate", r"compare", r"serve", r"doctor"),
+    "forge compare --kv off vs on": (SAME, r"KV held", r"tokens computed +\d+ +\d+"),
+    "forge generate --kv paged --num-blocks 64 --show blocks --n 4 --temperature 0.9 --seed 7    "
+    '"Once upon a time, when the first snow fell, a little girl named Hazel woke up early" 80': (
+        r"sample 3",
+        r"(?i)shared",
+    ),
+    'forge speculation --only run "Once upon a time" 48 --k 4': (r"Which draft tokens did the target accept\?",),
+    'forge generate --model Qwen/Qwen3-0.6B-GGUF:Q8_0 --kv prefix --chat "What is a KV cache?" 200': (DECODED,),
+    "forge naive --model Qwen/Qwen3-0.6B-GGUF:Q8_0": (r"(?i)forward",),
+    "forge models synth qwen3-0.6b --type Q8_0 --out qwen3-0.6b-q8_0.gguf": (r"random parameters",),
+    "forge bench cpu -m qwen3-0.6b-q8_0.gguf": (r"tokens/s +forge", r"decode 1 +[\d,]+"),
+    "forge bench serve --concurrency 64": (
+        r"TTFT",
+        r"TPOT",
+        r"ITL",
+        r"output tokens/s +[\d.]+",
+    ),
+    "forge bench serve --concurrency 4 --num-prompts 400 --input-tokens 128 --output-tokens 32 --json": (
+        r'"[^"]*ttft',
+        r'"[^"]*itl',
+    ),
+    "forge bench serve --concurrency 16 --peer http://127.0.0.1:8081": (r"TTFT", r"(?i)ratio|peer| x\b"),
     'forge generate --kv basic "Once upon a time" 32': (r"(?m)^forward +\d+ .* ms  ", DECODED, r"forwards +32"),
     'forge generate "Once upon a time" 32 --temperature 0.8 --top-p 0.95 --top-k 40 --seed 7': (r"seed +7", DECODED),
     "forge chat": (r"prompt tokens computed, 0 held", r"first token"),

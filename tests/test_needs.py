@@ -41,6 +41,7 @@ IGNORED = {
     ("top_p", "temperature"): "--top-p 0.9",
     ("top_k", "temperature"): "--top-k 9",
     ("min_p", "temperature"): "--min-p 0.1",
+    ("seed", "temperature"): "--seed 3",
     ("show", "kv"): "--kv off --show blocks",
     ("pace", "show"): "--pace 3",
     ("svg", "seq"): "--seq 3 --svg a.svg",

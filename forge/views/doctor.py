@@ -14,6 +14,8 @@ from forge.views.text import one_line
 
 Level = Literal["ok", "note", "trouble"]
 _SIGNS = {"ok": ("✓", GOOD), "note": ("·", QUIET), "trouble": ("✗", TROUBLE)}
+_NARROW = 32
+"""Columns of a terminal that leaves no room for a table."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     console.print(Text("Can this machine run forge, and with what?", TITLE))
     console.print()
+    is_narrow = console.width < _NARROW
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(width=1)
     table.add_column(style=QUIET, no_wrap=True)
@@ -39,8 +42,12 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     for finding in findings:
         sign, style = _SIGNS[finding.level]
         shown = Text(one_line(finding.text), TROUBLE if finding.level == "trouble" else "")
-        table.add_row(Text(sign, style), one_line(finding.name), shown)
-    print_table(console, table)
+        if is_narrow:
+            console.print(Text.assemble((sign, style), " ", (one_line(finding.name), QUIET), " ", shown))
+        else:
+            table.add_row(Text(sign, style), one_line(finding.name), shown)
+    if not is_narrow:
+        print_table(console, table)
     console.print()
     console.print(Text(_verdict(findings)))
 

@@ -2,7 +2,7 @@ import json
 
 from forge.views.doctor import Finding, is_healthy, print_findings
 from forge.views.json_output import to_json
-from tests.views.records import piped, written
+from tests.views.records import piped, terminal, written
 
 FINE = [Finding("Python", "ok", "3.11"), Finding("cuda", "note", "no GPU")]
 BAD = [*FINE, Finding("numba", "trouble", "missing: pip install numba")]
@@ -22,6 +22,13 @@ def test_a_note_is_no_trouble():
 def test_trouble_is_marked_and_counted():
     out = shown(BAD)
     assert "✗" in out and "1 of 3" in out and "pip install numba" in out
+
+
+def test_a_narrow_terminal_loses_neither_the_mark_nor_the_text():
+    console = terminal(20)
+    print_findings(console, BAD)
+    out = written(console)
+    assert "✗" in out and "missing" in out and "no GPU" in out
 
 
 def test_the_json_object_has_every_finding():
