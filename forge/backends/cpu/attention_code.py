@@ -1,10 +1,12 @@
 """The inner loops of attention: a few queries against the keys of a chunk, and their weights against its values.
 
 A key is fetched and widened to float32 once for up to four queries, which a loop of Numba's could not keep in
-registers. Sixteen running sums are in use at any time: four queries times four keys, two times eight or one times
-sixteen; of values four queries times 64 elements. How many queries go together cannot be seen in a result: each
-pair of a query and a key has its own sum (16 lanes, dimensions ascending, then the tree of `sum16`), and each element
-of an output has its own (positions ascending). Keys in int8 meet queries in int8, by the instruction set's own product
+registers. Sixteen sums are reduced together: four queries times four keys, two times eight or one times sixteen. As
+many of them run at a time as the instruction set has registers for (`sums_at_once`): with AVX-512 all, else four,
+because a sum that is kept in memory costs a load and a store each time that something is added. Of values four queries
+run with 64 elements there, else with 16. How many go together cannot be seen in a result: each pair of a query and a
+key has its own sum (16 lanes, dimensions ascending, then the tree of `sum16`), and each element of an output has its
+own (positions ascending). Keys in int8 meet queries in int8, by the instruction set's own product
 (`instruction_sets.py`): 64 dimensions where float32 has 16, and a sum of integers, which has no order.
 
 Rows of keys are given by a list of their offsets, int64, because two neighbours may lie in different blocks.
@@ -128,7 +130,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
 
         def sums_of(addresses: Values, upcoming: Values, together: int, kind: str) -> Values:
             """Emit, for each query with each key, 16 lanes whose sum is their dot product."""
-            step, item = LANES // together, I64(_ITEM_BYTES[kind])
+            step, item = len(addresses), I64(_ITEM_BYTES[kind])
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
                 offset = b.mul(index, item)
@@ -143,11 +145,11 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
                     results += [fused_multiply_add(b, q, k, total) for k, total in zip(key, mine, strict=True)]
                 return results
 
-            return _loop(b, width, LANES, [_ZEROS] * LANES, dimensions)
+            return _loop(b, width, LANES, [_ZEROS] * (step * together), dimensions)
 
         def integer_sums_of(addresses: Values, upcoming: Values, together: int, start: Values) -> Values:
             """Emit the same for int8. Bytes behind the end of a key are multiplied by zeros."""
-            step = LANES // together
+            step = len(addresses)
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
                 for row in upcoming:
@@ -183,11 +185,18 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
             addresses, upcoming = (
                 [_row(b, base, rows, b.add(first, I64(number))) for number in range(step)] for base in (keys, ahead)
             )
-            if kind == "int8":
-                sums = integer_sums_of(addresses, upcoming, together, start)
-                result = b.sitofp(reduce_each(b, sums, b.add), V_F32)
-            else:
-                result = reduce_each(b, sums_of(addresses, upcoming, together, kind), b.fadd)
+            at_once, by_query = max(1, isa.sums_at_once // together), [Values() for _ in range(together)]
+            for part in (slice(key, key + at_once) for key in range(0, step, at_once)):
+                some, next_keys = addresses[part], upcoming[part]
+                if kind == "int8":
+                    sums = integer_sums_of(some, next_keys, together, start)
+                else:
+                    sums = sums_of(some, next_keys, together, kind)
+                for query, totals in enumerate(by_query):
+                    totals += sums[query * len(some) : (query + 1) * len(some)]
+            every = [total for totals in by_query for total in totals]
+            result = reduce_each(b, every, b.add if kind == "int8" else b.fadd)
+            result = b.sitofp(result, V_F32) if kind == "int8" else result
             for query in range(together):
                 lanes = ir.Constant(ir.VectorType(I32, step), list(range(query * step, (query + 1) * step)))
                 part = b.shuffle_vector(result, ir.Constant(V_F32, ir.Undefined), lanes)
@@ -219,6 +228,7 @@ def add_values(typingctx, kind, together, weights, count, values, rows, width, o
 
     def codegen(context, b, sig, args):
         kind, together, weights, count, values, rows, width, outs, states, ahead, ahead_rows = args
+        isa = instruction_set()
 
         def columns(kind: str, together: int, column: ir.Value, vectors: int) -> None:
             """Emit the sums of `16 * vectors` columns from `column` on, and store them in the outputs."""
@@ -247,7 +257,7 @@ def add_values(typingctx, kind, together, weights, count, values, rows, width, o
                     store(b, out, fused_multiply_add(b, gained, sums[query * vectors + n], old))
 
         def emit(kind: str, together: int) -> None:
-            most = 4 if together == 4 else 8
+            most = min(4 if together == 4 else 8, max(1, isa.sums_at_once // together))
             whole = b.and_(width, I64(-most * LANES))
 
             def wide(column: ir.Value, _: Values) -> Values:

@@ -48,6 +48,9 @@ class InstructionSet:
     """Whether LLVM may have to call a library to convert float16, because the processor cannot."""
     signed_weights = False
     """Whether `dot` wants weights as signed bytes (w - 128) instead of unsigned ones."""
+    sums_at_once = 4
+    """How many vectors of 16 sums stay in registers beside what is added to them: 4 where one takes two of 16 registers
+    (AVX2) or four of 32 (NEON)."""
 
     def dot(self, builder: ir.IRBuilder, acc: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
         """acc, weights and x are 16 int32 lanes; a lane of weights is 4 bytes, each lane of x the same 4 bytes."""
@@ -59,6 +62,7 @@ class Avx512Vnni(InstructionSet):
 
     name = "avx512-vnni"
     instruction = "vpdpbusd"
+    sums_at_once = 16
 
     def dot(self, builder, acc, weights, x):
         return call_intrinsic(builder, "llvm.x86.avx512.vpdpbusd.512", V_I32, acc, weights, x)
