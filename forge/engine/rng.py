@@ -135,9 +135,9 @@ def gumbel_argmax(
 @cache
 def _compiled_draw() -> "CompiledDraw | None":
     try:
-        from forge.backends.cpu.draw import load_draw
+        from forge.backends.cpu.draw import CompiledDraw
 
-        return load_draw()
+        return CompiledDraw()
     except (ImportError, ForgeError):  # without Numba, or on a processor that it has no code for
         return None
 

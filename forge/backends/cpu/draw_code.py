@@ -4,7 +4,7 @@ Its words are Philox's own. Its logarithm is not NumPy's to the last bit, so it 
 are nearer to each other than two logarithms can differ, it returns -1 and NumPy decides. Both always choose the same
 token. A logarithm is taken only for a word that is large enough to win; of 151,936 tokens that is a handful.
 
-Ledger: 4,096 tokens 9 times as fast as NumPy, of which half is the call; 151,936 tokens 7 times.
+Ledger (AVX2): 4,096 tokens 242 → 25 µs, of which half is the call; 151,936 tokens 3.1 → 0.65 ms.
 """
 
 from collections.abc import Iterable
@@ -131,24 +131,26 @@ def _least_word(lead):
     return max(np.int64(share * 4294967296.0) - 2, 0)
 
 
-def draw(token_ids, scores, count, leader, seed, position, sample, purpose, scratch):
+def draw(token_ids, low, scores, count, leader, seed, position, sample, purpose, scratch):
     """The index of the greatest score + noise, or -1 where another sum is too near to it.
 
-    token_ids: int64 `[count]`, ascending. scores: float64 `[count]`. leader: the index of the greatest score. purpose:
-    the last word of the counter. scratch: `DRAW_SCRATCH_BYTES`.
+    token_ids: int64 `[count]`, ascending, the first of them `low`; 0 if they follow each other. scores: float64
+    `[count]`. leader: the index of the greatest score. purpose: the last word of the counter. scratch:
+    `DRAW_SCRATCH_BYTES`.
     """
     seed = np.uint64(seed)
     k0, k1 = seed & _MASK, seed >> _SHIFT
     position, sample, purpose = np.uint64(position), np.uint64(sample), np.uint64(purpose)
     top = get_f64(scores + 8 * leader)
-    best = top + _noise(_word(get_i64(token_ids + 8 * leader), k0, k1, position, sample, purpose))
+    is_whole = token_ids == 0
+    token = low + leader if is_whole else get_i64(token_ids + 8 * leader)
+    best = top + _noise(_word(token, k0, k1, position, sample, purpose))
     second, winner = -np.inf, leader
-    low, high = get_i64(token_ids), get_i64(token_ids + 8 * (count - 1))
-    is_sparse = high - low >= 4 * count  # few of many: a counter of its own for each
-    is_whole = high - low + 1 == count
+    is_sparse = not is_whole and get_i64(token_ids + 8 * (count - 1)) - low >= 4 * count
     first, end, index, least_word = low // 4, low, 0, _least_word(best - top)
     while index < count:
-        token, score = get_i64(token_ids + 8 * index), get_f64(scores + 8 * index)
+        token = low + index if is_whole else get_i64(token_ids + 8 * index)
+        score = get_f64(scores + 8 * index)
         if is_sparse:
             word = _word(token, k0, k1, position, sample, purpose)
         else:

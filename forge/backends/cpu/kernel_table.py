@@ -35,5 +35,5 @@ experts_bf16 = OperationKernel("moe", "experts_bf16", layouts.EXPERTS)
 combine = OperationKernel("moe", "combine", layouts.COMBINE)
 norm_rope_store = OperationKernel("attention", "norm_rope_store", layouts.NORM_ROPE_STORE)
 attention = OperationKernel("attention", "attention", layouts.ATTENTION)
-draw = Kernel("draw_code", "draw", ("int64",) * 9, "int64")
+draw = Kernel("draw_code", "draw", ("int64",) * 10, "int64")
 """Called from Python by `draw.py`, not from a program."""

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from forge.backends.cpu.draw import load_draw
+from forge.backends.cpu.draw import CompiledDraw
 from forge.engine import rng
 from forge.engine.rng import MAX_BRANCHES, Purpose, gumbel, numpy_argmax, token_words
 from forge.engine.sampling import filtered
@@ -14,7 +14,7 @@ from forge.engine.sampling_params import SamplingParams
 
 @pytest.fixture(scope="module")
 def draw():
-    return load_draw()
+    return CompiledDraw()
 
 
 OPTIONS = (
