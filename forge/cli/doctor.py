@@ -14,6 +14,7 @@ from forge.errors import ForgeError
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+    from forge.model.backend import Backend
     from forge.views.doctor import Finding
 
 TROUBLE = 1
@@ -93,6 +94,7 @@ def _devices() -> "Iterator[Finding]":
     try:
         backend = create_backend(DEFAULT_DEVICE)
         yield Finding("device", "ok", f"{DEFAULT_DEVICE} ({backend.description}), what runs without --device")
+        yield from _choices(backend)
     except ForgeError as error:
         yield Finding("device", "trouble", str(error))
     yield _kernels()
@@ -103,8 +105,37 @@ def _devices() -> "Iterator[Finding]":
         yield _cuda(torch_version)
 
 
+def _choices(backend: "Backend") -> "Iterator[Finding]":
+    """What the CPU backend chose by itself, and what a choice gained where forge/bench/RESULTS.md measured it."""
+    from forge.backends.cpu.features import usable_cpus
+    from forge.views.doctor import Finding
+
+    yield Finding(
+        "threads",
+        "ok",
+        f"{usable_cpus()}, one for each usable CPU (--threads); where they would wait for each other longer than they "
+        "compute, a pass runs on one: a token of tales in 0.17 ms and not 0.28 (Zen 4)",
+    )
+    yield Finding(
+        "keys and values",
+        "ok",
+        f"{backend.default_kv_dtype} (--kv-dtype), half the memory of float32; int8 is half of that again, and its "
+        "attention in a prefill of 2,048 tokens takes 2.1 s and not 3.1 (Zen 4)",
+    )
+    gain = "a 0.6B model decodes a token in 12.9 ms with them, 16.8 without (Zen 4)"
+    match machine.huge_pages():
+        case "always" | "madvise" as mode:
+            yield Finding("huge pages", "ok", f"{mode}: weights and caches lie in them; {gain}")
+        case None:
+            yield Finding("huge pages", "note", f"this system does not say; {gain}")
+        case mode:
+            cure = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+            yield Finding("huge pages", "note", f"{mode}: {gain}; to have them: {cure}")
+
+
 def _kernels() -> "Finding":
     from forge.backends.cpu.compilation import cache_folder, cache_problem
+    from forge.backends.cpu.compile_helper import all_items
     from forge.backends.cpu.features import FORCE_VARIABLE, runnable
     from forge.views.doctor import Finding
 
@@ -115,7 +146,11 @@ def _kernels() -> "Finding":
     choice = f"instruction sets {', '.join(runnable())} ({FORCE_VARIABLE} forces one)"
     if (problem := cache_problem()) is not None:
         return Finding("kernels", "trouble", f"{choice}; {problem}")
-    return Finding("kernels", "ok", f"{choice}; compiled code in {folder}")
+    items = all_items()
+    compiled = sum(item.is_cached for item in items)
+    return Finding(
+        "kernels", "ok", f"{choice}; {compiled} of {len(items)} are compiled, as models needed them, in {folder}"
+    )
 
 
 def _cuda(torch_version: str) -> "Finding":

@@ -51,6 +51,13 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int | None, int | None]:
     return total, available
 
 
+def huge_pages(root: Path = Path("/")) -> str | None:
+    """When Linux gives huge pages: `always`, `madvise` (where a program asks for them, as forge does) or `never`."""
+    for line in _lines(root / "sys/kernel/mm/transparent_hugepage/enabled"):
+        return line.partition("[")[2].partition("]")[0] or None
+    return None
+
+
 def _memory_limits(root: Path) -> list[tuple[int, int]]:
     """(limit, used) of every container around this process that sets a limit."""
     places = [(folder / "memory.max", folder / "memory.current") for folder in _cgroup_folders(root)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from forge.backends.cpu.compile_helper import all_items
 from forge.cli import doctor
 from forge.model import catalog
 
@@ -83,6 +84,30 @@ def test_a_version_outside_the_declared_ones_is_trouble(forge, bundled, monkeypa
     assert status == 1 and found["numba"]["text"] == f"0.61.2 {cure} 'numba<0.69,>=0.62'"
     assert found["llvmlite"]["text"].startswith(f"9.0 {cure}")
     assert {name for name, entry in found.items() if entry["level"] == "trouble"} == set(versions)
+
+
+def test_what_was_chosen_is_named_with_what_it_gains(forge, no_torch, bundled, monkeypatch):
+    monkeypatch.setattr("forge.backends.cpu.features.usable_cpus", lambda: 3)
+    monkeypatch.setattr(doctor.machine, "huge_pages", lambda: "never")
+    status, found = findings(forge)
+    assert status == 0
+    assert found["threads"]["text"].startswith("3, one for each usable CPU (--threads)")
+    assert found["keys and values"]["text"].startswith("float16 (--kv-dtype)")
+    assert found["huge pages"]["level"] == "note" and "echo madvise" in found["huge pages"]["text"]
+    compiled, every = map(int, re.search(r"(\d+) of (\d+) are compiled", found["kernels"]["text"]).groups())
+    assert every == len(all_items()) and compiled == sum(item.is_cached for item in all_items())
+    assert {"draw", "attention", "start"} <= {item.name for item in all_items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"), [("always [madvise] never", "madvise"), ("always madvise [never]", "never"), (None, None)]
+)
+def test_the_system_says_whether_there_are_huge_pages(tmp_path, text, mode):
+    if text is not None:
+        path = tmp_path / "sys/kernel/mm/transparent_hugepage"
+        path.mkdir(parents=True)
+        (path / "enabled").write_text(text + "\n")
+    assert doctor.machine.huge_pages(tmp_path) == mode
 
 
 def test_the_tokenizer_in_use_is_named(forge, no_torch, bundled):
