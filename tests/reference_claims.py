@@ -39,6 +39,10 @@ CLAIMS: dict[str, tuple[str, ...]] = {
     "forge glossary prefill": (r"(?i)^prefill", r"Chapter 2"),
     "forge tour": (r"HTTP", r"forge/engine/"),
     "forge paged --bug freed-block": (r"What catches it\? freed-block", r"the rule", r"the bug"),
+    "forge kernels --only run --layer": (
+        r"(?s)reference  NumPy.*attn_q .*write_kv .*ffn_down .*add .*cpu  .*head norm, rope, store .*ffn_down ",
+        r"cpu: \d+ operations read",
+    ),
     "forge doctor": (r"device", r"kernels", r"Nothing needs mending|need mending"),
     'forge compare --kv off vs basic "The fox and the lantern" 64': (r"off +basic", SAME),
     "forge compare --model tales-q8_0 vs tales-q4_0": (r"tales-q8_0 +tales-q4_0",),

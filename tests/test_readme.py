@@ -9,6 +9,7 @@ import importlib.metadata
 import io
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -191,6 +192,13 @@ def test_every_command_of_the_reference_is_held_against_what_stands_beside_it():
     told = {line for block in SHELL for line in block.forge_lines}
     claimed = {*CLAIMS, *EXEMPT}
     assert told == claimed
+
+
+def test_every_function_that_a_page_names_is_there():
+    names = {name for text in TEXTS.values() for name in re.findall(r"`(forge\.[\w.]+)`", text)}
+    assert len(names) >= 7
+    for name in names:
+        pkgutil.resolve_name(name)
 
 
 def test_every_file_that_a_page_names_is_there():

@@ -1,6 +1,10 @@
 """The forward pass in plain NumPy, one row at a time: the meaning that every faster backend must reproduce.
 
-It is written to be read beside `forge/model/qwen3.py`, and it keeps promise 2 (a technique changes the cost, never the
+To learn what a layer computes, read this file beside `forge/model/qwen3.py` and run it (`--device reference`):
+`Qwen3.forward_pass` calls the operations in order, and each is computed here in a few lines. How `--device cpu` does
+the same faster is in `chapters/reference/cpu.md`. `forge kernels --layer` shows one layer as both run it.
+
+It keeps promise 2 (a technique changes the cost, never the
 tokens) in the simplest possible way: whatever else is in the batch, a row is computed alone, from arrays of the same
 shapes. NumPy's matrix-matrix product would not do: it gives a row other bits when other rows lie beside it, and its
 exponential, sine and cosine may treat an array's tail differently from its body. So there is a loop over rows wherever
@@ -12,7 +16,7 @@ what bounds it (see the chapter on kernels for what to do about that).
 
 import numpy as np
 
-from forge.backends.timed import TimedOperations
+from forge.backends.timed import TimedNumpyOperations
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage, rounded
 from forge.model.backend import Backend, ForwardPass, Operations, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
@@ -47,10 +51,10 @@ class ReferenceBackend(Backend):
         return forward_pass(self._operations, batch, storage)
 
     def time_operations(self) -> None:
-        self._operations = TimedOperations(ReferenceOperations(), self._matrix_names)
+        self._operations = TimedNumpyOperations(ReferenceOperations(), self._matrix_names)
 
     def operation_times(self) -> tuple[OperationTime, ...]:
-        return self._operations.times() if isinstance(self._operations, TimedOperations) else ()
+        return self._operations.clock.times() if isinstance(self._operations, TimedNumpyOperations) else ()
 
 
 class ReferenceOperations(Operations):

@@ -1,13 +1,39 @@
 """Operations that keep time: other operations with a clock around each.
 
 Used where a chapter asks "where does the time go?". It calls the wrapped operations unchanged, so what the
-model says is unchanged too.
+model says is unchanged too. Those on NumPy arrays are also counted: which bytes each operation reads and writes.
 """
 
 import time
-from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from forge.model.backend import Array, Operations, OperationTime
+import numpy as np
+
+from forge.model.backend import Array, Batch, Operand, Operations, OperationTime, Storage
+
+
+class OperationClock:
+    """Seconds, calls and operands for each operation, by its place in a layer."""
+
+    def __init__(self) -> None:
+        self._layer, self._place = -1, 0
+        self._times: dict[tuple[int, int, str], OperationTime] = {}
+
+    def begin_layer(self, index: int) -> None:
+        self._layer, self._place = index, 0
+
+    def add(self, name: str, seconds: float, reads: Sequence[Operand], writes: Sequence[Operand]) -> None:
+        """The operation at the next place of the layer ran."""
+        key = self._layer, self._place, name
+        self._place += 1
+        before = self._times.get(key)
+        ms, calls = (before.ms, before.calls) if before is not None else (0.0, 0)
+        self._times[key] = OperationTime(self._layer, name, ms + seconds * 1e3, calls + 1, tuple(reads), tuple(writes))
+
+    def times(self) -> tuple[OperationTime, ...]:
+        """In the order in which the operations first ran."""
+        return tuple(self._times.values())
 
 
 class TimedOperations(Operations):
@@ -16,20 +42,11 @@ class TimedOperations(Operations):
     def __init__(self, inner: Operations, matrix_names: dict[int, str]):
         """`matrix_names` maps the id of each loaded matrix to its tensor's name."""
         self.inner = inner
-        self._layer = -1
-        self._seconds: dict[tuple[int, str], float] = defaultdict(float)
-        self._calls: dict[tuple[int, str], int] = defaultdict(int)
+        self.clock = OperationClock()
         self._matrix_names = matrix_names
 
-    def times(self) -> tuple[OperationTime, ...]:
-        """The times, in the order in which the operations first ran."""
-        return tuple(
-            OperationTime(layer, operation, seconds * 1e3, self._calls[layer, operation])
-            for (layer, operation), seconds in self._seconds.items()
-        )
-
     def begin_layer(self, index: int) -> None:
-        self._layer = index
+        self.clock.begin_layer(index)
         self.inner.begin_layer(index)
 
     def embed(self, *arguments):
@@ -69,12 +86,67 @@ class TimedOperations(Operations):
         name = short_name(self._matrix_names[id(matrix)])
         return self._timed(name, self.inner.linear, x, matrix)
 
-    def _timed(self, operation: str, function, *arguments):
+    def _timed(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        reads: Sequence[Operand] | None = None,
+        writes: Sequence[Operand] | None = None,
+    ) -> Any:
+        """Call and clock it. Without `reads` and `writes` they are the NumPy arrays among arguments and results."""
         started = time.perf_counter()
         result = function(*arguments)
-        self._seconds[self._layer, operation] += time.perf_counter() - started
-        self._calls[self._layer, operation] += 1
+        seconds = time.perf_counter() - started
+        reads = _operands(*arguments) if reads is None else reads
+        self.clock.add(name, seconds, reads, _operands(result) if writes is None else writes)
         return result
+
+
+class TimedNumpyOperations(TimedOperations):
+    """The same on NumPy arrays, which counts what each operation reads and writes."""
+
+    def embed(self, table: Array, batch: Batch) -> Array:
+        return self._timed("embed", self.inner.embed, table, batch, reads=[_rows(table, batch.num_rows)])
+
+    def write_kv(self, storage: Storage, layer: int, batch: Batch, keys: Array, values: Array) -> None:
+        written = _slots(storage, int((batch.slot_mapping >= 0).sum()))
+        self._timed("write_kv", self.inner.write_kv, storage, layer, batch, keys, values, writes=written)
+
+    def attention(self, q: Array, storage: Storage, layer: int, batch: Batch) -> Array:
+        reads = [*_operands(q), *_slots(storage, int(batch.context_lens.sum()))]
+        return self._timed("attention", self.inner.attention, q, storage, layer, batch, reads=reads)
+
+    def experts(
+        self, x: Array, router: Array, gate: Array, up: Array, down: Array, num_used: int, normalize: bool
+    ) -> Array:
+        most = min(len(gate), len(x) * num_used)  # as many if no two rows use the same one
+        reads = [*_operands(x, router), *(_rows(matrices, most) for matrices in (gate, up, down))]
+        arguments = x, router, gate, up, down, num_used, normalize
+        return self._timed("experts", self.inner.experts, *arguments, reads=reads)
+
+    def logit_rows(self, x: Array, batch: Batch) -> Array:
+        return self._timed("logit_rows", self.inner.logit_rows, x, batch, reads=[_rows(x, len(batch.logit_rows))])
+
+    def to_numpy(self, x: Array) -> Array:
+        return self._timed("to_numpy", self.inner.to_numpy, x, reads=(), writes=())
+
+
+def _operands(*values: Any) -> list[Operand]:
+    """The NumPy arrays among `values`, each read or written as a whole."""
+    return [Operand(value.shape, value.nbytes) for value in values if isinstance(value, np.ndarray)]
+
+
+def _rows(array: np.ndarray, count: int) -> Operand:
+    """`count` rows of an array."""
+    return Operand((count, *array.shape[1:]), count * array[0].nbytes)
+
+
+def _slots(storage: Storage, count: int) -> list[Operand]:
+    """The keys and the values of `count` tokens in one layer."""
+    return [
+        Operand((count, *array.shape[3:]), count * array[0, 0, 0].nbytes) for array in (storage.keys, storage.values)
+    ]
 
 
 def short_name(tensor_name: str) -> str:

@@ -1,6 +1,7 @@
 """3. Decode is bound by memory, prefill by arithmetic.
 
 [dim]forge kernels --only run --type F16 --type Q4_0[/dim]
+[dim]forge kernels --only run --layer[/dim]
 """
 
 import tempfile
@@ -19,6 +20,8 @@ from forge.bench.worker import timed
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.engine_args import EngineArgs
+from forge.errors import UsageError
+from forge.experiments.one_layer import layer_report
 from forge.option import option
 from forge.views.charts import Point, roofline
 from forge.views.formatting import count, ms, percent, plural, rate, size, two_digits
@@ -68,16 +71,23 @@ class KernelArgs:
     types: Sequence[str] = option(
         (), "Make it up in this type; may be repeated.", "Model", flags="--type", shown="Q8_0 and Q4_0"
     )
+    layer: bool = option(
+        False, "Show one layer instead: its operations in order, with shapes, bytes and times, plain and compiled."
+    )
 
 
 @experiment()
 def kernels(asked: KernelArgs, engine: Annotated[EngineArgs, Takes("threads")]) -> Experiment:
-    from forge.model.catalog import resolve_model
+    from forge.model.catalog import DEFAULT_MODEL, resolve_model
     from forge.model.synth import find_quantization
 
     for name in asked.types:
         find_quantization(name)
     path = resolve_model(asked.model) if asked.model is not None else None
+    if asked.layer:
+        if asked.types:
+            raise UsageError("--layer shows a layer of one model: --model says which, --type means nothing with it")
+        return Experiment(lambda: layer_report(path or resolve_model(DEFAULT_MODEL), engine.threads))
 
     def measure() -> Report:
         with progress_line() as progress:

@@ -57,15 +57,28 @@ class Tensor(Protocol):
 
 
 @dataclass(frozen=True)
+class Operand:
+    """An array that an operation reads or writes."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    """Those that are read or written, each counted once."""
+
+
+@dataclass(frozen=True)
 class OperationTime:
     """How long one operation took in one layer, summed over all forwards since timing began."""
 
     layer: int
     """-1 for what comes before the first layer or after the last."""
     operation: str
-    """`attention`, `rope`, …; for a matrix product the weight's name, such as `ffn_gate`."""
+    """`attention`, `rope`, …; for a matrix product the weight's name, such as `ffn_gate`. A layer may have several of
+    one name."""
     ms: float
     calls: int
+    reads: tuple[Operand, ...] = ()
+    writes: tuple[Operand, ...] = ()
+    """What the last call read and wrote; empty where the backend does not count it."""
 
 
 class Operations(ABC):
@@ -197,4 +210,5 @@ class Backend(ABC):
 
     @abstractmethod
     def operation_times(self) -> tuple[OperationTime, ...]:
-        """Return the times measured so far, in the order in which the operations first ran."""
+        """Return the times measured so far, one for each place in a layer, in the order in which the operations first
+        ran."""

@@ -302,7 +302,7 @@ class CudaBackend(Backend):
 
     def operation_times(self) -> tuple[OperationTime, ...]:
         if self._kernels == "torch":
-            return self._operations.times() if isinstance(self._operations, TimedOperations) else ()
+            return self._operations.clock.times() if isinstance(self._operations, TimedOperations) else ()
         return self._clock.times() if self._clock is not None else ()
 
     def _time_steps(self) -> None:
