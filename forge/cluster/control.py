@@ -63,8 +63,8 @@ def check_interface(known: dict[str, Any], ready: Ready) -> None:
     """Raises `UsageError` for a model that fronts do not expect."""
     differing = [name for name, value in interface_of(ready).items() if value != known[name]]
     if differing:
-        what = " and ".join(f"another {name}" for name in differing)
-        raise UsageError(f"the new model has {what}: start a server of its own for it")
+        differences = " and ".join(f"another {name}" for name in differing)
+        raise UsageError(f"the new model has {differences}: start a server of its own for it")
 
 
 # The socket

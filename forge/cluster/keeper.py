@@ -337,8 +337,8 @@ class Keeper:
 def _why_failed(state: Any) -> str:
     """What an application's status says of a replica that did not start, in one line."""
     messages = [state.message, *[deployment.message for deployment in state.deployments.values()]]
-    found = re.findall(r"ReplicaFailed: (.*)", "\n".join(messages))
-    return found[-1] if found else f"the engines do not start: {' '.join(' '.join(messages).split())[-300:]}"
+    failures = re.findall(r"ReplicaFailed: (.*)", "\n".join(messages))
+    return failures[-1] if failures else f"the engines do not start: {' '.join(' '.join(messages).split())[-300:]}"
 
 
 async def _described(handle: Any) -> Any:
