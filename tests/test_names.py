@@ -15,7 +15,7 @@ from forge.engine_args import EngineArgs
 
 ROOT = Path(forge.__file__).parent
 CHAPTERS = ROOT.parent / "chapters"
-MOST_VAGUE = 340
+MOST_VAGUE = 120
 VAGUE = {
     "one",
     "ones",

@@ -70,8 +70,8 @@ def screen(facts: Facts) -> Iterator[Part]:
     }
     compared = {"contiguous": ("basic", ""), "paged": ("paged", "ratio"), "scattered": ("scattered", "scattered_ratio")}
     steps = [
-        {**one, "cache": name, "step": one[step], "of": one.get(times)}
-        for one in facts["step_times"]
+        {**timing, "cache": name, "step": timing[step], "of": timing.get(times)}
+        for timing in facts["step_times"]
         for name, (step, times) in compared.items()
     ]
     columns = ["decode at: {length:plural token}", "block: {block_size}", "cache: {cache}"]
@@ -83,15 +83,15 @@ def screen(facts: Facts) -> Iterator[Part]:
     )
     yield from (f"· {reason}" for reason in facts["skipped"])
     yield None
-    if one := facts["first_token"]:
-        found = "ms to first token: {cached_tokens:count} of {prompt_tokens:count} found"
+    if first_token := facts["first_token"]:
+        heading = "ms to first token: {cached_tokens:count} of {prompt_tokens:count} found"
         yield Table.of(
-            [one], found, "paged: {paged:ms}", "prefix: {prefix:ms}", "sooner: {ratio:fine x}", formats=shown
+            [first_token], heading, "paged: {paged:ms}", "prefix: {prefix:ms}", "sooner: {ratio:fine x}", formats=shown
         )
     else:
         yield "· time to first token: the model's context is too short"
-    what = "policy alone: bookkeeping of a step, {sequences:plural sequence}, {kind}"
-    alone = Table.of(facts["bookkeeping"], what, ": {seconds:us}", ": µs", formats=shown)
+    of_policy = "policy alone: bookkeeping of a step, {sequences:plural sequence}, {kind}"
+    alone = Table.of(facts["bookkeeping"], of_policy, ": {seconds:us}", ": µs", formats=shown)
     speeds = Table.of(facts["allocator"], ": {name}", ": {operations_per_second:rate}", ": per second")
     yield from (None, replace(alone, rows=[*alone.rows, *speeds.rows]), None)
     sizes = ("reserved: {bytes_reserved:size}", "empty: {bytes_empty:size}", "empty: {wasted:share}")
@@ -138,7 +138,7 @@ def bench_cache(
         **kit.about(llm),
         "steps": effort.steps,
         "step_times": times,
-        "skipped": [f"{one:,} tokens do not fit the model's context" for one in lengths if one not in fitting],
+        "skipped": [f"{length:,} tokens do not fit the model's context" for length in lengths if length not in fitting],
         "first_token": first_token,
         "bookkeeping": [bookkeeping(cache, effort.policy_steps) for cache in bookkept],
         "allocator": allocator_speeds(effort.policy_steps),
@@ -171,7 +171,7 @@ def _step_time(llm: LLM, length: int, block_size: int, steps: int) -> Facts:
     return {
         "length": length,
         "block_size": block_size,
-        **{name: Figure.quartiles(each) for name, each in seconds.items()},
+        **{name: Figure.quartiles(taken) for name, taken in seconds.items()},
         "ratio": Figure.quartiles(kit.ratios(seconds["paged"], seconds["basic"])),
         "scattered_ratio": Figure.quartiles(kit.ratios(seconds["scattered"], seconds["basic"])),
     }
@@ -270,10 +270,10 @@ def allocator_speeds(rounds: int) -> list[Facts]:
         "the same, paged": partial(sequences, PagedKvCache(64, 16)),
         "the same, prefix": partial(sequences, PrefixKvCache(64, 16)),
     }
-    found = {name: [timed(one_round) for _ in range(max(3, rounds // 10))] for name, one_round in work.items()}
+    speeds = {name: [timed(one_round) for _ in range(max(3, rounds // 10))] for name, one_round in work.items()}
     return [
         {"name": name, "operations_per_second": median(operations / seconds for operations, seconds in taken)}
-        for name, taken in found.items()
+        for name, taken in speeds.items()
     ]
 
 
@@ -305,5 +305,5 @@ def hit_rate(block_size: int) -> Facts:
         prompt = rubric + [rng.randrange(1000) for _ in range(QUESTION_TOKENS)]
         _compute(cache, seq_id, prompt, len(prompt) - 1)
         cache.remove(seq_id)
-    asked, found = cache.stats().prefix_queries, cache.stats().prefix_hits
-    return {"block_size": block_size, "prompt_tokens": asked, "tokens_found": found, "share": found / asked}
+    asked, hits = cache.stats().prefix_queries, cache.stats().prefix_hits
+    return {"block_size": block_size, "prompt_tokens": asked, "tokens_found": hits, "share": hits / asked}

@@ -189,8 +189,10 @@ class Limits:
 
     def or_better(self, *others: "Limits | None") -> "Limits":
         """Of each limit the highest: a limit that was reached once is one that can be reached."""
-        every = (self, *(other for other in others if other is not None))
-        return Limits(max(one.bytes_per_second for one in every), max(one.products_per_second for one in every))
+        every = (self, *(limits for limits in others if limits is not None))
+        return Limits(
+            max(limits.bytes_per_second for limits in every), max(limits.products_per_second for limits in every)
+        )
 
 
 @dataclass(frozen=True)

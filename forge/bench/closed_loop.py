@@ -36,7 +36,7 @@ class Moments:
 
 def answered(setting: str, moments: Sequence[Moments], seconds: float) -> dict[str, Any]:
     """What a worker answers of `requests`."""
-    first, end = [each.first_token for each in moments], [each.end for each in moments]
+    first, end = [moment.first_token for moment in moments], [moment.end for moment in moments]
     return {"setting": setting, "seconds": seconds, "first_token": first, "end": end}
 
 

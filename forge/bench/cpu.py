@@ -128,7 +128,7 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
         def so_far(after: Limits | None) -> Facts:
             used = before.or_better(after)
             limits = {"before": before, "after": after, "used": used}
-            figures = [figure(*one, used) for one in measured]
+            figures = [figure(*entry, used) for entry in measured]
             rest = {"contenders": list(contenders.values()), "skipped": [*too_long, *runner.skipped]}
             return facts | {"limits": limits} | rest | {"figures": figures}
 
@@ -145,8 +145,8 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
 
 
 def _limits(plan: Plan) -> Limits:
-    found = measure_limits("limits_worker", plan.effort)
-    return Limits(found["bytes_per_second"], found["products_per_second"])
+    answer = measure_limits("limits_worker", plan.effort)
+    return Limits(answer["bytes_per_second"], answer["products_per_second"])
 
 
 def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, vocab_size: int) -> None:
@@ -161,11 +161,11 @@ def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, vo
 
     exact = runner.attempt(EXACT, partial(ask, EXACT)) if path.stat().st_size < EXACT_BYTES else None
     runner.close(EXACT)
-    for name, one in contenders.items():
-        found = exact and name in runner.processes and runner.attempt(name, partial(ask, name), f"{name}, logits")
-        if found and exact:
-            distance = np.linalg.norm(found["logits"] - exact["logits"])
-            one["logits_error"] = float(distance / np.linalg.norm(exact["logits"]))
+    for name, contender in contenders.items():
+        answer = exact and name in runner.processes and runner.attempt(name, partial(ask, name), f"{name}, logits")
+        if answer and exact:
+            distance = np.linalg.norm(answer["logits"] - exact["logits"])
+            contender["logits_error"] = float(distance / np.linalg.norm(exact["logits"]))
 
 
 def _load(runner: Runner, plan: Plan, path: Path, options: dict[str, int], scratch: str) -> dict[str, Facts]:
@@ -178,11 +178,11 @@ def _load(runner: Runner, plan: Plan, path: Path, options: dict[str, int], scrat
     pythons = list(dict.fromkeys(filter(None, (plan.peer_python, sys.executable))))
     launches = {FORGE: [Launch(FORGE, "forge_worker")]}
     launches |= {peer: [Launch(peer, PEERS[peer], python) for python in pythons] for peer in plan.peers}
-    given = {"model": str(path.absolute()), "device": "cpu", **options}
+    loading = {"model": str(path.absolute()), "device": "cpu", **options}
     ours, theirs = {"max_num_seqs": 1, "block_size": BLOCK_SIZE}, {"scratch": scratch, "binary": plan.peer_bin}
 
     def load(name: str) -> Facts:
-        reasons, fields = [], given | (ours if name == FORGE else theirs)
+        reasons, fields = [], loading | (ours if name == FORGE else theirs)
         for launch in launches[name]:
             try:
                 answer = runner.open(launch, **fields)
@@ -192,11 +192,11 @@ def _load(runner: Runner, plan: Plan, path: Path, options: dict[str, int], scrat
                 continue
             launches[name] = [launch]
             peak = runner.processes[name].ask("memory")["peak_bytes"]
-            own = {"description": answer["description"], "weight_bytes": answer.get("weight_bytes")}
-            return own | {"seconds": answer["seconds"], "loaded_bytes": peak, "peak_bytes": peak}
+            description = {"description": answer["description"], "weight_bytes": answer.get("weight_bytes")}
+            return description | {"seconds": answer["seconds"], "loaded_bytes": peak, "peak_bytes": peak}
         raise PeerMissing("; ".join(reasons))
 
-    found: dict[str, Facts] = {}
+    contenders: dict[str, Facts] = {}
     for repetition in range(plan.effort.loads):
         for name in list(launches):
             runner.say(f"load {repetition + 1} of {plan.effort.loads}: {name}")
@@ -204,10 +204,10 @@ def _load(runner: Runner, plan: Plan, path: Path, options: dict[str, int], scrat
             if answer is None:
                 launches.pop(name)
                 continue
-            one = found.setdefault(name, {"name": name, "load_seconds": [], "logits_error": None})
-            one["load_seconds"].append(answer.pop("seconds"))
-            one |= answer | {"load": Figure.of(one["load_seconds"])}
-    return found
+            contender = contenders.setdefault(name, {"name": name, "load_seconds": [], "logits_error": None})
+            contender["load_seconds"].append(answer.pop("seconds"))
+            contender |= answer | {"load": Figure.of(contender["load_seconds"])}
+    return contenders
 
 
 def _read_through(path: Path) -> None:
@@ -222,39 +222,39 @@ def figure(case: Case, needs: Needs, turns: Facts, limits: Limits) -> Facts:
     """One case, measured for every process, forge first: every repetition, and what is made of them."""
     ours = turns[FORGE]
 
-    def measured(name: str, one: Facts) -> Facts:
+    def measured(name: str, turn: Facts) -> Facts:
         is_peer = name != FORGE
-        differing = sum(a != b for a, b in zip(ours["top_tokens"], one["top_tokens"], strict=False))
+        differing = sum(a != b for a, b in zip(ours["top_tokens"], turn["top_tokens"], strict=False))
         return {
             "contender": name,
-            **one,
-            "tokens_per_second": Figure.of([case.tokens_per_step / seconds for seconds in one["seconds"]]),
-            "forge_is_times_as_fast": Figure.of(ratios(one["seconds"], ours["seconds"])) if is_peer else None,
+            **turn,
+            "tokens_per_second": Figure.of([case.tokens_per_step / seconds for seconds in turn["seconds"]]),
+            "forge_is_times_as_fast": Figure.of(ratios(turn["seconds"], ours["seconds"])) if is_peer else None,
             "top_token_disagreements": differing if is_peer else None,
-            "roofline": Roofline.of(needs, median(one["seconds"]), limits),
+            "roofline": Roofline.of(needs, median(turn["seconds"]), limits),
         }
 
-    return {"case": case, "needs": needs, "measured": [measured(*one) for one in turns.items()]}
+    return {"case": case, "needs": needs, "measured": [measured(*turn) for turn in turns.items()]}
 
 
 def screen(facts: Facts) -> Iterator[Part]:
     """What ran on what; speed; how near the machine's limits each figure is; loading and memory; what was left out."""
     figures, contenders, model = facts["figures"], facts["contenders"], facts["model_size"]
-    peers = [one["name"] for one in contenders if one["name"] != FORGE]
+    peers = [contender["name"] for contender in contenders if contender["name"] != FORGE]
     beside = f" beside {' and '.join(peers)}" if peers else ""
     yield title(f"How fast is this model here{beside}?")
     turns = f"{plural(facts['repetitions'], 'repetition')}, taking turns"
     on = f" on {one_line(facts['machine'])}"
     threads = plural(facts["threads"], "thread")
     yield f"{one_line(facts['model'])} ({size(model.file_bytes)}), {threads}{on}; {turns}"
-    yield from (one_line(one["description"]) for one in contenders)
+    yield from (one_line(contender["description"]) for contender in contenders)
     if figures:
         yield _speed_tables(figures, peers)
         if peers:
             how = "A ratio is forge over the peer, taken repetition by repetition; above 1 forge is faster."
             yield f"Medians (least–most). {how}"
         yield from _settings(figures)
-        if contexts := sorted({one["case"].context for one in figures if one["case"].kind == "decode"}):
+        if contexts := sorted({entry["case"].context for entry in figures if entry["case"].kind == "decode"}):
             lengths = " or ".join(f"{context:,}" for context in contexts)
             yield f"decode N: N sequences with {lengths} tokens each in the cache take one step together."
         yield from _roofline(figures, facts["limits"]["used"])
@@ -263,16 +263,17 @@ def screen(facts: Facts) -> Iterator[Part]:
         load = {"s": lambda value: f"{value:.{2 if value >= 0.1 else 3}f}"}
         columns = ["memory: {name}", "load, s: {load:s}", "loaded: {loaded_bytes:size}"]
         columns += ["peak: {peak_bytes:size}", "/ file: {share:,.2f} x", "error: {logits_error:.2%}"]
-        shares = [one | {"share": one["peak_bytes"] / model.file_bytes} for one in contenders]
+        shares = [contender | {"share": contender["peak_bytes"] / model.file_bytes} for contender in contenders]
         yield Table.of(shares, *columns, formats=load)
         yield (
             "load: from opening the file, which is in the system's cache, to ready. loaded, peak: the most memory "
             "that the process had had by then, and in all; interpreter, libraries and mapped pages included. "
             "error: relative (L2), of the last logits of two prompts of 24 random tokens, to float32 arithmetic."
         )
-        for one in contenders:
-            if held := one["weight_bytes"]:
-                yield f"{one['name']} keeps the weights in {size(held)}, {held / model.weight_bytes:,.2f} x the file."
+        for contender in contenders:
+            if held := contender["weight_bytes"]:
+                share = held / model.weight_bytes
+                yield f"{contender['name']} keeps the weights in {size(held)}, {share:,.2f} x the file."
     if notes := list(_notes(facts, peers)):
         yield from (None, *notes)
 
@@ -280,9 +281,9 @@ def screen(facts: Facts) -> Iterator[Part]:
 def _settings(figures: list[Facts]) -> Iterator[str]:
     """Which setting each program was fastest with, and in which cases."""
     cases: dict[tuple[str, str], list[str]] = {}
-    for one in figures:
-        for each in one["measured"]:
-            cases.setdefault((each["contender"], each["setting"]), []).append(one["case"].title)
+    for entry in figures:
+        for turn in entry["measured"]:
+            cases.setdefault((turn["contender"], turn["setting"]), []).append(entry["case"].title)
     for (name, setting), titles in sorted(cases.items(), key=lambda item: item[0][0] != FORGE):
         yield one_line(f"{name}, {setting}: {', '.join(titles)}")
 
@@ -297,10 +298,10 @@ def _speed_tables(figures: list[Facts], peers: list[str]) -> Fitting:
 def _speed_table(figures: list[Facts], peers: list[str], spreads: int) -> Table:
     """spreads: how many columns show the least and the most: 2, forge and the ratios; 1, forge; 0, none."""
 
-    def cells(one: Facts) -> Iterator[str]:
-        measured = {each["contender"]: each for each in one["measured"]}
+    def cells(entry: Facts) -> Iterator[str]:
+        measured = {turn["contender"]: turn for turn in entry["measured"]}
         ours = measured[FORGE]
-        yield one["case"].title
+        yield entry["case"].title
         speed = ours["tokens_per_second"]
         yield speed.text(rate) if spreads else rate(speed.median)
         for peer in peers:
@@ -312,7 +313,7 @@ def _speed_table(figures: list[Facts], peers: list[str], spreads: int) -> Table:
         yield fill("{share:percent} {bound}", ours["roofline"])
 
     headings = ["tokens/s", FORGE, *(heading for peer in peers for heading in (peer, "ratio")), "of the limit"]
-    return Table(headings, [[*cells(one)] for one in figures], styles={1: ACCENT})
+    return Table(headings, [[*cells(entry)] for entry in figures], styles={1: ACCENT})
 
 
 def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
@@ -320,7 +321,7 @@ def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
     yield None
     words = f"{memory:,.1f} GB/s from memory; {products:,.0f} G int8 products/s, forge's tile with its weights in cache"
     yield title("The machine's limits: ").append(words, "not bold")
-    lines = [one | one["measured"][0] for one in figures]
+    lines = [entry | entry["measured"][0] for entry in figures]
 
     def took(seconds: float) -> str:
         return f"{seconds * 1e3:,.1f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
@@ -341,7 +342,7 @@ def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
         "multiplications as int8; a float32 one counts as four, as do attention's. "
         "at best: what the nearer limit allows."
     )
-    if any(one["roofline"].bound == "memory" and one["roofline"].share > 1 for one in lines):
+    if any(entry["roofline"].bound == "memory" and entry["roofline"].share > 1 for entry in lines):
         sentence += " More than 100 % of memory's limit: these weights stay in the processor's cache between steps."
     yield sentence
 
@@ -349,16 +350,16 @@ def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
 def _notes(facts: Facts, peers: list[str]) -> Iterator[Part]:
     for skipped in facts["skipped"]:
         yield f"· {one_line(skipped['name'])}: {one_line(skipped['reason'])}"
-    for one in facts["figures"]:
-        case = one["case"]
-        for each in one["measured"]:
-            taken = len(each["seconds"])
+    for entry in facts["figures"]:
+        case = entry["case"]
+        for turn in entry["measured"]:
+            taken = len(turn["seconds"])
             if taken < facts["repetitions"] and not facts["interrupted"]:
-                words = f"{each['contender']} took {taken} of {facts['repetitions']} turns"
+                words = f"{turn['contender']} took {taken} of {facts['repetitions']} turns"
                 yield f"· {case.title}: {words}; its are too long for more"
-            if differing := each["top_token_disagreements"]:
+            if differing := turn["top_token_disagreements"]:
                 whole = plural(case.sequences, "sequence")
-                words = f"{each['contender']} sees another likeliest token in {differing} of {whole}"
+                words = f"{turn['contender']} sees another likeliest token in {differing} of {whole}"
                 yield f"· {case.title}: {words}"
     before, after = (facts["limits"][name] for name in ("before", "after"))
     if after and abs(after.bytes_per_second / before.bytes_per_second - 1) > DRIFT:

@@ -67,8 +67,8 @@ def plan_for(
     """The plan that these options mean. Raises `UsageError` for a name that is none."""
     chosen = kit.select(only, (*CUDA_STEPS, *CUDA_LOADS))
     published = PUBLISHED_LOADS.get(model, PUBLISHED_LOADS[DEFAULT_MODEL])
-    loads = [one for one in chosen if isinstance(one, Load) and (only is not None or one.name in published)]
-    steps = tuple(one for one in chosen if isinstance(one, Case))
+    loads = [case for case in chosen if isinstance(case, Load) and (only is not None or case.name in published)]
+    steps = tuple(case for case in chosen if isinstance(case, Case))
     return Plan(model, quantization, steps, tuple(loads), kit.select_peers(peers, PEERS), kv, effort)
 
 
@@ -110,11 +110,13 @@ def model_file(plan: Plan, on_progress: Progress) -> Iterator[tuple[Path, int]]:
 def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, runner: Runner) -> Iterator[None]:
     """Everything about one program, after each figure of it."""
     runner.say(f"{name} loads")
-    longest = max([case.length for case in plan.steps] + [one.prompt_tokens + one.output_tokens for one in plan.loads])
+    longest = max(
+        [case.length for case in plan.steps] + [load.prompt_tokens + load.output_tokens for load in plan.loads]
+    )
     most = max((load.concurrency for load in plan.loads), default=1)
     sizes = {"max_model_len": longest, "max_num_seqs": most, "num_blocks": most * -(-longest // BLOCK_SIZE)}
-    given = {"model": str(path.absolute()), "device": "cuda", "kv": plan.kv, "block_size": BLOCK_SIZE, **sizes}
-    about = runner.attempt(name, partial(runner.open, Launch(name, WORKERS[name]), **given))
+    loading = {"model": str(path.absolute()), "device": "cuda", "kv": plan.kv, "block_size": BLOCK_SIZE, **sizes}
+    about = runner.attempt(name, partial(runner.open, Launch(name, WORKERS[name]), **loading))
     if about is None:
         return
     facts["contenders"][name] = about
@@ -122,7 +124,7 @@ def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, r
         if name not in runner.processes:
             return
         turns = runner.take_turns(case, vocab_size, plan.effort, in_parts=True)
-        facts["steps"] += [step(case, name, one, facts) for one in turns.values()]
+        facts["steps"] += [step(case, name, turn, facts) for turn in turns.values()]
         yield
     for load in plan.loads:
         if name not in runner.processes:
@@ -156,16 +158,16 @@ def screen(facts: Facts) -> Iterator[Part]:
         yield f"{name}: {one_line(about['description'])}; loaded in {about['seconds']:.1f} s"
     shown = {"ms": milliseconds}
     if steps:
-        names = list(dict.fromkeys(one["contender"] for one in steps))
+        names = list(dict.fromkeys(entry["contender"] for entry in steps))
         titles = {case.name: case.title for case in CUDA_STEPS}
-        by_case = {(one["name"], one["contender"]): one for one in steps}
+        by_case = {(entry["name"], entry["contender"]): entry for entry in steps}
         rows = [
             {
                 "title": titles[name],
-                **{f"t{number}": by_case.get((name, each)) for number, each in enumerate(names)},
+                **{f"t{number}": by_case.get((name, contender)) for number, contender in enumerate(names)},
                 "ours": by_case.get((name, FORGE)),
             }
-            for name in dict.fromkeys(one["name"] for one in steps)
+            for name in dict.fromkeys(entry["name"] for entry in steps)
         ]
         columns = ["ms per step: {title}", *(f"{name}: {{t{i}.seconds:ms}}" for i, name in enumerate(names))]
         columns += ["of the bandwidth: {ours.bandwidth_share:percent}", "forge ran: {ours.setting:line}"]

@@ -50,9 +50,9 @@ class Timed:
         if self.tile is not None:
             n, k = self.tile.block_n, self.tile.block_k
             tile = f"{n:3} x {k:4}, {self.tile.num_warps} warps, {self.tile.num_stages} stages"
-        found = f"{self.seconds * 1e6:8.1f} µs  {self.bytes_per_second / 1e12:5.2f} TB/s"
+        timing = f"{self.seconds * 1e6:8.1f} µs  {self.bytes_per_second / 1e12:5.2f} TB/s"
         mark = "  ← chosen" if self.is_chosen else ""
-        return f"{self.product:11} {self.rows:3} rows  {self.failed or found}  {tile}{mark}"
+        return f"{self.product:11} {self.rows:3} rows  {self.failed or timing}  {tile}{mark}"
 
 
 class TriedLaunches(Launches):
@@ -92,9 +92,9 @@ def measure(
         first = drawn_matrix(name, height, width, kind, where)
         listing = ListingLauncher(dependent)
         for num_rows, tile, _ in _tried(run, first, rows):
-            other = run.with_launcher(listing)
-            other.tried, other.by_cublas = tile, tile is None
-            multiply_all(other, name, [first], num_rows, config, where)
+            listed = run.with_launcher(listing)
+            listed.tried, listed.by_cublas = tile, tile is None
+            multiply_all(listed, name, [first], num_rows, config, where)
         compile_all(listing.found)
         copies = [first] + [copy_of(first) for _ in range(least_bytes // first.read_bytes)]
         for num_rows, tile, is_chosen in _tried(run, first, rows):
@@ -136,15 +136,15 @@ def products_of(config: Qwen3Config) -> dict[str, tuple[int, int]]:
 def neighbours(tile: Tile) -> list[Tile]:
     """The tile, and those that differ in one or two of its sizes by a factor of two."""
     least = 2 if tile.block_m == 1 else 16
-    found = [tile]
+    tiles = [tile]
     for block_n in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         for block_k in (tile.block_k // 2, tile.block_k, tile.block_k * 2):
             for num_warps in (tile.num_warps // 2, tile.num_warps, tile.num_warps * 2):
                 if block_n >= least and block_k >= 32:
-                    found.append(replace(tile, block_n=block_n, block_k=block_k, num_warps=num_warps))
+                    tiles.append(replace(tile, block_n=block_n, block_k=block_k, num_warps=num_warps))
     if tile.block_m > 1:
-        found += [replace(tile, num_stages=stages) for stages in (2, 3, 5)]
-    return list(dict.fromkeys(found))
+        tiles += [replace(tile, num_stages=stages) for stages in (2, 3, 5)]
+    return list(dict.fromkeys(tiles))
 
 
 def multiply_all(
@@ -165,15 +165,15 @@ def multiply_all(
             run.products(x, norm, (matrix,))
 
 
-def best_of(found: Sequence[Timed]) -> list[Timed]:
+def best_of(timings: Sequence[Timed]) -> list[Timed]:
     """The three fastest of each product and number of rows, and the chosen one."""
     groups: dict[tuple[str, int], list[Timed]] = {}
-    for each in found:
-        groups.setdefault((each.product, each.rows), []).append(each)
+    for timing in timings:
+        groups.setdefault((timing.product, timing.rows), []).append(timing)
     kept = []
     for group in groups.values():
-        ordered = sorted(group, key=lambda each: each.seconds)
-        kept += ordered[:3] + [each for each in ordered[3:] if each.is_chosen]
+        ordered = sorted(group, key=lambda timing: timing.seconds)
+        kept += ordered[:3] + [timing for timing in ordered[3:] if timing.is_chosen]
     return kept
 
 
@@ -192,17 +192,17 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--kind", default="dense", choices=KIND_NAMES)
     parser.add_argument("--rows", default="1,4,16", help="numbers of rows, with commas")
-    given = parser.parse_args()
-    rows = [int(number) for number in given.rows.split(",")]
+    arguments = parser.parse_args()
+    rows = [int(number) for number in arguments.rows.split(",")]
     with torch.inference_mode():
-        found = []
-        config, kind = SHAPES[given.shape], KIND_NAMES.index(given.kind)
-        for each in measure(config, kind, rows, compile_all=warm_up.compile_all):
-            print(each, flush=True)
-            found.append(each)
+        timings = []
+        config, kind = SHAPES[arguments.shape], KIND_NAMES.index(arguments.kind)
+        for timing in measure(config, kind, rows, compile_all=warm_up.compile_all):
+            print(timing, flush=True)
+            timings.append(timing)
     print("\nthe fastest of each, and what is chosen")
-    for each in best_of(found):
-        print(each)
+    for timing in best_of(timings):
+        print(timing)
 
 
 if __name__ == "__main__":

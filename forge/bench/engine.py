@@ -40,9 +40,9 @@ def bench_engine(
     """
     sizes = kit.numbers(batch, "--batch", "numbers of sequences", "4,16")
     kit.at_least_one(reps=reps)
-    values, given, spelled = stated(ctx, ctx.params)
+    values, names, spelled = stated(ctx, ctx.params)
     values["speculate"] = values["speculate"] or ("draft" if values["draft"] else "off")
-    check_needs(values, given, spelled)
+    check_needs(values, names, spelled)
     engine = make(EngineArgs, values)
     speculates = engine.speculate != "off"
     hows: tuple[How, ...] = ("static", "continuous", "speculative") if speculates else ("static", "continuous")

@@ -73,17 +73,17 @@ class ForgeWorker(Worker):
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         """Set up the case. On a CPU, keep keys and values in the faster of int8 and the model's own KV dtype."""
-        on_cpu, own = self._llm.device == "cpu", self._llm.kv_dtype
-        found: dict[str, float] = {}
-        for dtype in dict.fromkeys(("int8", own)) if on_cpu else (own,):
+        on_cpu, default = self._llm.device == "cpu", self._llm.kv_dtype
+        fastest: dict[str, float] = {}
+        for dtype in dict.fromkeys(("int8", default)) if on_cpu else (default,):
             self._set_up(dtype, context, token_ids)
             seconds = [self._step() for _ in range(TRIAL_STEPS[kind] if on_cpu else WARM_ROUNDS)]
-            found[dtype] = min(seconds) if on_cpu else seconds[-1]
-        best = min(found, key=lambda dtype: found[dtype])
+            fastest[dtype] = min(seconds) if on_cpu else seconds[-1]
+        best = min(fastest, key=lambda dtype: fastest[dtype])
         if best != dtype:
             self._set_up(best, context, token_ids)
             self._step()
-        self._expected = found[best]
+        self._expected = fastest[best]
         model = self._llm.model
         assert isinstance(model, Qwen3)
         execution = getattr(model.backend, "execution", None)
@@ -113,14 +113,14 @@ class ForgeWorker(Worker):
     ) -> Mapping[str, Any]:
         """A closed loop of requests in this process, after a warm-up of its own."""
         self._batch = self._storage = None
-        for count, own in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
-            prompts = unique_prompts(count, prompt_tokens, self._llm.model.vocab_size, own)
-            found = drive(_Engine(self._llm), prompts, output_tokens, concurrency)
-        return answered("in process, greedy", *found)
+        for count, round_seed in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
+            prompts = unique_prompts(count, prompt_tokens, self._llm.model.vocab_size, round_seed)
+            driven = drive(_Engine(self._llm), prompts, output_tokens, concurrency)
+        return answered("in process, greedy", *driven)
 
     def answer(self, prompts: Sequence[str | list[int]], output_tokens: int, concurrency: int) -> Mapping[str, Any]:
         """These requests in a closed loop: output tokens per second."""
-        ids = [self._llm.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
+        ids = [self._llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         _, seconds = drive(_Engine(self._llm), ids, output_tokens, concurrency)
         return {"tokens_per_second": len(prompts) * output_tokens / seconds}
 
@@ -163,9 +163,9 @@ def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0
     """Rows of sequences `first`, `first + 1`, … from position `start` on, with the logits of each one's last; the
     sequences have so many `blocks` each, one behind the other."""
     last = range(len(token_ids[0]) - 1, len(token_ids[0]))
-    own = [range(number * blocks, (number + 1) * blocks) for number in range(first, first + len(token_ids))]
+    tables = [range(number * blocks, (number + 1) * blocks) for number in range(first, first + len(token_ids))]
     return flat_batch(
-        [SequenceRows(ids, start, table, last) for ids, table in zip(token_ids, own, strict=True)], BLOCK_SIZE
+        [SequenceRows(ids, start, table, last) for ids, table in zip(token_ids, tables, strict=True)], BLOCK_SIZE
     )
 
 
@@ -174,16 +174,16 @@ def _matrices(model: Any, embedding: bool) -> list[Any]:
     weights = getattr(model, "weights", None)
     if weights is None:
         return []
-    found = {id(one): one for one in [weights.head, *([weights.embedding] if embedding else [])]}
+    matrices = {id(matrix): matrix for matrix in [weights.head, *([weights.embedding] if embedding else [])]}
     for layer in weights.layers:
-        found |= {id(value): value for value in vars(layer).values()}
-    return list(found.values())
+        matrices |= {id(value): value for value in vars(layer).values()}
+    return list(matrices.values())
 
 
 def _packed_bytes(model: Any) -> int:
     """Bytes of all matrices as forge has laid them out in memory."""
     packed = (getattr(matrix, "packed", None) for matrix in _matrices(model, embedding=True))
-    return sum(one.nbytes for one in packed if one is not None)
+    return sum(array.nbytes for array in packed if array is not None)
 
 
 if __name__ == "__main__":

@@ -103,8 +103,8 @@ class Checks:
     def parts(self, cases: Cases) -> dict[str, Iterator[Checked]]:
         """All checks of kernels, in parts that can fail by themselves."""
         decodes = {f"decodes of {count}": self.decodes(count, cases.contexts) for count in cases.sequences}
-        others = {"prefills": self.prefills(cases.spans), "embeddings": self.embeddings(max(cases.rows))}
-        return {"products": self.products(cases.rows), **decodes, **others}
+        rest = {"prefills": self.prefills(cases.spans), "embeddings": self.embeddings(max(cases.rows))}
+        return {"products": self.products(cases.rows), **decodes, **rest}
 
     @classmethod
     def launches(
@@ -160,12 +160,12 @@ class Checks:
         if name != "output_head":
             return self._repeated(title, compute, want)
         run._counters.zero_()
-        found = self._repeated(title, compute, want)
+        checked = self._repeated(title, compute, want)
         if self._device.type == "meta":
-            return found
+            return checked
         logits = compute()
         wrong = int((samples[:, 0].long() != logits.argmax(-1)).sum())
-        return Checked(title, found.error, found.moved + wrong)
+        return Checked(title, checked.error, checked.moved + wrong)
 
     def embeddings(self, rows: int, kinds: tuple[int, ...] = (DENSE, Q8)) -> Iterator[Checked]:
         """Rows of the embedding by token id: half of them known to the host, half taken from the step before."""
@@ -201,7 +201,7 @@ class Checks:
             found = [sample(logits, rows_wanted, self._run.launch).tolist() for _ in range(3)]
             wrong = sum(a != b for a, b in zip(found[0], want, strict=True))
             title = f"draws, {rows} rows, top_p {params.top_p:g}, presence_penalty {params.presence_penalty:g}"
-            yield Checked(title, wrong / rows, sum(each != found[0] for each in found))
+            yield Checked(title, wrong / rows, sum(drawn != found[0] for drawn in found))
 
     def decodes(self, rows: int, contexts: tuple[int, ...]) -> Iterator[Checked]:
         """The fused attention of a decode, for sequences that have each of `contexts` tokens in all."""
@@ -259,7 +259,7 @@ class Checks:
             positions = torch.arange(start, end, device=self._device)
             query = self._turned(rows[:, :heads], layer.query_norm, positions)
             key = self._turned(rows[:, heads : heads + kv_heads], layer.key_norm, positions).bfloat16().double()
-            stored = [each[0, torch.tensor(table)].flatten(0, 1)[:start].double() for each in past]
+            stored = [stored_past[0, torch.tensor(table)].flatten(0, 1)[:start].double() for stored_past in past]
             keys = torch.cat([stored[0], key])
             values = torch.cat([stored[1], rows[:, heads + kv_heads :]])
             grouped = query.view(len(query), kv_heads, heads // kv_heads, head_dim)

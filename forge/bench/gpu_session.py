@@ -165,11 +165,11 @@ class Session:
                 env=self._environment(),
             )
         os.close(writing)
-        said: dict[str, str] = {}
+        messages: dict[str, str] = {}
         try:
             with os.fdopen(reading, "rb", buffering=0) as pipe:
                 for message in _messages(pipe, process, deadline):
-                    said |= self._take(stage, message)
+                    messages |= self._take(stage, message)
             crashed = process.poll() is not None and process.returncode < 0
             # Writing the stacks of a running interpreter may crash it: that is its deadline too.
             overdue = time.monotonic() >= deadline - (STACKS_BEFORE_END if crashed else 0) and (
@@ -180,8 +180,8 @@ class Session:
             _shorten(self.out / LOG, begin)
         if overdue:
             return {"status": "deadline", "reason": f"not done after {seconds:.0f} s"}
-        if said:
-            return said
+        if messages:
+            return messages
         if process.returncode:
             return {"status": "killed", "reason": _last_line(self.out / LOG) + f" (exit status {process.returncode})"}
         return {"status": "done"}
@@ -210,7 +210,9 @@ class Session:
         os.replace(partial, self.out / RESULTS)
 
     def _say_the_rest(self, stages: Sequence[Stage]) -> None:
-        rest = [each.name for each in stages if self.results["stages"][each.name]["status"] not in ("done", "skipped")]
+        rest = [
+            stage.name for stage in stages if self.results["stages"][stage.name]["status"] not in ("done", "skipped")
+        ]
         if rest:
             self._say(f"to continue: --stages {','.join(rest)}")
 
@@ -218,8 +220,8 @@ class Session:
 def _earlier_results(path: Path) -> dict[str, Any]:
     """Those of the session that is continued, or none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found.get("stages"), dict) else {"stages": {}}
+        results = json.loads(path.read_text(encoding="utf-8"))
+        return results if isinstance(results.get("stages"), dict) else {"stages": {}}
     except (FileNotFoundError, json.JSONDecodeError, AttributeError):
         return {"stages": {}}
 
@@ -328,11 +330,11 @@ def _end_with_parent() -> None:
 def chosen_stages(names: str | None) -> list[Stage]:
     """Those named, in the session's order; all without names. Raises `UsageError` for an unknown one."""
     known = [stage.name for stage in STAGES]
-    wanted = [name.strip() for name in names.split(",")] if names else known
-    for name in wanted:
+    chosen = [name.strip() for name in names.split(",")] if names else known
+    for name in chosen:
         if name not in known:
             raise UsageError(f"--stages {name}: unknown; there are {', '.join(known)}")
-    return [stage for stage in STAGES if stage.name in wanted]
+    return [stage for stage in STAGES if stage.name in chosen]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -343,15 +345,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: the CPU, toy sizes, Triton interpreted")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--pipe", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.child:
-        return child(given.child, given.out, given.budget, given.pipe, given.rehearse)
+    options = parser.parse_args(arguments)
+    if options.child:
+        return child(options.child, options.out, options.budget, options.pipe, options.rehearse)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        stages = chosen_stages(given.stages)
-        if not given.budget >= LEAST_SECONDS:
-            raise UsageError(f"--budget {given.budget:g}: give at least {LEAST_SECONDS:g} seconds")
-        Session(given.out, given.budget, given.rehearse, lambda text: print(text, flush=True)).run(stages)
+        stages = chosen_stages(options.stages)
+        if not options.budget >= LEAST_SECONDS:
+            raise UsageError(f"--budget {options.budget:g}: give at least {LEAST_SECONDS:g} seconds")
+        Session(options.out, options.budget, options.rehearse, lambda text: print(text, flush=True)).run(stages)
     except UsageError as error:
         print(f"gpu_session: {error}", file=sys.stderr)
         return 2

@@ -118,13 +118,13 @@ def compiling(report: Report) -> None:
         report("kernels", len(listed))
         if report.rehearsal:
             return
-        started, said = time.monotonic(), 0.0
+        started, reported = time.monotonic(), 0.0
 
         def progress(done: int, of: int) -> None:
-            nonlocal said
-            if done == of or time.monotonic() - said > 5:
-                said = time.monotonic()
-                report("progress", f"{done} of {of} after {said - started:.1f} s")
+            nonlocal reported
+            if done == of or time.monotonic() - reported > 5:
+                reported = time.monotonic()
+                report("progress", f"{done} of {of} after {reported - started:.1f} s")
 
         failed = warm_up.compile_all(listed, progress)
         report("seconds", round(time.monotonic() - started, 1))
@@ -163,13 +163,13 @@ def kernels(report: Report) -> None:
             title, worst = f"{name}, {'dependent' if dependent else 'ordered'}{switched}", 0.0
             for part, results in parts.items():
                 with report.part(f"{title}: {part} stopped"), torch.inference_mode():
-                    for found in results:
-                        wrong += not found.is_right
-                        if not found.is_right:
-                            report(f"WRONG {title}: {found.name}", asdict(found))
+                    for checked in results:
+                        wrong += not checked.is_right
+                        if not checked.is_right:
+                            report(f"WRONG {title}: {checked.name}", asdict(checked))
                         else:
-                            worst = max(worst, found.error)
-                            report(f"last right, {title}", f"{found.name}: {found.error:.1e}", quiet=True)
+                            worst = max(worst, checked.error)
+                            report(f"last right, {title}", f"{checked.name}: {checked.error:.1e}", quiet=True)
             report(f"largest error of a right one, {title}", worst)
         report("wrong", wrong)
 
@@ -259,8 +259,8 @@ def quantized(report: Report) -> None:
                         report(f"{name} {kind}", bench.single_stream())
                         continue
                     for case in ("decode1@160", "decode16@160", "prefill128"):
-                        found = bench.step(next(each for each in CUDA_STEPS if each.name == case))
-                        report(f"{name} {kind} {case}", found)
+                        figures = bench.step(next(candidate for candidate in CUDA_STEPS if candidate.name == case))
+                        report(f"{name} {kind} {case}", figures)
 
 
 def switches(report: Report) -> None:
@@ -310,27 +310,27 @@ def tiles(report: Report) -> None:
         import torch
 
         for name, rows in {"qwen3-0.6b": [1, 4, 16, 64], "qwen3-4b": [1, 16, 128]}.items():
-            found = []
+            timings = []
             with report.part(f"{name}: stopped"), torch.inference_mode():
                 rows = rows[:2] if report.rehearsal else rows
                 options: dict[str, Any] = {"compile_all": warm_up.compile_all}
                 if report.rehearsal:
                     options = {"clock": lambda call: call() or 1.0, "least_bytes": 1}
-                for each in measure(_config(report, name, 2), 0, rows, device, **options):
-                    print(each, flush=True)
-                    found.append(each)
-                    if report.rehearsal and len(found) > 3:
+                for timing in measure(_config(report, name, 2), 0, rows, device, **options):
+                    print(timing, flush=True)
+                    timings.append(timing)
+                    if report.rehearsal and len(timings) > 3:
                         break
-                    if each.tile is None:
-                        report(f"{name}, {each.product}, {each.rows} rows", _best(found, each), quiet=True)
-            for each in best_of(found):
-                report(f"{name}, {each.product}, {each.rows} rows", _best(found, each))
+                    if timing.tile is None:
+                        report(f"{name}, {timing.product}, {timing.rows} rows", _best(timings, timing), quiet=True)
+            for timing in best_of(timings):
+                report(f"{name}, {timing.product}, {timing.rows} rows", _best(timings, timing))
 
 
-def _best(found: list, like) -> list[str]:
+def _best(timings: list, like) -> list[str]:
     from forge.bench.cuda_tiles import best_of
 
-    return [str(each) for each in best_of(found) if (each.product, each.rows) == (like.product, like.rows)]
+    return [str(timing) for timing in best_of(timings) if (timing.product, timing.rows) == (like.product, like.rows)]
 
 
 # Everything around
@@ -394,8 +394,8 @@ def _compare(report: Report, model: str, only: tuple[str, ...], names: tuple[str
     if report.rehearsal:
         raise Skip("forge bench cuda needs a GPU")
     plan = plan_for(model, "BF16", ",".join(only), list(names), "paged")
-    for found in run(plan, lambda text: print(text, flush=True)):
-        report("result", json.loads(json.dumps(found, default=asdict)))
+    for comparison in run(plan, lambda text: print(text, flush=True)):
+        report("result", json.loads(json.dumps(comparison, default=asdict)))
 
 
 def _needs(*names: str) -> None:
@@ -491,16 +491,16 @@ class _Bench:
         ids = case.token_ids(self._llm.model.vocab_size)
         prepared = self._worker.prepare(case.kind, case.context, ids)
         seconds = [median(self._worker.turn(20, 0.1)["seconds"]) for _ in range(turns)]
-        found = {
+        figures = {
             "host_ms": round(1e3 * median(seconds), 4),
             "spread_ms": [round(1e3 * min(seconds), 4), round(1e3 * max(seconds), 4)],
             "device_ms": self._device_ms(),
             "how": prepared["setting"],
         }
-        if found["device_ms"] and case.kind == "decode":
+        if figures["device_ms"] and case.kind == "decode":
             bytes_read = self._worker.read_bytes + case.sequences * case.context * self._worker.kv_bytes
-            found["TB_per_s"] = round(bytes_read / found["device_ms"] / 1e9, 3)
-        return found
+            figures["TB_per_s"] = round(bytes_read / figures["device_ms"] / 1e9, 3)
+        return figures
 
     def _device_ms(self) -> float | None:
         """Of a replay of the last step's graph, many in a row; None if it was no graph's."""
@@ -524,25 +524,27 @@ class _Bench:
             return []
         self.step(CUDA_STEPS[0], turns=1)
         graph, count = self._worker.last_graph, 10
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
             for _ in range(count):
                 graph.replay()
             torch.cuda.synchronize()
-        table = found.key_averages()
-        rows = [each for each in table if each.self_device_time_total > 0]
-        total = sum(each.self_device_time_total for each in rows)
-        rows.sort(key=lambda each: -each.self_device_time_total)
-        for each in rows:  # all of them, in the log
-            print(f"{each.self_device_time_total / count:9.2f} us a step  {each.count / count:6.1f} x  {each.key}")
+        table = profiled.key_averages()
+        rows = [kernel for kernel in table if kernel.self_device_time_total > 0]
+        total = sum(kernel.self_device_time_total for kernel in rows)
+        rows.sort(key=lambda kernel: -kernel.self_device_time_total)
+        for kernel in rows:  # all of them, in the log
+            print(
+                f"{kernel.self_device_time_total / count:9.2f} us a step  {kernel.count / count:6.1f} x  {kernel.key}"
+            )
         return [
             {
-                "kernel": each.key[:80],
-                "per step": each.count / count,
-                "us each": round(each.self_device_time_total / each.count, 2),
-                "us per step": round(each.self_device_time_total / count, 2),
-                "share": round(each.self_device_time_total / total, 3),
+                "kernel": kernel.key[:80],
+                "per step": kernel.count / count,
+                "us each": round(kernel.self_device_time_total / kernel.count, 2),
+                "us per step": round(kernel.self_device_time_total / count, 2),
+                "share": round(kernel.self_device_time_total / total, 3),
             }
-            for each in rows[:20]
+            for kernel in rows[:20]
         ]
 
     def choosing(self) -> dict[str, float]:
@@ -555,7 +557,7 @@ class _Bench:
 
         backend, vocabulary = self._llm.model.backend, self._llm.model.vocab_size
         device, launch = backend._device, backend._fused.launches.launch
-        found = {}
+        times = {}
         for rows, params in product((1, 16, 64), DRAWN):
             logits = torch.randn(rows, vocabulary, device=device)
             draws = [Draw(params, row, 0, range(200), 100) for row in range(rows)]
@@ -565,8 +567,8 @@ class _Bench:
                 sample(logits, SamplingRows.of(draws, vocabulary, device), launch).tolist()
                 seconds.append(time.perf_counter() - started)
             settings = f"top_p {params.top_p:g}, presence_penalty {params.presence_penalty:g}"
-            found[f"{rows} rows, {settings}"] = round(1e3 * median(seconds), 3)
-        return found
+            times[f"{rows} rows, {settings}"] = round(1e3 * median(seconds), 3)
+        return times
 
     def single_stream(self) -> dict[str, Any]:
         """One request through the engine: milliseconds per token, in a steady state."""
@@ -576,7 +578,7 @@ class _Bench:
         if self._report.rehearsal:
             prompt, count, rounds = prompt[:4], 2, 1
         count = min(count, self._llm.max_model_len - len(prompt))
-        found = {}
+        figures = {}
         greedy = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         drawn = replace(greedy, temperature=0.8, top_p=0.95, seed=1)
         for name, params in (("greedy", greedy), ("drawn", drawn)):
@@ -587,13 +589,13 @@ class _Bench:
                 moments += [time.perf_counter() for _ in run]
             spans = [1e3 * (b - a) for a, b in pairwise(moments[1:])]
             steady = sorted(spans[len(spans) // 4 :])
-            found[name] = {
+            figures[name] = {
                 "ttft_ms": round(1e3 * (moments[1] - moments[0]), 3),
                 "per_token_ms": round(median(steady), 4),
                 "p95_ms": round(steady[math.ceil(0.95 * (len(steady) - 1))], 4),
                 "tokens_per_s": round(1e3 * len(spans) / sum(spans), 1),
             }
-        return found
+        return figures
 
     def load(self, load) -> dict[str, Any]:
         """Requests in a closed loop, in process."""
@@ -601,9 +603,9 @@ class _Bench:
 
         if self._report.rehearsal:
             load = replace(load, prompt_tokens=6, output_tokens=2, concurrency=2, requests=3)
-        found = load_figures(load, self._worker.requests(**load.question))
+        figures = load_figures(load, self._worker.requests(**load.question))
         milliseconds = {}
         for name in ("first_token", "per_token", "end"):
-            if found[name] is not None:
-                milliseconds[f"{name}_ms"] = {key: round(1e3 * value, 3) for key, value in found[name].items()}
-        return {"requests_per_s": round(found["requests_per_second"], 2), **milliseconds}
+            if figures[name] is not None:
+                milliseconds[f"{name}_ms"] = {key: round(1e3 * value, 3) for key, value in figures[name].items()}
+        return {"requests_per_s": round(figures["requests_per_second"], 2), **milliseconds}

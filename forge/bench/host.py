@@ -55,7 +55,7 @@ def measure(kv: str, sequences: int, steps: int) -> Facts:
     llm = LLM("hash", kv=kv, max_num_seqs=sequences, max_model_len=length, num_blocks=num_blocks)
     prompts = np.random.default_rng(0).integers(0, 256, (sequences, PROMPT_TOKENS)).tolist()
     run = llm.start(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    while any(one.num_output_tokens == 0 for one in llm.engine.scheduler.unfinished()):
+    while any(sequence.num_output_tokens == 0 for sequence in llm.engine.scheduler.unfinished()):
         llm.engine.step()
     spent: list[tuple[float, float, float, float]] = []
     for _ in range(steps):
@@ -64,7 +64,7 @@ def measure(kv: str, sequences: int, steps: int) -> Facts:
         total = (time.perf_counter() - started) * 1e3 - record.forward_ms
         spent.append((total, record.schedule_ms, record.sample_ms, total - record.schedule_ms - record.sample_ms))
     run.abort()
-    totals, *parts = [[each * 1e3 for each in column] for column in zip(*spent, strict=True)]
-    found = {"least": min(totals), "median": median(totals), "ninth_decile": quantiles(totals, n=10)[-1]}
-    found |= dict(zip(("schedule", "sample", "record"), map(median, parts), strict=True))
-    return {"sequences": sequences, "steps": steps} | found | {"bar": BAR_US + BAR_PER_SEQUENCE_US * sequences}
+    totals, *parts = [[value * 1e3 for value in column] for column in zip(*spent, strict=True)]
+    times = {"least": min(totals), "median": median(totals), "ninth_decile": quantiles(totals, n=10)[-1]}
+    times |= dict(zip(("schedule", "sample", "record"), map(median, parts), strict=True))
+    return {"sequences": sequences, "steps": steps} | times | {"bar": BAR_US + BAR_PER_SEQUENCE_US * sequences}

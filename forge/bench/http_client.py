@@ -97,19 +97,19 @@ class HttpClient:
 
     async def stream(self, path: str, body: dict[str, Any]) -> Timed:
         """Send a request that streams; follow it to its end."""
-        found = Timed(time.perf_counter())
+        timed = Timed(time.perf_counter())
         try:
             connection, status, headers = await self._ask(self.post(path, body))
             if status != 200:
                 text = b"".join([piece async for piece in read_body(connection[0], headers)])
-                found.error = f"{status}: {text[:300].decode(errors='replace')}"
+                timed.error = f"{status}: {text[:300].decode(errors='replace')}"
             else:
-                await follow(connection[0], headers, found)
+                await follow(connection[0], headers, timed)
             self._idle.append(connection)
         except (OSError, EOFError, ValueError) as error:
-            found.error = f"{type(error).__name__}: {error}"
-        found.ended = time.perf_counter()
-        return found
+            timed.error = f"{type(error).__name__}: {error}"
+        timed.ended = time.perf_counter()
+        return timed
 
     def close(self) -> None:
         for _, writer in self._idle:
@@ -140,7 +140,7 @@ class HttpClient:
 async def follow(
     reader: asyncio.StreamReader,
     headers: dict[bytes, bytes],
-    found: Timed,
+    timed: Timed,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> None:
     """Take in the events of a stream, as long as it `goes_on`: asked after each piece."""
@@ -151,23 +151,23 @@ async def follow(
         for event in events:
             data = event.partition(b"\n")[0]  # an id may follow
             if data.startswith(b"data: ") and data != b"data: [DONE]":
-                _take_event(json.loads(data[6:]), now, found)
+                _take_event(json.loads(data[6:]), now, timed)
         if not goes_on():
             return
 
 
-def _take_event(event: dict[str, Any], now: float, found: Timed) -> None:
-    found.request_id = event.get("id", found.request_id)
+def _take_event(event: dict[str, Any], now: float, timed: Timed) -> None:
+    timed.request_id = event.get("id", timed.request_id)
     if "error" in event:
-        found.error = str(event["error"])[:300]
-        found.finish_reason = str(event["error"].get("code") or "error")
+        timed.error = str(event["error"])[:300]
+        timed.finish_reason = str(event["error"].get("code") or "error")
     if usage := event.get("usage"):
-        found.prompt_tokens, found.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        timed.prompt_tokens, timed.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     for choice in event.get("choices") or ():
         if text := choice.get("text") or (choice.get("delta") or {}).get("content"):
-            found.chunks.append(now)
-            found.text += text
-        found.finish_reason = choice.get("finish_reason") or found.finish_reason
+            timed.chunks.append(now)
+            timed.text += text
+        timed.finish_reason = choice.get("finish_reason") or timed.finish_reason
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:

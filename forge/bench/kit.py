@@ -49,21 +49,21 @@ def benchmark(screen: Callable[[Facts], Iterable[Part]]) -> Callable[[Callable[.
     whole. Facts that say `identical` is false end with status 1."""
 
     def decorate(measure: Callable[..., Any]) -> Callable[..., Report]:
-        found = signature(measure, eval_str=True)
+        declared = signature(measure, eval_str=True)
 
-        def run(**given: Any) -> Report:
+        def run(**options: Any) -> Report:
             with progress_line(lines=True) as say:
-                facts = {"machine": machine.cpu_model()} | last_of(measure(say, **given))
+                facts = {"machine": machine.cpu_model()} | last_of(measure(say, **options))
             status = INTERRUPTED if facts.get("interrupted") else int(not facts.get("identical", True))
             return report(plain(facts), lambda: screen(facts), status)
 
-        run.__signature__ = found.replace(  # type: ignore[attr-defined]
-            parameters=list(found.parameters.values())[1:], return_annotation=Report
+        run.__signature__ = declared.replace(  # type: ignore[attr-defined]
+            parameters=list(declared.parameters.values())[1:], return_annotation=Report
         )
         run.__doc__, run.__name__ = measure.__doc__, measure.__name__
-        made = command(run)
-        made.measure = measure  # type: ignore[attr-defined]
-        return made
+        bench_command = command(run)
+        bench_command.measure = measure  # type: ignore[attr-defined]
+        return bench_command
 
     return decorate
 
@@ -120,7 +120,7 @@ class Figure:
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
     """Repetition i of both was measured in one round, so a machine that slows down for a while slows both down: a
     comparison is made pair by pair, and its figure is the median of these. What only one has is left out."""
-    return [value / other for value, other in zip(values, others, strict=False)]
+    return [value / divisor for value, divisor in zip(values, others, strict=False)]
 
 
 def in_turns(
@@ -130,11 +130,11 @@ def in_turns(
 
     `warm` rounds run first and are left out of the result: name → what `work` returned in each of `rounds` rounds.
     """
-    found: dict[str, list[_Found]] = {name: [] for name in contenders}
+    taken: dict[str, list[_Found]] = {name: [] for name in contenders}
     for turn in range(warm + rounds):
         for name in contenders if turn % 2 else reversed(list(contenders)):
-            found[name].append(work(contenders[name], turn))
-    return {name: each[warm:] for name, each in found.items()}
+            taken[name].append(work(contenders[name], turn))
+    return {name: turns_taken[warm:] for name, turns_taken in taken.items()}
 
 
 def compared(
@@ -143,7 +143,7 @@ def compared(
     """The figures of two contenders' turns by name, and `ratio`: of the turns' ratios, the first over the second, or
     with `faster` the second over the first."""
     pair = list(values.values())
-    return {name: of(each) for name, each in values.items()} | {"ratio": of(ratios(pair[faster], pair[1 - faster]))}
+    return {name: of(series) for name, series in values.items()} | {"ratio": of(ratios(pair[faster], pair[1 - faster]))}
 
 
 class PromptMaker:
@@ -187,12 +187,12 @@ def select_peers(names: list[str] | None, known: Mapping[str, str]) -> tuple[str
 def select(names: str | None, known: Sequence[_Found], what: str = "figure") -> tuple[_Found, ...]:
     """Those of `known` (names, or things with a `name`) that `names`, with commas, lists, in the order of `known`; None
     lists all. Raises `UsageError` for an unknown name."""
-    by_name = {getattr(one, "name", one): one for one in known}
-    wanted = [*by_name] if names is None else [name.strip() for name in names.split(",")]
-    for name in wanted:
+    by_name = {getattr(choice, "name", choice): choice for choice in known}
+    chosen = [*by_name] if names is None else [name.strip() for name in names.split(",")]
+    for name in chosen:
         if name not in by_name:
             raise UsageError(f"unknown {what} {name!r}; there are {', '.join(map(str, by_name))}")
-    return tuple(one for name, one in by_name.items() if name in wanted)
+    return tuple(choice for name, choice in by_name.items() if name in chosen)
 
 
 def numbers(text: str, flag: str, what: str = "numbers", example: str = "1,4,16") -> list[int]:

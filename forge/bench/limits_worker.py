@@ -127,11 +127,11 @@ def _passes(work: list[Callable[[], object]], seconds: float) -> list[float]:
 
 def _at_once(work: list[Callable[[], object]]) -> None:
     """Each in a thread of its own; the first in this one."""
-    others = [threading.Thread(target=item) for item in work[1:]]
-    for thread in others:
+    helpers = [threading.Thread(target=item) for item in work[1:]]
+    for thread in helpers:
         thread.start()
     work[0]()
-    for thread in others:
+    for thread in helpers:
         thread.join()
 
 

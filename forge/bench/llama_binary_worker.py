@@ -55,13 +55,13 @@ class LlamaBinaryWorker(Worker):
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         prompt = len(token_ids[0]) if kind == "prefill" else max(1, context - STEPS // 2)
-        case, found = (kind, prompt, len(token_ids)), {}
+        case, trials = (kind, prompt, len(token_ids)), {}
         for name, setting in SETTINGS.items():
             if self._own or "-rtr" not in setting:
-                found[name] = self._seconds(*case, *setting)
-        best = min(found, key=lambda name: found[name])
+                trials[name] = self._seconds(*case, *setting)
+        best = min(trials, key=lambda name: trials[name])
         self._chosen = partial(self._seconds, *case, *SETTINGS[best])
-        return {"setting": f"flash attention, {best}", "seconds": found[best]}
+        return {"setting": f"flash attention, {best}", "seconds": trials[best]}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
         raise Missing("it shows no logits")

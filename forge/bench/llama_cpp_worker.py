@@ -54,15 +54,15 @@ class LlamaCppWorker(Worker):
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         self._past, self._token_ids = context, token_ids
-        found = {}
+        trials = {}
         for setting in product(KV_TYPES, (True, False) if len(token_ids) > 1 else (True,)):
             self._set_up(setting)
-            found[setting] = min(self._step() for _ in range(TRIAL_STEPS[kind]))
-        best = min(found, key=lambda setting: found[setting])
+            trials[setting] = min(self._step() for _ in range(TRIAL_STEPS[kind]))
+        best = min(trials, key=lambda setting: trials[setting])
         if best != setting:
             self._set_up(best)
             self._step()
-        self._expected = found[best]
+        self._expected = trials[best]
         kv, unified = best
         buffers = "" if len(token_ids) == 1 else ", one KV buffer" if unified else ", a KV buffer per sequence"
         return {"setting": f"flash attention auto, ubatch {UBATCH}, {kv} KV{buffers}", "seconds": self._expected}
@@ -122,9 +122,9 @@ class LlamaCppWorker(Worker):
         self._close_context()
         lib = self._lib
         params = lib.llama_context_default_params()
-        each = -(-length // 256) * 256
-        params.n_ctx = sequences * each
-        params.n_batch, params.n_ubatch, params.n_seq_max = max(each, sequences), UBATCH, sequences
+        per_sequence = -(-length // 256) * 256
+        params.n_ctx = sequences * per_sequence
+        params.n_batch, params.n_ubatch, params.n_seq_max = max(per_sequence, sequences), UBATCH, sequences
         params.n_threads = params.n_threads_batch = self._threads
         params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_AUTO
         kv, params.kv_unified = setting

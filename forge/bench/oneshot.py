@@ -41,15 +41,15 @@ def screen(facts: Facts) -> Iterator[Part]:
         yield from (None, Table.of(levels, "requests/s: {concurrency} at once", "out: {output_tokens}", *columns))
         tokens = fill("{prompt_tokens:plural prompt token} each.", levels[0])
         yield f"{tokens} Medians (least–most); p95 of the latency, as generations and prefill-only."
-    if one := facts["capacity"]:
+    if part := facts["capacity"]:
         rows = [
             fill(
-                "judges, p95 latency, ms|{generation_p95_ms:ms}|{prefill_only_p95_ms:ms}|{latency_ratio:ratio x}", one
+                "judges, p95 latency, ms|{generation_p95_ms:ms}|{prefill_only_p95_ms:ms}|{latency_ratio:ratio x}", part
             ),
             fill(
-                "generations, tokens/s|{generation_tokens_per_second:rate}|{prefill_only_tokens_per_second:rate}|", one
+                "generations, tokens/s|{generation_tokens_per_second:rate}|{prefill_only_tokens_per_second:rate}|", part
             )
-            + f"{one['speed_ratio']:.2f} x",
+            + f"{part['speed_ratio']:.2f} x",
         ]
         headings = ("beside generations", "generation", "prefill-only", "")
         yield from (None, Table(headings, [row.split("|") for row in rows]))
@@ -57,11 +57,11 @@ def screen(facts: Facts) -> Iterator[Part]:
             "{generations} generations and {judges:plural judge}, {blocks:plural block} on either side; prefill-only, "
             "{scratch} of them are set aside and the rest holds three generations."
         )
-        yield fill(pool, one)
-    if one := facts["packing"]:
-        many = f"prompts of {one['short_tokens']}: {{many.median:rate}}"
+        yield fill(pool, part)
+    if part := facts["packing"]:
+        many = f"prompts of {part['short_tokens']}: {{many.median:rate}}"
         columns = ["one prompt: {one.median:rate}", many, "ratio: {ratio:ratio x}"]
-        yield from (None, Table.of([one], "prefill, tokens/s: {tokens:plural token}", *columns))
+        yield from (None, Table.of([part], "prefill, tokens/s: {tokens:plural token}", *columns))
     yield from (None, check(facts["identical"], "both classes gave every request the same tokens"))
 
 
@@ -97,13 +97,13 @@ def bench_oneshot(
         percentile of the latency."""
         say(f"{prompt_tokens} in, {output_tokens} out, {concurrency} at once")
         number = requests or max(16, 2 * concurrency)
-        for one in engines.values():
-            run_requests(one, maker.prompts(2, prompt_tokens), output_tokens)
+        for contender in engines.values():
+            run_requests(contender, maker.prompts(2, prompt_tokens), output_tokens)
         asked = [maker.prompts(number, prompt_tokens) for _ in range(reps)]
         turns = kit.in_turns(
             engines, lambda engine, turn: run_requests(engine, asked[turn], output_tokens, concurrency), reps
         )
-        same.extend(one.answers == other.answers for one, other in zip(*turns.values(), strict=True))
+        same.extend(left.answers == right.answers for left, right in zip(*turns.values(), strict=True))
         rates = {name: [run.requests_per_second for run in runs] for name, runs in turns.items()}
         return {
             "concurrency": concurrency,
@@ -140,20 +140,20 @@ def _capacity(llm: LLM, maker: kit.PromptMaker, prompt_tokens: int, reps: int) -
     size = llm.kv_layout.block_size
     pool, scratch = 3 * -(-(prompt + output) // size), SCRATCH_JUDGES * -(-prompt_tokens // size)
     starts, asked = maker.prompts(generations, prompt), maker.prompts(judges, prompt_tokens)
-    found: Facts = {"blocks": pool + scratch, "scratch": scratch, "generations": generations, "judges": judges}
+    figures: Facts = {"blocks": pool + scratch, "scratch": scratch, "generations": generations, "judges": judges}
     answers = []
     for name, prefill_only in CLASSES.items():
         turns = [
             _beside(_small_engine(llm, pool + scratch, scratch if prefill_only else 0), starts, output, asked)
             for _ in range(reps)
         ]
-        found[f"{name}_p95_ms"] = min(latency_ms(latencies, 0.95) for _, latencies, _ in turns)
-        found[f"{name}_tokens_per_second"] = max(speed for speed, _, _ in turns)
-        answers += [said for _, _, said in turns]
-    ratio = found["generation_p95_ms"] / found["prefill_only_p95_ms"]
-    share = found["prefill_only_tokens_per_second"] / found["generation_tokens_per_second"]
-    same = all(said == answers[0] for said in answers)
-    return found | {"latency_ratio": ratio, "speed_ratio": share, "identical": same}
+        figures[f"{name}_p95_ms"] = min(latency_ms(latencies, 0.95) for _, latencies, _ in turns)
+        figures[f"{name}_tokens_per_second"] = max(speed for speed, _, _ in turns)
+        answers += [tokens for _, _, tokens in turns]
+    ratio = figures["generation_p95_ms"] / figures["prefill_only_p95_ms"]
+    share = figures["prefill_only_tokens_per_second"] / figures["generation_tokens_per_second"]
+    same = all(tokens == answers[0] for tokens in answers)
+    return figures | {"latency_ratio": ratio, "speed_ratio": share, "identical": same}
 
 
 def _small_engine(llm: LLM, blocks: int, scratch: int) -> Engine:
@@ -173,7 +173,7 @@ def _beside(
 ) -> tuple[float, list[float], list]:
     """Generations' tokens per second, the judges' latencies in ms, and the tokens of every request."""
     long = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-    one = replace(long, max_tokens=1)
+    single = replace(long, max_tokens=1)
     names = [f"generation-{number}" for number in range(len(generations))]
     for name, prompt in zip(names, generations, strict=True):
         engine.add_request(name, prompt, long)
@@ -185,7 +185,7 @@ def _beside(
         if to_come and steps % 10 == 9:
             number, prompt = to_come.pop(0)
             asked[f"judge-{number}"] = time.perf_counter()
-            engine.add_request(f"judge-{number}", prompt, one)
+            engine.add_request(f"judge-{number}", prompt, single)
         if engine.has_unfinished():
             record = engine.step()
             now = time.perf_counter()
@@ -195,8 +195,8 @@ def _beside(
                 unfinished = [name for name in unfinished if engine.is_unfinished(name)]
                 ended = ended or (0.0 if unfinished else now)
         steps += 1
-    said = sorted((name, engine.output(name).outputs[0].token_ids) for name in (*names, *latencies))
-    return len(generations) * output / (ended - began), list(latencies.values()), said
+    tokens = sorted((name, engine.output(name).outputs[0].token_ids) for name in (*names, *latencies))
+    return len(generations) * output / (ended - began), list(latencies.values()), tokens
 
 
 def _packing(llm: LLM, maker: kit.PromptMaker, short: int, reps: int) -> Facts:
@@ -207,8 +207,8 @@ def _packing(llm: LLM, maker: kit.PromptMaker, short: int, reps: int) -> Facts:
     engine = llm.new_engine(prefill_only=True, prefill_only_tokens=number * short)
 
     def speed(shape: tuple[int, int], turn: int) -> float:
-        found = run_requests(engine, maker.prompts(*shape))
-        return found.tokens_computed / found.seconds
+        driven = run_requests(engine, maker.prompts(*shape))
+        return driven.tokens_computed / driven.seconds
 
     rates = kit.in_turns({"one": (1, number * short), "many": (number, short)}, speed, reps, warm=1)
     return {"tokens": number * short, "short_tokens": short} | kit.compared(rates, faster=1)

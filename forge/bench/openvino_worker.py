@@ -55,13 +55,13 @@ class OpenVinoWorker(Worker):
         return {"description": f"{version}, {plural(threads)}, KV 8 bits", "seconds": seconds, "first_time": False}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
-        found = {}
+        trials = {}
         for setting in SETTINGS:
             self._begin(setting, kind, context, token_ids)
-            found[setting] = min(self._step() for _ in range(TRIAL_STEPS))
-        best = min(found, key=lambda setting: found[setting])
+            trials[setting] = min(self._step() for _ in range(TRIAL_STEPS))
+        best = min(trials, key=lambda setting: trials[setting])
         self._begin(best, kind, context, token_ids)
-        self._expected = found[best]
+        self._expected = trials[best]
         return {"setting": f"{best}, paged attention, 8-bit KV", "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
@@ -72,8 +72,8 @@ class OpenVinoWorker(Worker):
         import numpy as np
 
         request, ids = self._compiled.create_infer_request(), np.array([token_ids])
-        given = {"input_ids": ids, "attention_mask": np.ones_like(ids), "beam_idx": np.zeros(1, np.int32)}
-        request.infer(given | {"position_ids": np.arange(ids.size)[None]})
+        inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "beam_idx": np.zeros(1, np.int32)}
+        request.infer(inputs | {"position_ids": np.arange(ids.size)[None]})
         return {"logits": request.get_output_tensor(0).data[0, -1].tolist()}
 
     def _options(self, setting: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def screen(facts: Facts) -> Iterator[Part]:
     counts = ("tokens off: {tokens_off:count}", "on: {tokens_on:count}")
     yield Table.of(facts["shared"], "rubric: {rubric_tokens:plural token}", *columns, *counts, formats=seconds)
     asked = "{requests:plural request} at once, each with {item_tokens:plural token} of its own; nothing is cached "
-    yield from (fill(f"{asked}before. Medians (least–most).", one) for one in facts["shared"][:1])
+    yield from (fill(f"{asked}before. Medians (least–most).", figure) for figure in facts["shared"][:1])
     yield check(facts["identical"], "the same tokens with and without")
 
 
@@ -47,8 +47,8 @@ def bench_prefix_planning(
     llm = create_llm(engine)
     maker = kit.PromptMaker(llm)
     engines = {name: llm.new_engine(prefix_planning=planning) for name, planning in (("off", False), ("on", True))}
-    for one in engines.values():
-        run_requests(one, maker.prompts(2, item_tokens))
+    for contender in engines.values():
+        run_requests(contender, maker.prompts(2, item_tokens))
     shared = []
     for length in (length for length in rubrics if length + item_tokens + 1 <= llm.max_model_len):
         say(f"{requests} requests, a rubric of {length} tokens")
@@ -68,5 +68,5 @@ def bench_prefix_planning(
             | {f"tokens_{name}": runs[-1].tokens_computed for name, runs in turns.items()}
             | {"identical": all(off.answers == on.answers for off, on in zip(*turns.values(), strict=True))}
         )
-    same = all(one["identical"] for one in shared)
+    same = all(figure["identical"] for figure in shared)
     return {**kit.about(llm), "repetitions": reps, "shared": shared, "identical": same}

@@ -220,4 +220,4 @@ class Runner:
                 if answer is not None:
                     taken[name]["seconds"].append(median(answer["seconds"]))
                     taken[name]["top_tokens"] = answer["top_tokens"]
-        return {name: one for name, one in taken.items() if one["seconds"]}
+        return {name: turn for name, turn in taken.items() if turn["seconds"]}

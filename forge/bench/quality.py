@@ -51,8 +51,11 @@ def screen(facts: Facts) -> Iterator[Part]:
         return one_line(Path(model).name.removesuffix(".gguf"))
 
     several = False
-    for model, group in groupby(facts["variants"], key=lambda one: one["model"]):
-        variants = [one | {str(number): each for number, each in enumerate(one["against"])} for one in group]
+    for model, group in groupby(facts["variants"], key=lambda variant: variant["model"]):
+        variants = [
+            variant | {str(number): reference for number, reference in enumerate(variant["against"])}
+            for variant in group
+        ]
         columns = [f"{short_name(model)}: {{device}}", "KV: {kv_dtype}", "perplexity: {perplexity:,.4f}"]
         columns += ["KL: {0.kl:nats}", "worst: {0.kl_max:rough}", "top 1: {0.top1_agreement:top}"]
         if "1" in variants[0]:
@@ -63,7 +66,7 @@ def screen(facts: Facts) -> Iterator[Part]:
             "rough": lambda kl: f"{kl * 1e3:,.0f}",
             "top": lambda share: f"{share * 100:.2f} %",
         }
-        quiet = lambda one: QUIET if (one["device"], one["kv_dtype"]) == REFERENCE else ""  # noqa: E731
+        quiet = lambda variant: QUIET if (variant["device"], variant["kv_dtype"]) == REFERENCE else ""  # noqa: E731
         yield from (Table.of(variants, *columns, formats=shown, row_style=quiet, names=2), None)
     if several:
         first = short_name(facts["variants"][0]["model"])
@@ -107,11 +110,11 @@ def bench_quality(
         check_kv_dtype(dtype, one)
     if tokens < 2:
         raise UsageError(f"--tokens is at least 2, and {tokens} is less")
-    wanted = [REFERENCE, *((one, dtype) for one in devices for dtype in kv_dtype or kv_dtypes_of(one))]
+    pairs = [REFERENCE, *((device, dtype) for device in devices for dtype in kv_dtype or kv_dtypes_of(device))]
     loaded: dict[tuple[str, str], LLM] = {}
     variants = []
     for model in dict.fromkeys(models or DEFAULT_MODELS):
-        for one, dtype in dict.fromkeys(wanted):
+        for one, dtype in dict.fromkeys(pairs):
             if (model, one) not in loaded:
                 say(f"loading {model} on {one}")
                 threads = None if one == "reference" else engine.threads  # which that device has none of
@@ -158,9 +161,9 @@ class _Variant:
         """kl: the mean, in nats per token; kl_max: the worst position's; top1_agreement: the share of positions."""
         against = []
         for name, windows in self.seen.items():
-            kl, agreed = (np.concatenate(each) for each in zip(*windows, strict=True))
-            found = {"kl": float(kl.mean()), "kl_max": float(kl.max()), "top1_agreement": float(agreed.mean())}
-            against.append({"reference": name, **found})
+            kl, agreed = (np.concatenate(column) for column in zip(*windows, strict=True))
+            figures = {"kl": float(kl.mean()), "kl_max": float(kl.max()), "top1_agreement": float(agreed.mean())}
+            against.append({"reference": name, **figures})
         named = {"model": self.model, "device": self.device, "kv_dtype": self.kv_dtype}
         return named | {"perplexity": perplexity(self.nll, tokens), "against": against}
 

@@ -120,12 +120,12 @@ class ServePlan:
             return prompts
         rng = random.Random(f"{self.seed}: reuse")
         common = prompts[:COMMON_TEXTS]
-        found = []
+        prompts_reused = []
         for prompt in prompts:
             (share,), text = rng.choices(shares, weights), rng.choice(common)
             reused = round(share * len(prompt))
-            found.append([*text[:reused], *prompt[reused:]])
-        return found
+            prompts_reused.append([*text[:reused], *prompt[reused:]])
+        return prompts_reused
 
 
 @command
@@ -158,16 +158,16 @@ def bench_serve(
     concurrency = str(len(plan.recorded) or 4) if concurrency is None else concurrency
     results, levels = [], kit.numbers(concurrency, "--concurrency", example="1,4,16,64")
     with progress_line(lines=True) as progress:
-        for one in (replace(plan, concurrency=level) for level in levels):
+        for level_plan in (replace(plan, concurrency=level) for level in levels):
             loading = {"num_blocks": num_blocks, "threads": own.threads}
-            other = peer and replace(one, url=peer, model=peer_model, api_key=None, probe_health=False)
-            with engine_turns(engine, loading, one) if engine else nullcontext() as turn:
-                results.append(run(one, progress, engine_turn=turn, peer=other or None))
-    every = [serve_object(one) for one in results]
+            peer_plan = peer and replace(level_plan, url=peer, model=peer_model, api_key=None, probe_health=False)
+            with engine_turns(engine, loading, level_plan) if engine else nullcontext() as turn:
+                results.append(run(level_plan, progress, engine_turn=turn, peer=peer_plan or None))
+    every = [serve_object(benchmark) for benchmark in results]
     if log_dir is not None:
         save_logs(log_dir, every)
     parts = list(sweep_screen(every) if len(every) > 1 else screen(every[0]))
-    parts += [part for one in results if chart for part in chart_parts(one)]
+    parts += [part for benchmark in results if chart for part in chart_parts(benchmark)]
     if svg is not None:
         from forge.views.picture import picture_console, save_picture
 
@@ -175,7 +175,7 @@ def bench_serve(
         draw(console, parts)
         save_picture(console, svg, "forge bench serve")
     facts = {"levels": every} if len(every) > 1 else every[0]
-    return report(facts, lambda: parts, 0 if all(one.good for one in results) else 1)
+    return report(facts, lambda: parts, 0 if all(benchmark.good for benchmark in results) else 1)
 
 
 def replaying(plan: ServePlan, workload: Path) -> ServePlan:
@@ -212,7 +212,7 @@ class ServeBenchmark:
 
     @property
     def good(self) -> list[Timed]:
-        return [one for one in self.requests if one.error is None and one.chunks]
+        return [request for request in self.requests if request.error is None and request.chunks]
 
     @property
     def client_cpu_share(self) -> float:
@@ -222,9 +222,9 @@ class ServeBenchmark:
     def values(self, metric: str) -> list[float]:
         """`ttft`, `tpot`, `itl` or `e2el` in milliseconds, of all requests that succeeded."""
         if metric == "itl":
-            return [gap for one in self.good for gap in one.itls_ms]
-        found = (getattr(one, f"{metric}_ms") for one in self.good)
-        return [value for value in found if value is not None]
+            return [gap for request in self.good for gap in request.itls_ms]
+        every = (getattr(request, f"{metric}_ms") for request in self.good)
+        return [value for value in every if value is not None]
 
 
 def percentiles(name: str, values: Sequence[float]) -> Facts:
@@ -246,8 +246,8 @@ def run(
     """
 
     async def measure() -> ServeBenchmark:
-        targets = [_Target(one, progress) for one in (plan, peer) if one is not None]
-        own, prompts, turns = targets[0].found, plan.prompts(), []
+        targets = [_Target(target_plan, progress) for target_plan in (plan, peer) if target_plan is not None]
+        benchmark, prompts, turns = targets[0].found, plan.prompts(), []
         try:
             for target in targets:
                 await target.begin(patience, prompts[0][::-1])
@@ -258,9 +258,9 @@ def run(
         finally:
             for target in targets:
                 target.client.close()
-        own.peer = targets[1].found if peer is not None else None
-        own.turns = [(speeds[0], speeds[1]) for speeds in turns if len(speeds) > 1]
-        return own
+        benchmark.peer = targets[1].found if peer is not None else None
+        benchmark.turns = [(speeds[0], speeds[1]) for speeds in turns if len(speeds) > 1]
+        return benchmark
 
     return asyncio.run(measure())
 
@@ -322,7 +322,7 @@ class _Target:
         self.found.requests = [*self.found.requests, *answers]
         if probing is not None:
             probing.cancel()
-        return sum(one.num_tokens for one in answers if one.error is None) / seconds
+        return sum(answer.num_tokens for answer in answers if answer.error is None) / seconds
 
     async def _ask(self, prompt: Prompt, output_tokens: int | None = None) -> Timed:
         output_tokens = output_tokens or self._plan.output_tokens
@@ -360,9 +360,9 @@ async def _only_model(client: HttpClient, patience: float, progress: Progress) -
 def serve_object(result: ServeBenchmark) -> Facts:
     """The result in the keys that the field's serving benchmarks write."""
     plan, good, seconds = result.plan, result.good, result.duration
-    total_in = sum(one.prompt_tokens or plan.input_tokens for one in good)
-    total_out = sum(one.num_tokens for one in good)
-    found = {
+    total_in = sum(request.prompt_tokens or plan.input_tokens for request in good)
+    total_out = sum(request.num_tokens for request in good)
+    facts = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "command": shlex.join(["forge", *sys.argv[1:]]),
         "backend": "openai",
@@ -389,24 +389,27 @@ def serve_object(result: ServeBenchmark) -> Facts:
         "ready_after_s": result.ready_after,
     }
     if result.turns:
-        name, shares = "engine" if result.peer is None else "peer", sorted(own / other for own, other in result.turns)
-        found[f"{name}_output_throughput"] = median(other for _, other in result.turns)
-        found |= {f"{name}_share": median(shares), f"{name}_shares": shares}
+        name, shares = (
+            "engine" if result.peer is None else "peer",
+            sorted(speed / rival for speed, rival in result.turns),
+        )
+        facts[f"{name}_output_throughput"] = median(rival for _, rival in result.turns)
+        facts |= {f"{name}_share": median(shares), f"{name}_shares": shares}
     for metric in METRICS:
         if values := result.values(metric):
             means = {"mean": fmean(values), "median": median(values), "std": pstdev(values)}
-            found |= {f"{name}_{metric}_ms": value for name, value in means.items()} | percentiles(metric, values)
+            facts |= {f"{name}_{metric}_ms": value for name, value in means.items()} | percentiles(metric, values)
     if result.peer is not None:
-        found["peer"] = serve_object(result.peer)
+        facts["peer"] = serve_object(result.peer)
     return (
-        found
+        facts
         | percentiles("health", result.health_ms)
         | {
-            "input_lens": [one.prompt_tokens or plan.input_tokens for one in result.requests],
-            "output_lens": [one.num_tokens for one in result.requests],
-            "ttfts": [(one.ttft_ms or 0.0) / 1e3 for one in result.requests],
-            "itls": [[gap / 1e3 for gap in one.itls_ms] for one in result.requests],
-            "errors": [one.error or "" for one in result.requests],
+            "input_lens": [request.prompt_tokens or plan.input_tokens for request in result.requests],
+            "output_lens": [request.num_tokens for request in result.requests],
+            "ttfts": [(request.ttft_ms or 0.0) / 1e3 for request in result.requests],
+            "itls": [[gap / 1e3 for gap in request.itls_ms] for request in result.requests],
+            "errors": [request.error or "" for request in result.requests],
         }
     )
 
@@ -414,7 +417,7 @@ def serve_object(result: ServeBenchmark) -> Facts:
 def goodput(result: ServeBenchmark) -> float | None:
     """Requests per second that met every goal; None without goals."""
     goals = parse_goodput(result.plan.goodput)
-    met = [all((getattr(one, f"{metric}_ms") or 0.0) <= most for metric, most in goals) for one in result.good]
+    met = [all((getattr(request, f"{metric}_ms") or 0.0) <= most for metric, most in goals) for request in result.good]
     return sum(met) / result.duration if goals else None
 
 
@@ -422,12 +425,12 @@ def parse_reuse(text: str) -> list[tuple[float, float]]:
     """`0:4,0.9:2` as shares and weights; a share alone is that of every prompt. Raises `UsageError` otherwise."""
     try:
         pairs = [part.partition(":") for part in text.split(",")]
-        found = [(float(share), float(weight) if colon else 1.0) for share, colon, weight in pairs]
+        parts = [(float(share), float(weight) if colon else 1.0) for share, colon, weight in pairs]
     except ValueError:
-        found = []
-    if not found or not all(0 <= share <= 1 and 0 < weight < float("inf") for share, weight in found):
+        parts = []
+    if not parts or not all(0 <= share <= 1 and 0 < weight < float("inf") for share, weight in parts):
         raise UsageError(f"--prefix-reuse is a share from 0 to 1, or several with weights, 0:4,0.9:2, and not {text!r}")
-    return found
+    return parts
 
 
 def parse_goodput(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
@@ -454,26 +457,26 @@ def screen(facts: Facts) -> Iterator[Part]:
         yield trouble(f"{count(failed)} failed, the first with {one_line(first)}")
     if not facts["completed"]:
         return
-    said = {
+    lines = {
         "requests per minute": "{requests_per_minute:rate}",
         "input tokens/s": "{input_throughput:rate}",
         "output tokens/s": "{output_throughput:rate}",
     }
     if shares := facts.get("engine_shares"):
-        said["the engine's own"] = "{engine_output_throughput:rate}"
-        said["share of it"] = fill("{{engine_share:percent}} ({:percent}", shares[0]) + fill(
+        lines["the engine's own"] = "{engine_output_throughput:rate}"
+        lines["share of it"] = fill("{{engine_share:percent}} ({:percent}", shares[0]) + fill(
             " to {:percent})", shares[-1]
         )
     if shares := facts.get("peer_shares"):
         others_failed = facts["peer"]["failed"]
-        said["the peer's"] = "{peer_output_throughput:rate}" + (
+        lines["the peer's"] = "{peer_output_throughput:rate}" + (
             f", {count(others_failed)} failed" if others_failed else ""
         )
-        said["times the peer"] = f"{{peer_share:.2f}} ({shares[0]:.2f} to {shares[-1]:.2f})"
+        lines["times the peer"] = f"{{peer_share:.2f}} ({shares[0]:.2f} to {shares[-1]:.2f})"
     if facts["request_goodput"] is not None:
-        said["goodput, requests/s"] = "{request_goodput:rate}"
+        lines["goodput, requests/s"] = "{request_goodput:rate}"
     yield None
-    yield from (title(f"{name:<24}{fill(figure, facts)}", style="") for name, figure in said.items())
+    yield from (title(f"{name:<24}{fill(figure, facts)}", style="") for name, figure in lines.items())
     yield from (None, _latencies(facts, "ms"))
     if "peer" in facts and facts["peer"]["completed"]:
         yield _latencies(facts["peer"], "ms, the peer")
@@ -497,15 +500,15 @@ def sweep_screen(levels: Sequence[Facts]) -> Iterator[Part]:
     the level on that only goes up, further clients only wait."""
     yield title(fill("{num_prompts} requests to {model_id:line}, by how many are under way", levels[0]))
     yield fill("{input_tokens} tokens in, {output_tokens} out, prefix reuse {prefix_reuse}", levels[0])
-    for one in levels:
-        if one["failed"]:
-            yield trouble(fill("{failed:count} failed with {max_concurrency} at once", one))
-    good = [one for one in levels if one["completed"]]
+    for level in levels:
+        if level["failed"]:
+            yield trouble(fill("{failed:count} failed with {max_concurrency} at once", level))
+    good = [level for level in levels if level["completed"]]
     for metric in ("ttft", "tpot", "e2el"):
         columns = [f"{METRICS[metric]}, ms: {{max_concurrency:count}} at once"]
         columns += ["requests/min: {requests_per_minute:rate}", "tok/s: {output_throughput:rate}"]
         columns += [f"p{share}: {{p{share}_{metric}_ms:.1f}}" for share in (50, 95, 99)]
-        if rows := [one for one in good if f"p50_{metric}_ms" in one]:
+        if rows := [level for level in good if f"p50_{metric}_ms" in level]:
             yield from (None, Table.of(rows, *columns))
     if good:
         yield from (None, fill("the server's first answer came after {ready_after_s:.2f} s", levels[0]))
@@ -516,12 +519,12 @@ def sweep_screen(levels: Sequence[Facts]) -> Iterator[Part]:
 
 def latency_over_throughput(levels: Sequence[Facts]) -> list[Text]:
     """Each level's number at its place: to the right more tokens per second, upwards more milliseconds."""
-    speed, latency = (max(one[name] for one in levels) for name in ("output_throughput", "p50_e2el_ms"))
+    speed, latency = (max(level[name] for level in levels) for name in ("output_throughput", "p50_e2el_ms"))
     rows = [[" "] * _WIDTH for _ in range(_HEIGHT)]
-    for one in levels:
-        name = str(one["max_concurrency"])
-        start = min(round(one["output_throughput"] / speed * (_WIDTH - 1)), _WIDTH - len(name))
-        rows[row_of(one["p50_e2el_ms"], latency, _HEIGHT)][start : start + len(name)] = name
+    for level in levels:
+        name = str(level["max_concurrency"])
+        start = min(round(level["output_throughput"] / speed * (_WIDTH - 1)), _WIDTH - len(name))
+        rows[row_of(level["p50_e2el_ms"], latency, _HEIGHT)][start : start + len(name)] = name
     top, axis = f"{latency:,.1f} ms", f"{speed:,.0f} tok/s"
     names = [top, *[""] * (_HEIGHT - 2), "0"]
     lines = [Text(f"{name:>{len(top)}} │{''.join(row)}") for name, row in zip(names, rows, strict=True)]
@@ -530,8 +533,8 @@ def latency_over_throughput(levels: Sequence[Facts]) -> list[Text]:
 
 def chart_parts(result: ServeBenchmark) -> list[Part]:
     """Throughput over the time of a measurement, by the moments at which text came."""
-    began = min((one.started for one in result.good), default=0.0)
-    if not (times := [moment - began for one in result.good for moment in one.chunks]):
+    began = min((request.started for request in result.good), default=0.0)
+    if not (times := [moment - began for request in result.good for moment in request.chunks]):
         return []
     heading = f"Throughput over time, concurrency {result.plan.concurrency}"
     return [None, title(heading, style=""), *throughput_plot(times, max(times), _WIDTH + 16, ACCENT)]
@@ -541,8 +544,8 @@ def save_logs(folder: Path, levels: Sequence[Facts]) -> None:
     """Each level's figures and every request's times in a file of their own. Raises `ForgeError` for a bad folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for one in levels:
-            path = folder / f"{one['date']}-concurrency-{one['max_concurrency']}.json"
-            path.write_text(json.dumps(one, indent=1), encoding="utf-8")
+        for level in levels:
+            path = folder / f"{level['date']}-concurrency-{level['max_concurrency']}.json"
+            path.write_text(json.dumps(level, indent=1), encoding="utf-8")
     except OSError as error:
         raise file_error(f"{folder}: cannot write the logs", error) from None

@@ -32,8 +32,8 @@ class ServerWorker(Worker):
             raise Missing(f"serving needs {' and '.join(missing)}")
         with open_weights(Path(model)) as weights:
             self._vocab_size = weights.config.vocab_size
-        given = {"model": model, **options}
-        self.server = ServerProcess([f"--{name.replace('_', '-')}={value}" for name, value in given.items()])
+        loading = {"model": model, **options}
+        self.server = ServerProcess([f"--{name.replace('_', '-')}={value}" for name, value in loading.items()])
         self.server.__enter__()
         self.server.wait_until_ready()
         description = f"forge {__version__}, forge serve, KV {options['kv']}"
@@ -48,16 +48,19 @@ class ServerWorker(Worker):
             self.server.url, dataset="unique", token_range=(0, self._vocab_size), input_tokens=prompt_tokens
         )
         plan = replace(plan, output_tokens=output_tokens, concurrency=concurrency)
-        for count, own in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
-            found = run(replace(plan, num_prompts=count, seed=own))
-        failed = [one.error for one in found.requests if one.error is not None]
+        for count, round_seed in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
+            result = run(replace(plan, num_prompts=count, seed=round_seed))
+        failed = [answer.error for answer in result.requests if answer.error is not None]
         if failed:
             raise RuntimeError(f"{len(failed)} of {requests} requests failed: {one_line(failed[0])}")
         # Half a character is no text: then the first token is seen with the end.
-        times = [((one.ttft_ms or one.e2el_ms or 0.0) / 1e3, (one.e2el_ms or 0.0) / 1e3) for one in found.requests]
-        moments = [Moments(*each) for each in times]
-        setting = f"HTTP, streamed, greedy; the client took {found.client_cpu_share:.0%} of a CPU"
-        return answered(setting, moments, found.duration)
+        times = [
+            ((answer.ttft_ms or answer.e2el_ms or 0.0) / 1e3, (answer.e2el_ms or 0.0) / 1e3)
+            for answer in result.requests
+        ]
+        moments = [Moments(*pair) for pair in times]
+        setting = f"HTTP, streamed, greedy; the client took {result.client_cpu_share:.0%} of a CPU"
+        return answered(setting, moments, result.duration)
 
     def close(self) -> None:
         """End the server, and wait until it has ended."""

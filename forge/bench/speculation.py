@@ -50,19 +50,23 @@ def screen(facts: Facts) -> Iterator[Part]:
     columns = [": {proposer}", "K: {k}", "α: {alpha:.2f}", "tokens\nper\ncycle: {tokens_per_cycle:.2f}"]
     columns += ["speed-up: {speed_up:.2f} x", "least–most: {least:.2f}–{most:.2f}", "formula: {predicted:.2f}"]
     columns += ["with\nverify: {predicted_with_verification:.2f}", "tok/s: {tokens_per_second:,.0f}"]
-    for batch in dict.fromkeys(one["batch"] for one in figures):
-        own = [one for one in figures if one["batch"] == batch]
-        best = {one["proposer"]: one for one in sorted(own, key=lambda one: one["speed_up"])}
-        plain = count(round(own[0]["plain_tokens_per_second"]))
+    for batch in dict.fromkeys(figure["batch"] for figure in figures):
+        of_batch = [figure for figure in figures if figure["batch"] == batch]
+        best = {figure["proposer"]: figure for figure in sorted(of_batch, key=lambda figure: figure["speed_up"])}
+        plain = count(round(of_batch[0]["plain_tokens_per_second"]))
         yield from (None, title(f"{plural(batch, 'sequence')}, {plain} tok/s without guesses"))
-        bold = lambda one, best=best: TITLE if one in best.values() else ""  # noqa: E731
-        yield Table.of(own, *columns, row_style=bold, wraps=True)
+        bold = lambda figure, best=best: TITLE if figure in best.values() else ""  # noqa: E731
+        yield Table.of(of_batch, *columns, row_style=bold, wraps=True)
     yield from (
         None,
         "formula: (αK + 1) / (1 + K · t_draft / t_target). With verify: the same with the measured time of the forward "
         "over K + 1 rows in place of the 1.",
     )
-    differing = [f"{one['proposer']}, K {one['k']}, batch {one['batch']}" for one in figures if not one["identical"]]
+    differing = [
+        f"{figure['proposer']}, K {figure['k']}, batch {figure['batch']}"
+        for figure in figures
+        if not figure["identical"]
+    ]
     cases = f"in {plural(len(differing), 'case')}: {'; '.join(differing)}"
     same = "identical: every turn of every case gave the tokens of plain decoding"
     yield check(not differing, same, f"the tokens differ {cases}")
@@ -111,9 +115,9 @@ def bench_speculation(
                     llm.engine.speculation.fix(number)
                     turns.setdefault((proposer, number), []).append((plain, _turn(llm, prompts, params)))
         llm.speculate_with("off")
-        for (proposer, number), found in turns.items():
-            identical = all(plain[1] == drafted[1] for plain, drafted in found)
-            figure = {"proposer": proposer, "k": number, "batch": size, **_figure(found[1:]), "identical": identical}
+        for (proposer, number), pairs in turns.items():
+            identical = all(plain[1] == drafted[1] for plain, drafted in pairs)
+            figure = {"proposer": proposer, "k": number, "batch": size, **_figure(pairs[1:]), "identical": identical}
             figures.append(figure)
         yield facts | {"figures": figures}
 
@@ -137,9 +141,9 @@ def _figure(turns: Sequence[tuple[_Turn, _Turn]]) -> Facts:
     ]
     speed_up = Figure.of([before.ms_per_token / after.ms_per_token for before, after in times])
     summaries = [SpeculationSummary.of(plain, drafted) for (plain, _), (drafted, _) in turns]
-    found = {name: [getattr(one, name) for one in summaries if one is not None] for name in SUMMARIES}
+    columns = {name: [getattr(summary, name) for summary in summaries if summary is not None] for name in SUMMARIES}
     return {
-        **{name: median(values) if values else None for name, values in found.items()},
+        **{name: median(values) if values else None for name, values in columns.items()},
         "speed_up": speed_up.median,
         "least": speed_up.low,
         "most": speed_up.high,

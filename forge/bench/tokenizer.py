@@ -53,10 +53,10 @@ def screen(facts: Facts) -> Iterator[Part]:
     for kind in ("encode", "decode"):
         columns = [f"{kind}: {{name}}", "chars: {chars:count}", "tokens: {tokens:count}", *times]
         yield from (None, Table.of(facts[kind], *columns, formats=us, styles={4: ACCENT}))
-    others = [one | {"name": f"encode a batch of {one['name']}"} for one in facts["batch"]]
-    others.append(facts["concurrent"] | {"name": f"{THREADS} threads x {ENCODES} encodes, per encode"})
-    others += [facts["streaming"] | {"name": "streaming decode, per token"}, facts["load"]]
-    yield from (None, Table.of(others, ": {name}", *times, formats=us))
+    rows = [row | {"name": f"encode a batch of {row['name']}"} for row in facts["batch"]]
+    rows.append(facts["concurrent"] | {"name": f"{THREADS} threads x {ENCODES} encodes, per encode"})
+    rows += [facts["streaming"] | {"name": "streaming decode, per token"}, facts["load"]]
+    yield from (None, Table.of(rows, ": {name}", *times, formats=us))
     yield f"Batches and threads: {BATCH_INPUT}. Both are called from Python."
 
 
@@ -96,14 +96,14 @@ def bench_tokenizer(
         return times(name, chars, tokens, *(us / per for us in _times(call, theirs, ours)))
 
     encode, decode = [], []
-    for name, each in texts.items():
+    for name, passage in texts.items():
         say(f"encode and decode {name}")
-        ids = theirs.encode(each)
-        encode.append(measure(name, len(each), len(ids), methodcaller("encode", each)))
-        decode.append(measure(name, len(each), len(ids), methodcaller("decode", ids)))
+        ids = theirs.encode(passage)
+        encode.append(measure(name, len(passage), len(ids), methodcaller("encode", passage)))
+        decode.append(measure(name, len(passage), len(ids), methodcaller("decode", ids)))
     say("streams, batches, threads")
     ids = theirs.encode(long)
-    at_once = [_threads_seconds(one, text) * 1e6 for one in (theirs, ours)]
+    at_once = [_threads_seconds(contender, text) * 1e6 for contender in (theirs, ours)]
     return {
         "source": path.name,
         "vocabulary": len(spec.tokens),
@@ -199,23 +199,23 @@ def check_equal(ours: "Ours | Theirs", theirs: "Ours | Theirs", name: str, text:
         "decode": ours.decode(ids) == theirs.decode(ids),
         "streaming decode": "".join(ours.stream(ids)) == "".join(theirs.stream(ids)),
     }
-    for what, equal in same.items():
+    for operation, equal in same.items():
         if not equal:
-            raise NotEqual(f"{what} differs from Hugging Face tokenizers on {name}: nothing is timed")
+            raise NotEqual(f"{operation} differs from Hugging Face tokenizers on {name}: nothing is timed")
 
 
 def check_threads(ours: "Ours | Theirs", text: str, expected: Sequence[int]) -> None:
     """Raises `NotEqual` unless 8 threads that encode 100 times each all get `expected`."""
     with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(lambda _: [ours.encode(text) == expected for _ in range(ENCODES)], range(THREADS))
-        if not all(map(all, found)):
+        equals = threads.map(lambda _: [ours.encode(text) == expected for _ in range(ENCODES)], range(THREADS))
+        if not all(map(all, equals)):
             raise NotEqual(f"encode differs when {THREADS} threads do it at once: nothing is timed")
 
 
 def _loaded(load: Callable[[], Any]) -> tuple[Any, float]:
     """What was loaded, and the median of the seconds that it took."""
-    found = [timed(load) for _ in range(LOADS)]
-    return found[-1][0], median(seconds for _, seconds in found)
+    loads = [timed(load) for _ in range(LOADS)]
+    return loads[-1][0], median(seconds for _, seconds in loads)
 
 
 def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Theirs") -> list[float]:
@@ -224,15 +224,15 @@ def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Th
     began = time.perf_counter()
     while len(seconds) < 3 or time.perf_counter() - began < TURN_SECONDS:
         seconds.append((timed(lambda: call(theirs))[1], timed(lambda: call(ours))[1]))
-    return [median(each) * 1e6 for each in zip(*seconds[1:], strict=True)]
+    return [median(column) * 1e6 for column in zip(*seconds[1:], strict=True)]
 
 
-def _threads_seconds(one: "Ours | Theirs", text: str) -> float:
+def _threads_seconds(contender: "Ours | Theirs", text: str) -> float:
     """Seconds per encode with 8 threads at it."""
     with ThreadPoolExecutor(THREADS) as threads:
 
         def encode_all() -> None:
-            list(threads.map(lambda _: [one.encode(text) for _ in range(ENCODES)], range(THREADS)))
+            list(threads.map(lambda _: [contender.encode(text) for _ in range(ENCODES)], range(THREADS)))
 
         return median(timed(encode_all)[1] for _ in range(5)) / (THREADS * ENCODES)
 

@@ -52,10 +52,10 @@ class TransformersWorker(Worker):
         if threads is not None:
             torch.set_num_threads(threads)
         try:
-            (found, reader), seconds = timed(lambda: _load(model, torch, transformers))
+            (loaded, reader), seconds = timed(lambda: _load(model, torch, transformers))
         except Exception as error:
             raise Missing(f"transformers {transformers.__version__} does not load this model: {error}") from None
-        self._model, more = timed(lambda: found.eval().cuda() if self._on_gpu else found.eval())
+        self._model, more = timed(lambda: loaded.eval().cuda() if self._on_gpu else loaded.eval())
         versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
         used = f", {plural(threads)}" if threads is not None else ""
         description = f"{versions}{used}, bfloat16, weights read by {reader}"
@@ -113,12 +113,12 @@ class TransformersWorker(Worker):
         except Exception as error:
             raise Missing(f"no continuous batching here: {one_line(error)}") from None
         try:
-            for count, own in ((3 * concurrency, seed + 1), (requests, seed)):  # the first are not timed
-                prompts = unique_prompts(count, prompt_tokens, self._model.config.vocab_size, own)
-                found = drive(_Manager(manager), prompts, output_tokens, concurrency)
+            for count, round_seed in ((3 * concurrency, seed + 1), (requests, seed)):  # the first are not timed
+                prompts = unique_prompts(count, prompt_tokens, self._model.config.vocab_size, round_seed)
+                driven = drive(_Manager(manager), prompts, output_tokens, concurrency)
         finally:
             manager.stop(block=True)
-        return answered("its continuous batching, in process", *found)
+        return answered("its continuous batching, in process", *driven)
 
     def _step(self) -> float:
         """On a GPU a step is over when the host knows its tokens."""
@@ -133,8 +133,8 @@ class TransformersWorker(Worker):
             )
             return output.logits[:, -1].argmax(-1).tolist() if self._on_gpu else output
 
-        found, seconds = timed(forward)
-        self._top_tokens = found if self._on_gpu else found.logits[:, -1].argmax(-1).tolist()
+        output, seconds = timed(forward)
+        self._top_tokens = output if self._on_gpu else output.logits[:, -1].argmax(-1).tolist()
         length = self._step_ids.shape[1]
         if self._on_gpu:
             for layer in self._cache.layers:  # back to where the step began, so that the next one does the same

@@ -47,10 +47,10 @@ def prompt_table(output: RequestOutput, alternatives: int, token_text: TokenText
 
 def score_table(found: Score, alternatives: int, token_text: TokenText) -> Table:
     """Each scored token, given all before it."""
-    own = ((token_id, logprob) for token_id, logprob in zip(found.token_ids, found.logprobs, strict=True))
+    scored = ((token_id, logprob) for token_id, logprob in zip(found.token_ids, found.logprobs, strict=True))
     rows = [
-        (one[0], tuple(others) if one[0] in dict(others) else (*others, one))
-        for one, others in zip(own, found.alternatives, strict=True)
+        (token[0], tuple(rivals) if token[0] in dict(rivals) else (*rivals, token))
+        for token, rivals in zip(scored, found.alternatives, strict=True)
     ]
     return _table("token", rows, alternatives, token_text)
 
@@ -107,31 +107,35 @@ MOST_COSINES = 12
 
 def classification_object(texts: Sequence[str], found: Sequence[Classification]) -> list[dict[str, Any]]:
     return [
-        {"text": text, **picked(one, "label", "probabilities", "logprobs")}
-        | ({} if one.score is None else {"score": one.score})
-        for text, one in zip(texts, found, strict=True)
+        {"text": text, **picked(classification, "label", "probabilities", "logprobs")}
+        | ({} if classification.score is None else {"score": classification.score})
+        for text, classification in zip(texts, found, strict=True)
     ]
 
 
 def print_classifications(console: Console, texts: Sequence[str], found: Sequence[Classification]) -> None:
     """A text: each label with its probability, the likeliest first. Several: a line for each."""
     if len(found) == 1:
-        (one,) = found
+        (classification,) = found
         table = new_table("label", "probability", "logprob")
-        for name in sorted(one.probabilities, key=one.probabilities.__getitem__, reverse=True):
-            style = ACCENT if name == one.label else ""
-            cells = f"{one.probabilities[name]:.3f}", f"{one.logprobs[name]:.3f}"
+        for name in sorted(classification.probabilities, key=classification.probabilities.__getitem__, reverse=True):
+            style = ACCENT if name == classification.label else ""
+            cells = f"{classification.probabilities[name]:.3f}", f"{classification.logprobs[name]:.3f}"
             table.add_row(Text(one_line(name), style), *cells)
         print_table(console, table)
         return console.print(Text("probability: among the labels; logprob: among all that could come next", QUIET))
     names = list(found[0].probabilities)
     table = new_table("label", *map(one_line, names), last="text")
-    for text, one in zip(texts, found, strict=True):
+    for text, classification in zip(texts, found, strict=True):
         table.add_row(
-            Text(one_line(one.label), ACCENT), *(f"{one.probabilities[name]:.3f}" for name in names), _shown(text)
+            Text(one_line(classification.label), ACCENT),
+            *(f"{classification.probabilities[name]:.3f}" for name in names),
+            _shown(text),
         )
     print_table(console, table)
-    counts = ", ".join(f"{one_line(name)} {sum(one.label == name for one in found)}" for name in names)
+    counts = ", ".join(
+        f"{one_line(name)} {sum(classification.label == name for classification in found)}" for name in names
+    )
     console.print(Text(f"{plural(len(found), 'text')}: {counts}", QUIET))
 
 
@@ -143,9 +147,9 @@ def score_object(found: Score, token_text: Callable[[int], str]) -> dict[str, An
                 "token_id": token_id,
                 "token": token_text(token_id),
                 "logprob": logprob,
-                "top": [{"token_id": other, "token": token_text(other), "logprob": value} for other, value in others],
+                "top": [{"token_id": rival, "token": token_text(rival), "logprob": value} for rival, value in rivals],
             }
-            for token_id, logprob, others in zip(found.token_ids, found.logprobs, found.alternatives, strict=True)
+            for token_id, logprob, rivals in zip(found.token_ids, found.logprobs, found.alternatives, strict=True)
         ],
     }
 
@@ -183,8 +187,8 @@ def print_cosines(console: Console, texts: Sequence[str], vectors: "np.ndarray",
     else:
         table = new_table("text", "nearest", "cosine", last="")
         for number, row in enumerate(cosines):
-            order = sorted(range(len(row)), key=lambda other: -row[other])
-            nearest = next(other for other in order if other != number)
+            order = sorted(range(len(row)), key=lambda column: -row[column])
+            nearest = next(column for column in order if column != number)
             table.add_row(str(number + 1), str(nearest + 1), f"{row[nearest]:.3f}", _shown(texts[number]))
         print_table(console, table)
     console.print(Text(f"{plural(len(texts), 'text')}, {vectors.shape[1]} dimensions, pooling {pooling}", QUIET))

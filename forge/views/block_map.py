@@ -67,9 +67,9 @@ class Cell(NamedTuple):
 
 def cells(block_map: BlockMap, names: SequenceNames) -> list[Cell]:
     """One per block of the pool, in order."""
-    found = [Cell(FREE)] * len(block_map.reference_counts)
+    states = [Cell(FREE)] * len(block_map.reference_counts)
     for block in block_map.cached:
-        found[block] = Cell(CACHED)
+        states[block] = Cell(CACHED)
     written = set(block_map.written)
     owners = [None if table.is_snapshot else names.number(table.owner) for table in block_map.tables]
     for owner, table in reversed(list(zip(owners, block_map.tables, strict=True))):  # the first has the last word
@@ -81,8 +81,8 @@ def cells(block_map: BlockMap, names: SequenceNames) -> list[Cell]:
                 state = SHARED
             else:
                 state = OWNED if place < filled else RESERVED
-            found[block] = Cell(state, owner)
-    return found
+            states[block] = Cell(state, owner)
+    return states
 
 
 def pool_lines(

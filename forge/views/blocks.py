@@ -127,7 +127,9 @@ class BlockStory:
 
     def _ends(self, record: StepRecord) -> Iterator[str]:
         tables = _tables(record.blocks)
-        held = {one.seq_id: len(tables[one.seq_id].blocks) for one in record.finished if one.seq_id in tables}
+        held = {
+            finish.seq_id: len(tables[finish.seq_id].blocks) for finish in record.finished if finish.seq_id in tables
+        }
         if len(held) > MANY:
             yield f"{len(held)} sequences ended and freed {_count(sum(held.values()))}"
             return
@@ -278,17 +280,19 @@ class BlockScreen:
         if len(every) > PICTURE_SENTENCES:
             half = PICTURE_SENTENCES // 2
             left_out = Text(f"… {count(len(every) - 2 * half)} more", QUIET)
-            lines = [_sentence(one, width) for one in (*every[:half], *every[-half:])]
+            lines = [_sentence(sentence, width) for sentence in (*every[:half], *every[-half:])]
             return [*lines[:half], left_out, *lines[half:]]
-        return [_sentence(one, width) for one in every]
+        return [_sentence(sentence, width) for sentence in every]
 
     def _log(self, width: int, rows: int) -> list[Text]:
         """The latest sentences, the last step's at the bottom and bright."""
         now = self.latest
         if len(now) > rows:
-            now = [one for one in now if not one.routine][:rows]
-        before = [one for one in self.sentences if one.step < self.steps][-rows:][len(now) :]
-        lines = [_sentence(one, width, QUIET) for one in before] + [_sentence(one, width) for one in now]
+            now = [sentence for sentence in now if not sentence.routine][:rows]
+        before = [sentence for sentence in self.sentences if sentence.step < self.steps][-rows:][len(now) :]
+        lines = [_sentence(sentence, width, QUIET) for sentence in before] + [
+            _sentence(sentence, width) for sentence in now
+        ]
         return lines + [Text("")] * (rows - len(lines))
 
     def _texts(self, width: int, rows: int) -> list[Text]:
@@ -402,20 +406,22 @@ def step_line(screen: BlockScreen) -> str:
     cache = screen.record.cache
     cached = f"  cached {cache.cached_blocks:>3}" if cache.kind == "prefix" else ""
     figures = f"used {cache.used_blocks:>3}{cached}  free {cache.free_blocks:>3}"
-    said = "; ".join(sentence.text for sentence in screen.latest)
-    return f"step {screen.steps:>3}  {figures}  fragmentation {share(cache.internal_fragmentation):>6}  {said}".rstrip()
+    texts = "; ".join(sentence.text for sentence in screen.latest)
+    return (
+        f"step {screen.steps:>3}  {figures}  fragmentation {share(cache.internal_fragmentation):>6}  {texts}".rstrip()
+    )
 
 
 def _title(question: str, step: int, record: StepRecord, width: int) -> Text:
     """The question on the left, and on the right when and of what, as far as there is room."""
     cache = record.cache
-    for what in (
+    for description in (
         f"step {count(step)} · kv {cache.kind} · block size {cache.block_size} · {plural(cache.num_blocks, 'block')}",
         f"step {count(step)} · {plural(cache.num_blocks, 'block')} of {cache.block_size}",
         f"step {count(step)}",
     ):
-        if len(question) + 3 + len(what) <= width:
-            return Text.assemble((question, TITLE), (f"{what:>{width - len(question)}}", QUIET), no_wrap=True)
+        if len(question) + 3 + len(description) <= width:
+            return Text.assemble((question, TITLE), (f"{description:>{width - len(question)}}", QUIET), no_wrap=True)
     return Text(question, TITLE)
 
 

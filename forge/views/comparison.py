@@ -138,12 +138,12 @@ class Comparison:
 
 def compare_runs(question: str, option: str, left: Side, right: Side) -> Comparison:
     pairs = list(zip(left.answers, right.answers, strict=True))
-    differing = [place for place, (one, other) in enumerate(pairs) if one.token_ids != other.token_ids]
+    differing = [place for place, (ours, theirs) in enumerate(pairs) if ours.token_ids != theirs.token_ids]
     compared: list[tuple[np.ndarray, np.ndarray]] = []
     agreeing: list[tuple[np.ndarray, np.ndarray]] = []
-    for one, other in pairs:
-        first = _first_difference(one.token_ids[0], other.token_ids[0])
-        both = list(zip(one.logits, other.logits, strict=False))[:first]  # all of them where nothing differs
+    for ours, theirs in pairs:
+        first = _first_difference(ours.token_ids[0], theirs.token_ids[0])
+        both = list(zip(ours.logits, theirs.logits, strict=False))[:first]  # all of them where nothing differs
         compared += both
         agreeing += both if first is None else both[: first - 1]
     prompt = differing[0] if differing else 0
@@ -299,7 +299,7 @@ def _table_rows(sides: Sequence[Side], facts: Sequence[dict[str, Any]]) -> Itera
     if not several:
         yield "last / second forward: {result.last_over_second:times}"
     yield from ("all forwards: {all_ms:ms ms}", "forwards: {forwards:count}")
-    if any(one["accepted"] is not None for one in facts):
+    if any(run["accepted"] is not None for run in facts):
         yield from ("guesses accepted: {accepted:percent}", "proposing them: {drafts_ms:ms ms}")
     yield from ("tokens computed: {result.tokens_computed:count}", "KV held: {result.kv_bytes_held:size}")
     if any(cache and cache.most_bytes_reserved for cache in caches):
@@ -317,8 +317,8 @@ def verdict(comparison: Comparison) -> list[Text]:
     if comparison.identical:
         answers = comparison.sides[0].answers
         tokens = plural(sum(len(token_ids) for answer in answers for token_ids in answer.token_ids), "token")
-        what = f"{tokens} of {len(answers)} prompts" if len(answers) > 1 else tokens
-        return [Text.assemble(("✓ identical", GOOD), f": {what}, {logits}")]
+        extent = f"{tokens} of {len(answers)} prompts" if len(answers) > 1 else tokens
+        return [Text.assemble(("✓ identical", GOOD), f": {extent}, {logits}")]
     first, prompt = comparison.first_difference, comparison.prompt
     of_prompt = f" of prompt {prompt + 1}" if comparison.sides[0].others else ""
     lines = [Text.assemble(("✗ the tokens differ", TROUBLE), f"{_where(first)}{of_prompt}; {logits}")]
@@ -342,8 +342,8 @@ def _num_points(sides: Sequence[Side]) -> int:
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    for position, (one, other) in enumerate(zip(left, right, strict=False), start=1):
-        if one != other:
+    for position, (our_token, their_token) in enumerate(zip(left, right, strict=False), start=1):
+        if our_token != their_token:
             return position
     return None if len(left) == len(right) else min(len(left), len(right)) + 1
 
@@ -353,9 +353,9 @@ def _logit_difference(pairs: "Sequence[tuple[np.ndarray, np.ndarray]]") -> Logit
 
     if not pairs or pairs[0][0].shape != pairs[0][1].shape:
         return None
-    largest = [float(np.max(np.abs(one - other))) for one, other in pairs]
+    largest = [float(np.max(np.abs(ours - theirs))) for ours, theirs in pairs]
     where = int(np.argmax(largest))  # a NaN counts as the largest
-    same = all(one.tobytes() == other.tobytes() for one, other in pairs)
+    same = all(ours.tobytes() == theirs.tobytes() for ours, theirs in pairs)
     return LogitDifference(largest[where], where + 1, len(pairs), same)
 
 
@@ -366,11 +366,11 @@ def _margin(left: Answer, right: Answer, position: int | None, agreeing: LogitDi
     ours, theirs = (answer.logits[position - 1] for answer in (left, right))
     if ours.shape != theirs.shape:
         return None
-    one, other = (answer.token_ids[0][position - 1] for answer in (left, right))
-    if max(one, other) >= len(ours):  # of a vocabulary of its own
+    our_token, their_token = (answer.token_ids[0][position - 1] for answer in (left, right))
+    if max(our_token, their_token) >= len(ours):  # of a vocabulary of its own
         return None
-    margins = float(ours[one] - ours[other]), float(theirs[other] - theirs[one])
-    return Margin((one, other), margins, None if agreeing is None else agreeing.largest)
+    margins = float(ours[our_token] - ours[their_token]), float(theirs[their_token] - theirs[our_token])
+    return Margin((our_token, their_token), margins, None if agreeing is None else agreeing.largest)
 
 
 def _num_tokens(answer: Answer) -> int:
@@ -385,8 +385,8 @@ def _margin_line(margin: Margin, sides: Sequence[Side]) -> Text:
     apart = f"{distances[0]} on either side" if len(set(distances)) == 1 else apart
     drawn = [name for value, name in zip(margin.margins, names, strict=True) if value < 0]
     unlikelier = f"; on {' and '.join(drawn)} the less likely one was drawn" if drawn else ""
-    said = "a near tie: " if margin.is_near_tie else ""
-    return Text(f"  {said}the two tokens' logits are apart by {apart}{unlikelier}")
+    tie = "a near tie: " if margin.is_near_tie else ""
+    return Text(f"  {tie}the two tokens' logits are apart by {apart}{unlikelier}")
 
 
 def _logits_text(logits: LogitDifference | None) -> str:

@@ -94,10 +94,10 @@ def curve_plot(names: Sequence[str], forwards: Sequence[Sequence[Forward]], num_
     ends = _names_at_ends(names, forwards, scale)
     room = max(10, min(_MAX_PLOT_WIDTH, width - axis - 3 - max((text.cell_len for text in ends.values()), default=0)))
     curves = [Curve([forward.ms for forward in side], sequence_style(index)) for index, side in enumerate(forwards)]
-    marks = [ms(scale), *[""] * (PLOT_HEIGHT - 2), "0"]
+    ticks = [ms(scale), *[""] * (PLOT_HEIGHT - 2), "0"]
     plot = []
     lines = line_plot(curves, scale, num_points, room, PLOT_HEIGHT)
-    for row, (mark, line) in enumerate(zip(marks, lines, strict=True)):
+    for row, (mark, line) in enumerate(zip(ticks, lines, strict=True)):
         edge = (f"{mark:>{axis}} ┤" if mark else " " * axis + " │", QUIET)
         plot.append(Text.assemble(edge, line, ends.get(row, "")))
         plot[-1].rstrip()

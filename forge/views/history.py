@@ -46,7 +46,7 @@ class History:
         before = self.moments[-1].preemptions if self.moments else 0
         seconds = record.ended - record.started
         took_part = dict.fromkeys((*running_before, *self._timeline.running, *(item.seq_id for item in record.items)))
-        lost = {one.seq_id for one in record.preempted}
+        lost = {victim.seq_id for victim in record.preempted}
         stays = self.moments and not (record.arrived or record.admitted or record.preempted or record.finished)
         queue = self.moments[-1].waiting if stays else self._timeline.queue(self.order, _QUEUE_SHOWN)
         self.records.append(record)

@@ -105,10 +105,10 @@ def metrics_lines(result: RunResult, width: int) -> list[Text]:
 def chart_heading(label: RunLabel, width: int) -> Text:
     """What the chart shows on the left; what ran on the right, as far as there is room."""
     room = width - len(_HEADING)
-    what = str(label) if _fits_heading(label, width) else f"kv {label.kv} · {label.device} · {label.model}"
-    if len(what) + 3 > room:
+    description = str(label) if _fits_heading(label, width) else f"kv {label.kv} · {label.device} · {label.model}"
+    if len(description) + 3 > room:
         return Text(_HEADING)
-    return Text.assemble(_HEADING, (f"{what:>{room}}", QUIET), no_wrap=True)
+    return Text.assemble(_HEADING, (f"{description:>{room}}", QUIET), no_wrap=True)
 
 
 def _fits_heading(label: RunLabel, width: int) -> bool:

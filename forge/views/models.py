@@ -168,9 +168,9 @@ def grouped(tensors: Sequence[TensorLine]) -> list[TensorLine]:
     """Tensors of different layers that are alike as one line: `blk.0-5.attn_q.weight`."""
     groups: dict[tuple, list[tuple[int, TensorLine]]] = {}
     for tensor in tensors:
-        found = _LAYER.fullmatch(tensor.name)
-        key = (found[2], tensor.shape, tensor.type) if found else (tensor.name,)
-        groups.setdefault(key, []).append((int(found[1]) if found else -1, tensor))
+        match = _LAYER.fullmatch(tensor.name)
+        key = (match[2], tensor.shape, tensor.type) if match else (tensor.name,)
+        groups.setdefault(key, []).append((int(match[1]) if match else -1, tensor))
     return [_as_one(group) for group in groups.values()]
 
 
@@ -178,9 +178,9 @@ def _as_one(group: list[tuple[int, TensorLine]]) -> TensorLine:
     first = group[0][1]
     if len(group) == 1:
         return first
-    found = _LAYER.fullmatch(first.name)
-    assert found is not None, "only tensors of layers are grouped"
-    name = f"blk.{_ranges(sorted(layer for layer, _ in group))}.{found[2]}"
+    match = _LAYER.fullmatch(first.name)
+    assert match is not None, "only tensors of layers are grouped"
+    name = f"blk.{_ranges(sorted(layer for layer, _ in group))}.{match[2]}"
     return TensorLine(name, first.shape, first.type, sum(tensor.bytes for _, tensor in group), len(group))
 
 

@@ -59,7 +59,7 @@ def print_many(
     """Question, table, verdict."""
     console.print(Text(_QUESTIONS.get(option, f"What does {option} change for many requests?"), TITLE))
     ran, requests = (
-        " against ".join(dict.fromkeys(said)) for said in (map(str, labels), map(workload_text, workloads))
+        " against ".join(dict.fromkeys(texts)) for texts in (map(str, labels), map(workload_text, workloads))
     )
     console.print(Text(f"{ran} · {requests}", QUIET))
     console.print()
@@ -99,7 +99,7 @@ def identity_text(measured: Sequence[Measured], requests: int | None = None) -> 
     if requests == 0:
         return Text("tokens not compared: the two sides have no request in common", QUIET)
     outputs = measured[0].tokens[:requests]
-    partly = any(len(one.tokens) > len(outputs) for one in measured)
+    partly = any(len(side.tokens) > len(outputs) for side in measured)
     common = " in both workloads (they differ)" if partly else ""
     same = f"{plural(len(outputs), 'request')}{common}, {count(sum(map(len, outputs)))} tokens each way"
     return verdict(identical(measured, requests), same, "the tokens differ between the ways")
@@ -150,7 +150,7 @@ def judging_screen(
     gains = {"requests": runs[1].requests_per_second / runs[0].requests_per_second}
     yield from (None, side_by_side(names, runs, *_JUDGING_ROWS, *deferrals, gains=gains), None)
     tokens = plural(sum(map(len, runs[0].answers)), "token")
-    differing = sum(one != other for one, other in zip(runs[0].answers, runs[1].answers, strict=True))
+    differing = sum(ours != theirs for ours, theirs in zip(runs[0].answers, runs[1].answers, strict=True))
     different = f"{plural(differing, 'answer')} of {requests} differ"
     yield verdict(same_answers(runs), f"{tokens} of {requests}", different)
 

@@ -39,13 +39,13 @@ class Event:
 
 def request_of(requests: Sequence[RequestTimeline], seq_id: int) -> RequestTimeline:
     """The timeline of a sequence. Raises `UsageError` if the run had none of that number."""
-    found = [one for one in requests if one.seq_id == seq_id]
+    matching = [timeline for timeline in requests if timeline.seq_id == seq_id]
     if not requests:
         raise UsageError("the run has no requests")
-    if not found:
-        first, last = min(one.seq_id for one in requests), max(one.seq_id for one in requests)
+    if not matching:
+        first, last = min(timeline.seq_id for timeline in requests), max(timeline.seq_id for timeline in requests)
         raise UsageError(f"the run has no seq {seq_id}; there are {first} to {last}")
-    return found[0]
+    return matching[0]
 
 
 def story_of(request: RequestTimeline, records: Sequence[StepRecord]) -> list[Event]:
@@ -63,9 +63,9 @@ def story_of(request: RequestTimeline, records: Sequence[StepRecord]) -> list[Ev
     for admission in request.admissions:
         text = explain_admission(admission.record)
         events.append(Event(admission.step, admission.step, began.get(admission.step, 0.0), "admitted", text))
-    for one in request.preemptions:
-        text = explain_preempted(one).partition(", ")[2]
-        events.append(Event(one.step, one.step, began.get(one.step, 0.0), "preempted", text))
+    for preemption in request.preemptions:
+        text = explain_preempted(preemption).partition(", ")[2]
+        events.append(Event(preemption.step, preemption.step, began.get(preemption.step, 0.0), "preempted", text))
     if request.finish is not None and request.finished_step is not None:
         step = request.finished_step
         events.append(Event(step, step, ended.get(step, 0.0), "ends", finish_text(request.finish)))
@@ -81,8 +81,8 @@ def _computed(seq_id: int, records: Sequence[StepRecord]) -> Iterator[Event]:
         first, last = steps[0][2], steps[-1][2]
         tokens = [token for _, record, _ in steps for token in record.tokens if token.seq_id == seq_id]
         span = f"[{first.start}:{last.start + last.num_tokens}]"
-        said = f"  {quoted(''.join(token.text for token in tokens))}" if tokens else ""
-        text = f"{class_name(phase)} {span}{said}"
+        output = f"  {quoted(''.join(token.text for token in tokens))}" if tokens else ""
+        text = f"{class_name(phase)} {span}{output}"
         yield Event(steps[0][1].step, steps[-1][1].step, steps[0][1].started, "computes", text)
 
 
@@ -105,12 +105,12 @@ def print_story(console: Console, request: RequestTimeline, records: Sequence[St
     print_table(console, table)
     console.print()
     again = f", {count(request.tokens_recomputed)} of them for a second time" if request.tokens_recomputed else ""
-    found = f"; {plural(request.tokens_cached, 'token')} came from the cache" if request.tokens_cached else ""
+    cached = f"; {plural(request.tokens_cached, 'token')} came from the cache" if request.tokens_cached else ""
     preempted = f"was preempted {plural(request.times_preempted, 'time')}"
     console.print(
         f"The first token came {_after(request.time_to_first_token_ms)}, the last {_after(request.end_to_end_ms)}. "
         f"It waited {plural(request.steps_waited, 'step')}, {preempted}, and took "
-        f"{plural(request.tokens_computed, 'row')}{again}{found}."
+        f"{plural(request.tokens_computed, 'row')}{again}{cached}."
     )
 
 

@@ -50,20 +50,20 @@ def serving_object(
     return {
         **as_object(label),
         "totals": None if totals is None else totals_object(totals),
-        "sequences": [request_object(one) for one in requests],
+        "sequences": [request_object(request) for request in requests],
         **speculation_object(records),
         "steps": [step_object(record) for record in records],
     }
 
 
 def totals_object(totals: Totals) -> dict[str, Any]:
-    found = as_object(totals, "tokens_per_second", "recomputed_share")
+    facts = as_object(totals, "tokens_per_second", "recomputed_share")
     for name in ("utilization", "fragmentation", "sharing", "batch"):
-        mean, most = found.pop(name)
-        found |= {f"{name}_mean": mean, f"{name}_max": most}
+        mean, most = facts.pop(name)
+        facts |= {f"{name}_mean": mean, f"{name}_max": most}
     for _, name in _TIMES:
-        found[f"{name}_ms"] = found.pop(name)
-    return found
+        facts[f"{name}_ms"] = facts.pop(name)
+    return facts
 
 
 def request_object(request: RequestTimeline) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         **picked(record.cache, "used_blocks", "num_blocks"),
         "fragmentation": record.cache.internal_fragmentation,
         "sharing": record.cache.sharing,
-        "admitted": [one.seq_id for one in record.admitted],
-        "preempted": [one.seq_id for one in record.preempted],
-        "finished": [one.seq_id for one in record.finished],
+        "admitted": [admission.seq_id for admission in record.admitted],
+        "preempted": [victim.seq_id for victim in record.preempted],
+        "finished": [finish.seq_id for finish in record.finished],
         **cycles_object(record),
     }
 
@@ -121,13 +121,13 @@ Tenants = Sequence[tuple[int, Sequence[RequestTimeline]]]
 
 def tenant_objects(tenants: Tenants) -> list[dict[str, Any]]:
     """Acceptance and time per token of each tenant."""
-    found = []
+    facts = []
     for limit, requests in tenants:
         cycles = [cycle for request in requests for cycle in request.cycles]
         proposed = sum(cycle.num_proposed for cycle in cycles)
         accepted = sum(cycle.num_accepted for cycle in cycles)
         per_token = Percentiles.of([request.time_per_output_token_ms for request in requests])
-        found.append(
+        facts.append(
             {
                 "num_speculative_tokens": limit,
                 "requests": len(requests),
@@ -137,7 +137,7 @@ def tenant_objects(tenants: Tenants) -> list[dict[str, Any]]:
                 "time_per_output_token_ms": per_token and per_token.p50,
             }
         )
-    return found
+    return facts
 
 
 def print_tenants(console: Console, tenants: Tenants) -> None:
@@ -145,10 +145,10 @@ def print_tenants(console: Console, tenants: Tenants) -> None:
     if not tenants:
         return
     table = new_table(None, "guesses at a time", "requests", "guessed", "accepted", "", "ms per token")
-    for one in tenant_objects(tenants):
-        share = NOTHING if one["acceptance"] is None else percent(one["acceptance"])
-        figures = (one[name] for name in ("num_speculative_tokens", "requests", "proposed", "accepted"))
-        table.add_row(*map(count, figures), share, ms(one["time_per_output_token_ms"]))
+    for tenant in tenant_objects(tenants):
+        share = NOTHING if tenant["acceptance"] is None else percent(tenant["acceptance"])
+        figures = (tenant[name] for name in ("num_speculative_tokens", "requests", "proposed", "accepted"))
+        table.add_row(*map(count, figures), share, ms(tenant["time_per_output_token_ms"]))
     console.print()
     console.print(Text("Each tenant's guesses", TITLE))
     print_table(console, table)
@@ -207,8 +207,10 @@ def times_table(totals: Totals, width: int) -> Table:
     for name in ("p50", "p90", "p99", "max"):
         table.add_column(name, justify="right", min_width=5 if narrow else 8, no_wrap=True)
     for title, name in ((_SHORT[name], name) for _, name in _TIMES) if narrow else _TIMES:
-        found: Percentiles | None = getattr(totals, name)
-        values = (found.p50, found.p90, found.p99, found.maximum) if found else (None,) * 4
+        percentiles: Percentiles | None = getattr(totals, name)
+        values = (
+            (percentiles.p50, percentiles.p90, percentiles.p99, percentiles.maximum) if percentiles else (None,) * 4
+        )
         table.add_row(Text(title, QUIET), *(ms(value) for value in values))
     return table
 
@@ -242,13 +244,13 @@ def print_throughput(console: Console, records: Sequence[StepRecord]) -> None:
 
 def print_reasons(console: Console, requests: Sequence[RequestTimeline]) -> None:
     """The sequences that waited longest and the one that was preempted most, and why."""
-    waited = [(wait.seconds, one.seq_id, wait) for one in requests for wait in one.waits]
-    waited.sort(key=lambda one: (-one[0], one[1]))
+    waited = [(wait.seconds, request.seq_id, wait) for request in requests for wait in request.waits]
+    waited.sort(key=lambda waiting: (-waiting[0], waiting[1]))
     told = [(seq_id, explain_wait(wait, seq_id)) for _, seq_id, wait in waited[:_LONGEST_WAITS]]
     _print_told(console, "The longest waits", told)
-    victim = max(requests, key=lambda one: one.times_preempted, default=None)
+    victim = max(requests, key=lambda request: request.times_preempted, default=None)
     if victim is not None and victim.preemptions:
-        told = [(victim.seq_id, explain_preempted(one)) for one in victim.preemptions[:_LONGEST_WAITS]]
+        told = [(victim.seq_id, explain_preempted(preemption)) for preemption in victim.preemptions[:_LONGEST_WAITS]]
         _print_told(console, "Preempted most often", told)
 
 

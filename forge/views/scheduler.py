@@ -75,8 +75,8 @@ def queue_lines(history: History, record: StepRecord, moment: Moment, width: int
         running.append("█", sequence_style(seq_id))
     running.append("░" * max(0, limit - len(moment.running)), QUIET)
     first = Text.assemble(("waiting  ", QUIET), f"{queues.waiting:<4} ", running)
-    others = [("swapped", queues.swapped), ("finished", queues.finished), ("preempted", moment.preemptions)]
-    for name, value in others:
+    rest = [("swapped", queues.swapped), ("finished", queues.finished), ("preempted", moment.preemptions)]
+    for name, value in rest:
         if value or name != "swapped":
             first.append(f"   {name} ", QUIET).append(count(value))
     lines = [first]
@@ -165,12 +165,18 @@ def item_rows(record: StepRecord, width: int) -> list[Text]:
 def reason_lines(record: StepRecord, width: int) -> list[Text]:
     """A line for every decision of this step, with its reason; first what waits, which a long list would hide."""
     lines = [_reason("·", "waits", who, text, QUIET) for who, text in wait_texts(record)]
-    lines += [_reason("−", "preempted", one.seq_id, explain_preemption(one), TROUBLE) for one in record.preempted]
-    lines += [_reason("+", "admitted", one.seq_id, explain_admission(one), GOOD) for one in record.admitted]
-    lines += [_reason("?", "guessed", one.seq_id, one_line(explain_cycle(one)), QUIET) for one in record.cycles]
+    lines += [
+        _reason("−", "preempted", victim.seq_id, explain_preemption(victim), TROUBLE) for victim in record.preempted
+    ]
+    lines += [
+        _reason("+", "admitted", admission.seq_id, explain_admission(admission), GOOD) for admission in record.admitted
+    ]
+    lines += [_reason("?", "guessed", cycle.seq_id, one_line(explain_cycle(cycle)), QUIET) for cycle in record.cycles]
     lines += [_reason("·", "plain", who, text, QUIET) for who, text in undrafted_texts(record)]
-    lines += [_reason("✓", "finished", one.seq_id, finish_text(one), ACCENT) for one in record.finished]
-    lines += [_reason("✗", "refused", one.request_id, one_line(one.message), TROUBLE) for one in record.rejected]
+    lines += [_reason("✓", "finished", finish.seq_id, finish_text(finish), ACCENT) for finish in record.finished]
+    lines += [
+        _reason("✗", "refused", refusal.request_id, one_line(refusal.message), TROUBLE) for refusal in record.rejected
+    ]
     return [part for line in lines for part in _wrapped(line, width)]
 
 
@@ -255,13 +261,13 @@ def step_line(record: StepRecord) -> str:
         f"fragmentation {percent(cache.internal_fragmentation)}  shared {percent(cache.sharing)}",
         ", ".join(work_texts(record)),
         *launch_texts(record),
-        *(f"+{one.seq_id} {explain_admission(one)}" for one in record.admitted),
-        *(f"-{one.seq_id} {explain_preemption(one)}" for one in record.preempted),
+        *(f"+{admission.seq_id} {explain_admission(admission)}" for admission in record.admitted),
+        *(f"-{victim.seq_id} {explain_preemption(victim)}" for victim in record.preempted),
         *(f"{who} {'waits' if isinstance(who, int) else 'wait'} {text}" for who, text in wait_texts(record)),
-        *(f"{one.seq_id} guessed: {one_line(explain_cycle(one))}" for one in record.cycles),
+        *(f"{cycle.seq_id} guessed: {one_line(explain_cycle(cycle))}" for cycle in record.cycles),
         *(f"{who} plain: {text}" for who, text in undrafted_texts(record)),
-        *(f"{one.seq_id} finished {finish_text(one)}" for one in record.finished),
-        *(f"{one_line(one.request_id)} refused: {one_line(one.message)}" for one in record.rejected),
+        *(f"{finish.seq_id} finished {finish_text(finish)}" for finish in record.finished),
+        *(f"{one_line(refusal.request_id)} refused: {one_line(refusal.message)}" for refusal in record.rejected),
     ]
     return "  ".join(parts)
 

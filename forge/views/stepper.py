@@ -129,9 +129,9 @@ class Stepper:
     def _runs_on(self, goal: Callable[[StepRecord], bool], at_end: bool) -> bool:
         """Go to the next step that is the goal among those that are there; whether to go on with new ones."""
         records = self._history.records
-        found = next((index for index in range(self._at + 1, len(records)) if goal(records[index])), None)
-        self._at = len(records) - 1 if found is None else found
-        if found is None and not at_end:
+        reached = next((index for index in range(self._at + 1, len(records)) if goal(records[index])), None)
+        self._at = len(records) - 1 if reached is None else reached
+        if reached is None and not at_end:
             self._goal = goal
             return True
         return False

@@ -110,8 +110,15 @@ class RunResult:
     @cached_property
     def endings(self) -> tuple[str, ...]:
         """How each sample ended: `length`, or with the reason for it `length: the pool holds 32 tokens`."""
-        arrived = [one for record in self.records for one in record.arrived if one.request_id == self.output.request_id]
-        ended = {one.seq_id: one for record in self.records for one in record.finished if one.why is not None}
+        arrived = [
+            arrival
+            for record in self.records
+            for arrival in record.arrived
+            if arrival.request_id == self.output.request_id
+        ]
+        ended = {
+            finish.seq_id: finish for record in self.records for finish in record.finished if finish.why is not None
+        }
         told = [ended.get(seq_id) for seq_id in arrived[-1].seq_ids] if arrived else []
         return tuple(
             [
