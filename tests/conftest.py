@@ -1,8 +1,14 @@
-"""Hypothesis profiles: the default is small and deterministic; FORGE_HYPOTHESIS_PROFILE=fuzz looks far, at random."""
+"""Which tests run, and how far they look.
+
+Tests marked `slow` run with FORGE_ALL_TESTS (`make test-all`), and are deselected without it; the summary counts them.
+What each of them checks, a quicker test checks on fewer cases. Hypothesis: the default profile is small and
+deterministic; FORGE_HYPOTHESIS_PROFILE=fuzz looks far, at random.
+"""
 
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -18,3 +24,32 @@ settings.load_profile(os.environ.get("FORGE_HYPOTHESIS_PROFILE", "default"))
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what it runs in the background deaf to Ctrl-C, and children inherit that. Tests press it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+NUM_SLOW = pytest.StashKey[int]()
+"""How many tests were deselected because they are slow."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("FORGE_ALL_TESTS"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    config.stash[NUM_SLOW] = len(slow)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["num_slow"] = session.config.stash.get(NUM_SLOW, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """Every worker of pytest-xdist collects all tests, so that one of them tells how many are left out."""
+    node.config.stash[NUM_SLOW] = getattr(node, "workeroutput", {}).get("num_slow", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if number := config.stash.get(NUM_SLOW, 0):
+        terminalreporter.write_line(f"{number} slow tests were left out: make test-all runs them (FORGE_ALL_TESTS=1)")
