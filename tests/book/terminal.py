@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable
 
 from tests.cli.conftest import environment, start
+from tests.waiting import PATIENCE
 
-PATIENCE = 60
-"""Seconds after which a hanging child is given up."""
 _CLEAR = re.compile(r"\x1b\[2J")
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x1b\x07]*(\x1b\\|\x07))")
 

@@ -144,7 +144,6 @@ def test_chapter_9(facts):
     four_slots, small_pool, no_cache = exercises(9)
     crowded = facts(four_slots)
     assert crowded["metrics"]["most_running"] <= 4 and crowded["steps"]["batch_max"] == 4
-    assert crowded["first_ms"]["max"] > crowded["alone"]["end_to_end_ms"], "the last waits for the stories before it"
     preempted = facts(small_pool)
     assert preempted["identical"] and preempted["steps"]["preemptions"] > 0
     uncached = facts(no_cache)

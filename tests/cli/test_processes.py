@@ -16,10 +16,9 @@ import pytest
 from tests.book.terminal import Terminal
 from tests.cli.conftest import ROOT, environment, start
 from tests.small_models import write_small_qwen3
+from tests.waiting import PATIENCE
 
 LONG = "400"
-PATIENCE = 60
-"""Seconds after which a hanging child is given up."""
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +282,7 @@ def press_ctrl_c(terminal: Terminal, until: Callable[[], bool]) -> None:
     """Ctrl-C, and again where nothing came of it within seconds: a signal between two keys may be lost to readline."""
     for _ in range(10):
         terminal.interrupt()
-        deadline = time.monotonic() + 4
+        deadline = time.monotonic() + 15
         while time.monotonic() < deadline:
             terminal._read(0.1)
             if until():
@@ -297,11 +296,11 @@ def test_ctrl_c_clears_the_line_of_a_conversation_and_a_second_one_ends_it(tmp_p
             terminal.wait_for("you> ", number)
             terminal.send(half)
             terminal.wait_for(half)
-            press_ctrl_c(terminal, lambda number=number: terminal.page.count("line cleared") == number)
+            press_ctrl_c(terminal, lambda number=number: terminal.page.count("line cleared") >= number)
         terminal.send("hello\r")
         terminal.wait_for("first token")
         terminal.wait_for("you> ", 4)
-        press_ctrl_c(terminal, lambda: terminal.page.count("line cleared") == 3)
+        press_ctrl_c(terminal, lambda: terminal.page.count("line cleared") >= 3)
         press_ctrl_c(terminal, lambda: terminal._process.poll() is not None)
         assert terminal.finish() == 130 and terminal.is_sane()
 

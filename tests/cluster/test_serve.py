@@ -19,8 +19,9 @@ import pytest
 
 from forge import LLM, SamplingParams
 from tests.cli.conftest import start
-from tests.server.conftest import Server, until
+from tests.server.conftest import Server
 from tests.small_models import write_small_qwen3
+from tests.waiting import until
 
 pytest.importorskip("ray", reason="Ray Serve is not installed: pip install 'ray[serve]'")
 

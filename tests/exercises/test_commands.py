@@ -14,6 +14,7 @@ from tests.book.terminal import Terminal
 from tests.cli.conftest import environment
 from tests.cli.conftest import forge as forge  # a fixture
 from tests.exercises.mistakes import right, wrong_ones
+from tests.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -77,9 +78,21 @@ def test_the_calls_can_be_pasted(folder):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_check_that_does_not_end_is_stopped(folder):
-    stubborn = "while True:\n    try:\n        while True: pass\n    except BaseException: pass\n"
-    result = session.check(find_entry("4"), write(folder, "block_pool", stubborn), deadline=3)
+def test_a_check_that_does_not_end_is_stopped(folder, monkeypatch):
+    begun, real_wait = folder / "begun", subprocess.Popen.wait
+    stubborn = (
+        f"open({str(begun)!r}, 'w')\nwhile True:\n    try:\n        while True: pass\n    except BaseException: pass\n"
+    )
+
+    def wait(process, timeout=None):
+        if timeout == session.DEADLINE:  # which is over once the reader's code runs
+            assert until(begun.exists)
+            raise subprocess.TimeoutExpired(process.args, timeout)
+        return real_wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    monkeypatch.setattr(session, "_LAST_WORDS_SECONDS", PATIENCE)
+    result = session.check(find_entry("4"), write(folder, "block_pool", stubborn))
     assert result.rule == "endless" and "stopped" in result.found
     assert result.line is not None and result.line.startswith("04_block_pool.py:")
 
@@ -107,11 +120,11 @@ def test_a_check_has_a_limit_of_memory_and_of_files(folder):
 
 
 def test_neither_a_thread_nor_a_process_that_goes_on_delays_a_check(folder):
-    going_on = "import subprocess, threading, time\nthreading.Thread(target=time.sleep, args=(50,)).start()\n"
-    going_on += 'subprocess.Popen(["sleep", "50"])\n'
+    going_on = "import subprocess, threading, time\nthreading.Thread(target=time.sleep, args=(500,)).start()\n"
+    going_on += 'subprocess.Popen(["sleep", "500"])\n'
     started = time.monotonic()
     assert session.check(find_entry("4"), write(folder, "block_pool", going_on + right("block_pool"))).passed
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 400
 
 
 def test_a_signal_of_the_readers_own_does_not_end_a_check(folder):

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from importlib import util
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from forge.errors import ForgeError
 from forge.experiments.serving.clients import Crowd, Crowded, Ending, Overload, Visit, parse_metrics
 from forge.server.server_process import ServerProcess
 from tests.cli.conftest import ROOT, environment, forge  # noqa: F401 (a fixture)
+from tests.waiting import PATIENCE, until
 
 REFUSED = Overload(64, 429, 0.5, "1", 200)
 FEW = ("--model", "hash", "--clients", "2", "--max-tokens", "40", "--every", "5")
@@ -42,12 +42,14 @@ def test_a_server_that_cannot_start_says_why_in_one_line():
 def test_ctrl_c_ends_the_server_too():
     started = (sys.executable, "-m", "forge", "serving", "--only", "run", *FEW[:-1], "1000")
     process = subprocess.Popen(started, stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment())
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    patience = time.monotonic() + 60
-    while not (servers := children.read_text().split()) and time.monotonic() < patience:
-        time.sleep(0.1)
+
+    def children(pid: int | str) -> list[str]:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+    assert until(lambda: [engine for server in children(process.pid) for engine in children(server)])
+    servers = children(process.pid)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and b"Traceback" not in err
     assert servers and not [server for server in servers if Path(f"/proc/{server}").exists()]
 

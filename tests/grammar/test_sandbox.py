@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import CancelledError, as_completed
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
 from forge.grammar.sandbox_process import LANES, Lane, Supervisor
 from forge.grammar.vocabulary import Vocabulary
 from forge.grammar.work_estimate import estimate
+from tests.waiting import PATIENCE, until
 
-PATIENCE = 60
 NEVER = {"deadline": math.inf}
 
 
@@ -215,10 +214,7 @@ def test_nothing_is_left_of_a_closed_sandbox(tokenizer):
     exploding = sandbox.check(doubling())
     sandbox.close()
     assert isinstance(exploding.exception(PATIENCE), CompilersBusy)
-    deadline = time.monotonic() + PATIENCE
-    while any(Path(f"/proc/{pid}").exists() for pid in processes) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
 
 
 def test_an_llm_refuses_it_and_goes_on():

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,10 +19,9 @@ import pytest
 from forge import LLM
 from tests.cli.conftest import forge, start  # noqa: F401 (a fixture)
 from tests.small_models import small_tokenizer, write_small_qwen3
+from tests.waiting import PATIENCE
 
 USER_DEFINED = 4
-PATIENCE = 120
-"""Seconds after which a hanging server is given up."""
 
 
 class Server:
@@ -89,16 +87,6 @@ class Server:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         command = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
         return next(child for child, line in command.items() if b"spawn_main" in line)
-
-
-def until(condition, seconds: float = PATIENCE) -> bool:
-    """Whether `condition` comes to hold."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 async def post(port: int, path: str, body: Any) -> tuple[int, bytes]:

@@ -7,6 +7,7 @@ import urllib.request
 import pytest
 
 from tests.server.conftest import request_bytes
+from tests.waiting import PATIENCE
 
 BAD = {
     "not JSON": b"{",
@@ -191,14 +192,14 @@ def test_more_prompts_than_the_queue_has_room_for_are_never_worth_another_try(se
 
 def test_head_is_get_without_a_body(server):
     request = urllib.request.Request(server.url + "/health", method="HEAD")
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         assert answer.status == 200 and answer.headers["content-length"] == "15" and answer.read() == b""
 
 
 def raw(server, data: bytes) -> bytes:
     """All that comes back until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.settimeout(30)
+        connection.settimeout(PATIENCE)
         found = b""
         try:
             connection.sendall(data)
@@ -214,7 +215,7 @@ def test_an_offer_of_another_protocol_is_not_taken_up(server):
     offer = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
     body = request_bytes("/v1/completions", {"prompt": "x", "max_tokens": 2})
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.settimeout(30)
+        connection.settimeout(PATIENCE)
         connection.sendall(body.replace(b"connection: close\r\n", offer))
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
 
@@ -236,7 +237,7 @@ def test_a_head_that_is_too_large_is_refused_though_it_comes_whole(server):
 def test_a_client_that_closes_its_sending_half_gets_its_answer(server, stream):
     asked = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": stream}
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.settimeout(30)
+        connection.settimeout(PATIENCE)
         connection.sendall(request_bytes("/v1/completions", asked).replace(b"connection: close\r\n", b""))
         connection.shutdown(socket.SHUT_WR)
         found = b""
@@ -248,7 +249,7 @@ def test_a_client_that_closes_its_sending_half_gets_its_answer(server, stream):
 def test_a_client_that_closes_before_its_body_is_sent_is_hung_up_on(server):
     body = request_bytes("/v1/completions", {"prompt": "x"})
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.settimeout(10)
+        connection.settimeout(PATIENCE)
         connection.sendall(body[:-3])
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 import socket
 import urllib.error
 import urllib.request
@@ -12,7 +14,8 @@ import openai
 import pytest
 
 from forge import SamplingParams
-from tests.server.conftest import Server, post, request_bytes, until
+from tests.server.conftest import Server, post, request_bytes
+from tests.waiting import PATIENCE, eventually, until
 
 
 def test_a_thousand_requests_on_a_tiny_pool_say_what_each_says_alone(server, alone):
@@ -74,7 +77,7 @@ def test_a_client_that_closes_its_connection_is_aborted(server, stream):
 @pytest.fixture(scope="module")
 def strict(model_path, alone):
     """A server with narrow limits."""
-    limits = ("--stall-timeout", "0.5", "--header-timeout", "0.5", "--max-queue", "4", "--max-body-bytes", "20000")
+    limits = ("--stall-timeout", "0.5", "--header-timeout", "2", "--max-queue", "4", "--max-body-bytes", "20000")
     origin = ("--allow-origin", "http://app.example")
     one = Server("-m", model_path, "--num-blocks", "256", *limits, "--api-key", "geheim", *origin)
     yield one
@@ -118,7 +121,6 @@ def test_slow_readers_get_everything_and_hold_up_nobody(server):
         await answered.wait()  # it leaves its stream unread until another client has its answer
         while piece := await loop.sock_recv(raw, 2048):
             data += piece
-            await asyncio.sleep(0.002)
         raw.close()
         body = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data[data.index(b"\r\n\r\n") + 2 :])
         events = [json.loads(event[6:]) for event in body.split(b"\n\n") if event.startswith(b"data: {")]
@@ -128,8 +130,8 @@ def test_slow_readers_get_everything_and_hold_up_nobody(server):
     async def all_at_once() -> tuple[list[str], tuple[int, bytes]]:
         answered = asyncio.Event()
         slow = [asyncio.create_task(read_slowly(answered)) for _ in range(12)]
-        await asyncio.sleep(0.05)
-        quick = await asyncio.wait_for(post(server.port, "/v1/completions", {"prompt": "x", "max_tokens": 2}), 30)
+        quick = post(server.port, "/v1/completions", {"prompt": "x", "max_tokens": 2})
+        quick = await asyncio.wait_for(quick, PATIENCE)
         answered.set()
         return await asyncio.gather(*slow), quick
 
@@ -140,14 +142,21 @@ def test_slow_readers_get_everything_and_hold_up_nobody(server):
 
 def test_a_full_queue_is_429_and_says_when_to_come_back(strict):
     async def crowd():
-        body = {"model": "small", "prompt": "x", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
         async with openai.AsyncOpenAI(base_url=f"{strict.url}/v1", api_key="geheim", max_retries=0) as client:
-            asked = [client.completions.create(**body) for _ in range(12)]
+            asked = [client.completions.create(model="small", prompt="x", max_tokens=3) for _ in range(12)]
+            asked = [asyncio.create_task(answer) for answer in asked]
+            await eventually(lambda: sum(answer.done() for answer in asked) == 8)
+            os.kill(engine, signal.SIGCONT)
             return await asyncio.gather(*asked, return_exceptions=True)
 
-    found = asyncio.run(crowd())
-    refused = [one for one in found if isinstance(one, openai.RateLimitError)]
-    assert refused and len(refused) + sum(not isinstance(one, Exception) for one in found) == 12
+    engine = strict.engine_pid()
+    os.kill(engine, signal.SIGSTOP)  # so that no request ends before all have come
+    try:
+        answers = asyncio.run(crowd())
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
+    assert len(refused) == 8 and sum(not isinstance(answer, Exception) for answer in answers) == 4
     assert refused[0].response.headers["retry-after"] == "1" and refused[0].code == "queue_full"
 
 
@@ -197,13 +206,10 @@ def test_a_body_far_beyond_the_limit_is_not_read_to_its_end(strict):
 
 
 def test_a_request_that_never_comes_is_hung_up_on(strict):
-    with socket.create_connection(("127.0.0.1", strict.port)) as raw:
-        raw.settimeout(10)
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
-        assert raw.recv(1000) == b""
-    with socket.create_connection(("127.0.0.1", strict.port)) as raw:
-        raw.settimeout(10)
-        assert raw.recv(1000) == b""
+    address = ("127.0.0.1", strict.port)
+    with socket.create_connection(address, PATIENCE) as half, socket.create_connection(address, PATIENCE) as silent:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
+        assert half.recv(1000) == b"" and silent.recv(1000) == b""
 
 
 def test_an_allowed_origin_may_ask_first_and_others_may_not(strict):

@@ -15,6 +15,7 @@ from forge.server import engine_process
 from forge.server.engine_process import EngineServer
 from forge.server.messages import Abort, Ask, AskTasks, Inbox, Submit, Update, Watch, Withdraw, frame
 from tests.engine.scripted import PIECES, letters, muddled, new_engine
+from tests.waiting import PATIENCE
 
 MERGED = ("accepted", "refused", "tokens", "sample_ends", "ends", "answers", "steps", "records")
 
@@ -24,7 +25,7 @@ class Peer:
 
     def __init__(self, engine):
         self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(30)
+        self.socket.settimeout(PATIENCE)
         self.inbox = Inbox()
         self.server = EngineServer(SimpleNamespace(engine=engine, device="cpu"), theirs)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
@@ -49,7 +50,7 @@ class Peer:
 
     def close(self) -> None:
         self.socket.close()
-        self.thread.join(30)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
 
 

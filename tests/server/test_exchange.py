@@ -137,7 +137,7 @@ def logging_server(request, model_path, alone, tmp_path_factory):
 
 def lines_of(server: Server, request_id: str) -> list[dict]:
     """The facts of the access log's lines about a request, by name."""
-    from tests.server.conftest import until
+    from tests.waiting import until
 
     assert until(lambda: any(request_id in line for line in server.log))
     lines = [line for line in server.log if request_id in line]
@@ -200,7 +200,7 @@ def test_both_processes_tell_their_memory(logging_server):
 def test_keys_are_read_again_at_sighup_and_a_broken_file_changes_none(logging_server):
     import signal
 
-    from tests.server.conftest import until
+    from tests.waiting import until
 
     def opens(key: str) -> bool:
         return logging_server.request("/v1/models", headers={"authorization": f"Bearer {key}"})[0] == 200

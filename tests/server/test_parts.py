@@ -30,6 +30,7 @@ from forge.server.serving import OncePerSecond
 from forge.server.settings import Limits
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from forge.trace.records import RequestMetrics
+from tests.waiting import PATIENCE
 
 
 @given(st.lists(st.text(max_size=50), max_size=20), st.lists(st.integers(1, 40), min_size=1, max_size=50))
@@ -140,24 +141,25 @@ def test_what_is_written_in_one_turn_goes_out_as_one_piece():
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "not taken"])
 def test_an_answer_that_is_taken_late_or_not_at_all_leaves_no_error_behind(taken):
     """A transport has no loop any more once it has closed, and must not be aborted then."""
-    errors, answer = [], b"x" * (8 << 20)
+    errors, answer, lost = [], b"x" * (8 << 20), asyncio.Event()
 
     class Answering(asyncio.Protocol):
         def connection_made(self, transport) -> None:
-            self.corked = CorkedTransport(transport, asyncio.get_running_loop(), 0.1)
+            self.corked = CorkedTransport(transport, asyncio.get_running_loop(), PATIENCE if taken else 0.1)
             self.corked.write(answer)
             self.corked.close()
 
         def connection_lost(self, error) -> None:
             self.corked.closed()
             self.corked.close()  # as uvicorn does
+            lost.set()
 
     async def read() -> bytes:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
         serving = await asyncio.get_running_loop().create_server(Answering, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*serving.sockets[0].getsockname(), limit=1 << 16)
         data = await reader.read() if taken else b""
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(lost.wait(), PATIENCE)
         with suppress(ConnectionError):
             data += await reader.read()
         writer.close()

@@ -7,7 +7,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="the fuzzer needs sche
 from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.checks import CHECKS, load_all_checks  # noqa: E402
 
-from tests.server.conftest import until  # noqa: E402
+from tests.waiting import PATIENCE, until  # noqa: E402
 
 EXAMPLES = {GenerationMode.POSITIVE: 6, GenerationMode.NEGATIVE: 20}
 """Per endpoint: sound requests, which take long to make up, and unsound ones."""
@@ -33,7 +33,7 @@ def test_no_described_request_is_a_server_error(server, mode):
         def run(case):
             if isinstance(case.body, dict) and type(case.body.get("max_tokens")) is int:
                 case.body["max_tokens"] = min(case.body["max_tokens"], 50)
-            case.call_and_validate(checks=WANTED, timeout=30)
+            case.call_and_validate(checks=WANTED, timeout=PATIENCE)
 
         run()
     assert until(server.is_idle)

@@ -19,8 +19,9 @@ from forge.server.metrics import Metrics
 from forge.server.settings import Settings
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from tests.model.test_heads import reranker_gguf
-from tests.server.conftest import Server, request_bytes, until
+from tests.server.conftest import Server, request_bytes
 from tests.small_models import write_small_qwen3
+from tests.waiting import until
 
 pytest.importorskip("forge.engine.tasks", reason="this engine answers no one-shot questions")
 TEXTS = ["a fox in the snow", "a lantern", "x"]

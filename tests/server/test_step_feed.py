@@ -8,7 +8,7 @@ import pytest
 from forge.server import step_feed
 from forge.server.errors import ApiError
 from forge.server.step_feed import MAX_SUBSCRIBERS, StepFeed
-from tests.server.conftest import until
+from tests.waiting import eventually, until
 
 
 class Client:
@@ -78,24 +78,22 @@ def test_steps_that_come_together_are_one_piece_and_one_that_falls_behind_misses
         subscriber = feed.join()
         for step in (1, 2, 3, 4, None):
             client.steps.put_nowait(step)
-        await asyncio.sleep(0.05)
+        await eventually(lambda: feed._reading is None)  # it has read the end
         return [piece async for piece in feed.pieces(subscriber)]
 
     assert asyncio.run(watch()) == [b"data: 3\n\ndata: 4\n\ndata: [DONE]\n\n"]
 
 
 def test_nothing_is_read_where_nobody_watches(encoded):
-    async def watch() -> tuple[bool, bool]:
+    async def watch() -> None:
         client = Client()
         feed = StepFeed(client, texts=True)
         subscriber = feed.join()
-        await asyncio.sleep(0.01)
-        was_read = client.is_read
+        await eventually(lambda: client.is_read)
         feed.leave(subscriber)
-        await asyncio.sleep(0.01)
-        return was_read, client.is_read
+        await eventually(lambda: not client.is_read)
 
-    assert asyncio.run(watch()) == (True, False)
+    asyncio.run(watch())
 
 
 def test_a_server_has_so_many_subscriber_and_answers_the_next_in_one_line(server, forge):

@@ -9,7 +9,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.server.conftest import request_bytes, until
+from tests.server.conftest import request_bytes
+from tests.waiting import until
 
 MESSAGES = [{"role": "user", "content": "Who?"}]
 SCHEMA = {

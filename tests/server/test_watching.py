@@ -13,7 +13,7 @@ from forge import LLM, SamplingParams, __version__
 from forge.server.redaction import without_texts
 from forge.trace.codec import codec_of
 from forge.trace.records import FinishRecord, SpecCycle, StepRecord, TokenVerdict
-from tests.server.conftest import until
+from tests.waiting import PATIENCE, until
 
 
 def test_health_is_a_plain_ok(server):
@@ -143,7 +143,7 @@ def test_a_request_of_several_prompts_can_be_read_too(server):
 
 
 def test_steps_are_sent_as_they_happen(server):
-    answer = urllib.request.urlopen(server.url + "/debug/steps", timeout=30)
+    answer = urllib.request.urlopen(server.url + "/debug/steps", timeout=PATIENCE)
     body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}
     asking = threading.Thread(target=server.request, args=("/v1/completions", body))
     asking.start()

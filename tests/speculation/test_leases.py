@@ -14,6 +14,7 @@ from forge.model.hash_model import HashModel
 from forge.model.model import Model, ModelUnavailable
 from forge.speculation.leases import LeasedModel, LeaseRevoked, lease_model
 from tests.engine.scripted import new_engine, saying
+from tests.waiting import PATIENCE
 
 
 class Busy(HashModel):
@@ -179,8 +180,8 @@ def test_a_thread_that_uses_it_all_the_time_notices_a_revocation_from_another():
     thread.start()
     started.wait()
     model.lease.revoke()
-    assert model.lease.wait_released(10)
-    thread.join(10)
+    assert model.lease.wait_released(PATIENCE)
+    thread.join(PATIENCE)
 
     assert ended == ["draft"]
 

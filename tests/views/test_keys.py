@@ -13,6 +13,7 @@ import pytest
 from forge.views import keys as module
 from forge.views.keys import EOF, RESIZE, TIMEOUT, LineKeys, TerminalKeys, open_keys
 from tests.views.records import terminal
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -51,23 +52,24 @@ class Ends:
 def test_keys_have_names(ours, typed, expected):
     with TerminalKeys(ours.theirs) as keys:
         ours.type(typed)
-        assert [keys.read_key(timeout=5) for _ in expected] == expected
+        assert [keys.read_key(timeout=PATIENCE) for _ in expected] == expected
 
 
 def test_escape_alone_is_a_key(ours):
     with TerminalKeys(ours.theirs) as keys:
         ours.type(b"\x1b")
-        assert keys.read_key(timeout=5) == "escape"
+        assert keys.read_key(timeout=PATIENCE) == "escape"
         ours.type(b"n")
-        assert keys.read_key(timeout=5) == "n"
+        assert keys.read_key(timeout=PATIENCE) == "n"
 
 
-def test_a_sequence_that_arrives_in_two_parts_is_one_key(ours):
+def test_a_sequence_that_arrives_in_two_parts_is_one_key(ours, monkeypatch):
+    monkeypatch.setattr("forge.views.keys._ESCAPE_SECONDS", PATIENCE)
     with TerminalKeys(ours.theirs) as keys:
         ours.type(b"\x1b")
         later = threading.Timer(0.01, lambda: ours.type(b"[A"))
         later.start()
-        assert keys.read_key(timeout=5) == "up"
+        assert keys.read_key(timeout=PATIENCE) == "up"
         later.join()
 
 
@@ -96,20 +98,20 @@ def test_the_terminal_is_as_before_while_keys_are_paused(ours):
 def test_what_was_typed_before_a_pause_ended_is_discarded(ours):
     with TerminalKeys(ours.theirs) as keys:
         ours.type(b"nbb")
-        assert keys.read_key(timeout=5) == "n"
+        assert keys.read_key(timeout=PATIENCE) == "n"
         with keys.paused():
             ours.type(b"qq\n")
-            assert select.select([ours.theirs], [], [], 5)[0]
+            assert select.select([ours.theirs], [], [], PATIENCE)[0]
         assert keys.read_key(timeout=0) == TIMEOUT
         ours.type(b"x")
-        assert keys.read_key(timeout=5) == "x"
+        assert keys.read_key(timeout=PATIENCE) == "x"
 
 
 def test_what_is_typed_while_muted_is_neither_echoed_nor_kept(ours):
     with TerminalKeys(ours.theirs) as keys:
         with keys.muted():
             ours.type(b"qq\n")
-            assert select.select([ours.theirs], [], [], 5)[0]
+            assert select.select([ours.theirs], [], [], PATIENCE)[0]
             assert not select.select([ours.ours], [], [], 0.05)[0], "the terminal wrote what was typed"
         assert keys.read_key(timeout=0) == TIMEOUT
 
@@ -120,7 +122,7 @@ def test_lines_that_were_typed_before_a_pause_ended_are_discarded(ours, monkeypa
         keys = LineKeys()
         with keys.paused():
             ours.type(b"q\n")
-            assert select.select([ours.theirs], [], [], 5)[0]
+            assert select.select([ours.theirs], [], [], PATIENCE)[0]
         ours.type(b"x\n")
         assert keys.read_key() == "x"
 
@@ -130,7 +132,7 @@ def test_another_size_is_a_key(ours):
     with TerminalKeys(ours.theirs) as keys:
         os.kill(os.getpid(), signal.SIGWINCH)
         os.kill(os.getpid(), signal.SIGWINCH)
-        assert keys.read_key(timeout=5) == RESIZE and keys.read_key(timeout=0) == TIMEOUT
+        assert keys.read_key(timeout=PATIENCE) == RESIZE and keys.read_key(timeout=0) == TIMEOUT
     assert signal.getsignal(signal.SIGWINCH) == handler
 
 
@@ -152,7 +154,7 @@ def test_a_signal_wakes_who_waits_for_a_key(ours):
     with TerminalKeys(ours.theirs) as keys:
         later = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGWINCH))
         later.start()
-        assert keys.read_key(timeout=20) == RESIZE
+        assert keys.read_key(timeout=PATIENCE) == RESIZE
         later.join()
 
 
@@ -161,16 +163,16 @@ def test_coming_back_from_the_background_takes_the_terminal_again(ours):
     with TerminalKeys(ours.theirs) as keys:
         termios.tcsetattr(ours.theirs, termios.TCSANOW, before)  # as a shell does
         os.kill(os.getpid(), signal.SIGCONT)
-        assert keys.read_key(timeout=5) == RESIZE and ours.modes() != before
+        assert keys.read_key(timeout=PATIENCE) == RESIZE and ours.modes() != before
 
 
 def test_ctrl_c_is_an_exception(ours):
     with TerminalKeys(ours.theirs) as keys:
         later = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
-        later.start()
         with pytest.raises(KeyboardInterrupt):
+            later.start()
             while True:
-                keys.read_key(timeout=20)
+                keys.read_key(timeout=PATIENCE)
         later.join()
 
 
@@ -178,7 +180,7 @@ def test_a_closed_terminal_is_the_end():
     ours, theirs = pty.openpty()
     with TerminalKeys(theirs) as keys:
         os.close(ours)
-        assert keys.read_key(timeout=5) == EOF
+        assert keys.read_key(timeout=PATIENCE) == EOF
     os.close(theirs)
 
 
