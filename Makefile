@@ -12,16 +12,17 @@ FAST_TESTS := tests/gguf tests/tokenizer tests/cache tests/trace tests/model tes
 	tests/backends/cpu/test_features.py tests/engine/test_llm.py tests/cli/test_commands.py tests/cli/test_doctor.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-oldest test-cluster test-arm test-all fuzz lint models pictures clean
+.PHONY: help demo test test-oldest test-cluster test-arm test-all fuzz mutants lint models pictures clean
 
 help:
 	@echo "make demo         install into $(VENV) and generate 32 tokens"
-	@echo "make test         install what the tests need and run them all"
+	@echo "make test         install what the tests need and run all but the slow ones"
 	@echo "make test-oldest  run the fast tests with the oldest versions that pyproject.toml allows"
 	@echo "make test-cluster install Ray Serve too and run the tests of many engines"
-	@echo "make test-all     all of the above tests"
+	@echo "make test-all     all of the above tests, the slow ones too"
 	@echo "make test-arm     compare the kernels' bits with those of an emulated ARM server (as root, on Debian)"
 	@echo "make fuzz         run the tests with many more random examples"
+	@echo "make mutants      change the code in one place at a time: do the tests notice? (MUTANTS='--sample 100')"
 	@echo "make lint         check style with ruff, and types with mypy"
 	@echo "make models       train the bundled models again"
 	@echo "make pictures     draw the pictures of the README again"
@@ -37,7 +38,7 @@ test: $(INSTALLED_DEV)
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=. $(OLDEST)/bin/python -m pytest $(FAST_TESTS) $(PYTEST_ARGS)
 
-# Exported, it asks those tests that have a size for all of it.
+# Exported, it lets tests run that are marked slow.
 test-all: export FORGE_ALL_TESTS = 1
 test-all: test test-oldest test-cluster
 
@@ -51,6 +52,9 @@ test-arm: $(INSTALLED_DEV) $(ARM)/.installed
 
 fuzz: $(INSTALLED_DEV)
 	FORGE_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+mutants: $(INSTALLED_DEV)
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

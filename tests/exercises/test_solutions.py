@@ -1,10 +1,9 @@
 """Right solutions in any style pass; each wrong one fails under the rule that names its mistake.
 
-The wrong ones are written by hand (`mistakes`) and made of the right ones (`mutation`): all of the latter with
-FORGE_ALL_TESTS, else every few of them.
+The wrong ones are written by hand (`mistakes`) and made of the right ones (`mutation`).
 """
 
-import os
+from dataclasses import dataclass
 
 import pytest
 
@@ -12,12 +11,8 @@ from forge.exercises import find_entry
 from forge.exercises.catalog import available
 from forge.exercises.result import Result
 from tests.exercises.judging import Judged, judge_all, judges
-from tests.exercises.mistakes import SOLVED, right, right_ones, wrong_ones
-from tests.exercises.mutation import mutants
-
-ALL = bool(os.environ.get("FORGE_ALL_TESTS"))
-SHARE = 30
-"""Of so many wrong solutions one is checked without FORGE_ALL_TESTS."""
+from tests.exercises.mistakes import SOLVED, Variant, right, right_ones, wrong_ones
+from tests.mutation import mutants
 
 EQUIVALENT = {
     "sampling": {"line 20: the condition is True": "a min_p of 0 keeps every token anyway"},
@@ -72,63 +67,69 @@ EQUIVALENT = {
 """Mutants that do what the right solution does, or something else that is right, and why."""
 
 
-def _is_checked(number: int) -> bool:
-    return ALL or number % SHARE == 0
+@dataclass(frozen=True)
+class Judgements:
+    """What the checks say of one in `share` of all solutions."""
+
+    share: int
+    judged: dict[tuple[str, str], Judged]
+
+    def of(self, name: str, source: str) -> Result:
+        judgement = self.judged[name, source]
+        assert isinstance(judgement, Result), judgement
+        return judgement
 
 
-WRONG = [(name, wrong) for name in SOLVED for number, wrong in enumerate(wrong_ones(name)) if _is_checked(number)]
-RIGHT = [(name, variant) for name in SOLVED for number, variant in enumerate(right_ones(name)) if _is_checked(number)]
-MUTANTS = [
-    (name, what, source)
-    for name in SOLVED
-    for number, (what, source) in enumerate(mutants(right(name)))
-    if _is_checked(number + 5)
-]
+def _right(name: str, share: int) -> list[Variant]:
+    return right_ones(name)[::share]
 
 
-@pytest.fixture(scope="module")
-def judged() -> dict[tuple[str, str], Judged]:
-    """What the checks say of all solutions of this file, by exercise and source."""
-    sources = {(name, right(name)) for name in SOLVED}
-    sources |= {(name, variant.source) for name, variant in (*WRONG, *RIGHT)}
-    sources |= {(name, source) for name, _, source in MUTANTS}
-    sources |= {(entry.name, entry.template.read_text(encoding="utf-8")) for entry in available()}
+def _wrong(name: str, share: int) -> list[Variant]:
+    return wrong_ones(name)[::share]
+
+
+def _mutants(name: str, share: int) -> list[tuple[str, str]]:
+    return list(mutants(right(name)))[share // 6 :: share]
+
+
+@pytest.fixture(scope="module", params=[30, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def judgements(request) -> Judgements:
+    share = request.param
+    sources = {(entry.name, entry.template.read_text(encoding="utf-8")) for entry in available()}
+    for name in SOLVED:
+        sources |= {(name, solution.source) for solution in (*_right(name, share), *_wrong(name, share))}
+        sources |= {(name, source) for _, source in _mutants(name, share)} | {(name, right(name))}
     ordered = sorted(sources)
     with judges() as pool:
-        return dict(zip(ordered, judge_all(pool, ordered), strict=True))
-
-
-def _result(judgement: Judged) -> Result:
-    assert isinstance(judgement, Result), judgement
-    return judgement
+        return Judgements(share, dict(zip(ordered, judge_all(pool, ordered), strict=True)))
 
 
 @pytest.mark.parametrize("name", SOLVED)
-def test_a_right_solution_passes(name, judged):
-    result = _result(judged[name, right(name)])
+def test_a_right_solution_passes_in_any_style(name, judgements):
+    result = judgements.of(name, right(name))
     assert result.passed, _said(result)
     assert set(result.functions.values()) == {"right"}
-
-
-@pytest.mark.parametrize(("name", "variant"), RIGHT, ids=lambda value: getattr(value, "what", value))
-def test_a_right_solution_in_another_style_passes(name, variant, judged):
-    result = _result(judged[name, variant.source])
-    assert result.passed, _said(result)
-
-
-@pytest.mark.parametrize(("name", "wrong"), WRONG, ids=lambda value: getattr(value, "what", value))
-def test_a_mistake_is_named(name, wrong, judged):
-    result = _result(judged[name, wrong.source])
-    assert not result.passed and result.rule == wrong.rule, _said(result)
-    assert result.sentence and result.found and result.question, _said(result)
-    assert len(result.calls) <= 18, _said(result)
+    results = {variant.what: judgements.of(name, variant.source) for variant in _right(name, judgements.share)}
+    assert results and not [(what, _said(result)) for what, result in results.items() if not result.passed]
 
 
 @pytest.mark.parametrize("name", SOLVED)
-def test_a_mutant_is_caught_unless_it_is_listed_as_right(name, judged):
-    survivors = {what for of, what, source in MUTANTS if of == name and _result(judged[of, source]).passed}
-    expected = {what for of, what, _ in MUTANTS if of == name and what in EQUIVALENT.get(name, {})}
-    assert survivors == expected
+def test_mistakes_are_named(name, judgements):
+    mistakes = _wrong(name, judgements.share)
+    assert mistakes
+    for wrong in mistakes:
+        result = judgements.of(name, wrong.source)
+        assert not result.passed and result.rule == wrong.rule, (wrong.what, _said(result))
+        assert result.sentence and result.found and result.question, (wrong.what, _said(result))
+        assert len(result.calls) <= 18, (wrong.what, _said(result))
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_a_mutant_is_caught_unless_it_is_listed_as_right(name, judgements):
+    tried = _mutants(name, judgements.share)
+    assert tried
+    survivors = {what for what, source in tried if judgements.of(name, source).passed}
+    assert survivors == {what for what, _ in tried if what in EQUIVALENT.get(name, {})}
 
 
 @pytest.mark.parametrize("name", SOLVED)
@@ -143,8 +144,8 @@ def test_what_is_listed_as_right_is_a_mutant(name):
 
 
 @pytest.mark.parametrize("entry", available(), ids=lambda entry: entry.name)
-def test_a_template_says_what_is_not_written(entry, judged):
-    result = _result(judged[entry.name, entry.template.read_text(encoding="utf-8")])
+def test_a_template_says_what_is_not_written(entry, judgements):
+    result = judgements.of(entry.name, entry.template.read_text(encoding="utf-8"))
     assert result.rule == "unwritten", _said(result)
     assert all(name in result.found for name in entry.exercise().functions)
 

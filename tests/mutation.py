@@ -1,13 +1,16 @@
-"""Mutants of a right solution: the same file with one small mistake, made by rewriting its syntax tree.
+"""Mutants of a file: the same file with one small mistake, made by rewriting its syntax tree.
 
 Each mutant is one of the mistakes that programmers make: a comparison or a boundary that is off by one, an operator
 that is another one, a statement, a condition or a part of a sum that is left out, an argument in another's place, a
-list that is reversed, a loop that ends too early or goes on too long.
+list that is reversed, a loop that ends too early or goes on too long. What states a fact and computes nothing has no
+mutants: assertions, docstrings, decorators, `strict` of `zip`.
 """
 
 import ast
 import copy
 from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt),
@@ -29,21 +32,52 @@ _OPERATORS: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
     ast.FloorDiv: (ast.Mod,),
     ast.Mod: (ast.FloorDiv,),
 }
+_KEPT = (ast.Pass, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Assert)
+"""Statements that are not left out."""
 Edit = Callable[[ast.AST], None]
 
 
 def mutants(source: str) -> Iterator[tuple[str, str]]:
     """(what was changed, the changed source), each once, in the order of the file."""
     seen = {ast.unparse(ast.parse(source))}
+    for change in changes(source):
+        text = ast.unparse(change.made_in(source))
+        if text not in seen:
+            seen.add(text)
+            yield f"line {change.line}: {change.what}", text + "\n"
+
+
+class Change(NamedTuple):
+    """One mistake. Two of them may come to the same source."""
+
+    line: int
+    what: str
+    place: int
+    """Of the node, in the order in which the tree is walked."""
+    edit: Edit
+
+    def made_in(self, source: str) -> ast.Module:
+        tree = ast.parse(source)
+        self.edit(next(islice(ast.walk(tree), self.place, None)))
+        return ast.fix_missing_locations(tree)
+
+
+def changes(source: str) -> Iterator[Change]:
+    """Every mistake that can be made in the source, in the order of its tree."""
     tree = ast.parse(source)
-    for index, node in enumerate(ast.walk(tree)):
-        for what, edit in _edits(node):
-            changed = copy.deepcopy(tree)
-            edit(next(one for place, one in enumerate(ast.walk(changed)) if place == index))
-            text = ast.unparse(ast.fix_missing_locations(changed))
-            if text not in seen:
-                seen.add(text)
-                yield f"line {getattr(node, 'lineno', 0)}: {what}", text + "\n"
+    silent = {part for node in ast.walk(tree) for fact in _facts_of(node) for part in ast.walk(fact)}
+    for place, node in enumerate(ast.walk(tree)):
+        if node not in silent:
+            for what, edit in _edits(node):
+                yield Change(getattr(node, "lineno", 0), what, place, edit)
+
+
+def _facts_of(node: ast.AST) -> Iterator[ast.AST]:
+    match node:
+        case ast.Assert() | ast.keyword(arg="strict"):
+            yield node
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield from node.decorator_list
 
 
 def _edits(node: ast.AST) -> Iterator[tuple[str, Edit]]:
@@ -89,8 +123,14 @@ def _edits(node: ast.AST) -> Iterator[tuple[str, Edit]]:
         statements = getattr(node, name, None)
         if isinstance(statements, list) and not isinstance(node, ast.Module | ast.ClassDef):
             for index, statement in enumerate(statements):
-                if not isinstance(statement, ast.Pass | ast.Import | ast.FunctionDef):
+                if not isinstance(
+                    statement, ast.Pass | ast.Import | ast.ImportFrom | ast.FunctionDef | ast.Assert
+                ) and (not _is_docstring(statement)):
                     yield f"without {ast.unparse(statement).splitlines()[0][:60]!r}", _drop(name, index)
+
+
+def _is_docstring(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _named(operator: ast.AST) -> str:

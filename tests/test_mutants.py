@@ -1,0 +1,26 @@
+"""`make mutants`: what it changes, and what it is told to leave out."""
+
+import ast
+import tomllib
+
+import pytest
+
+from tests import mutants
+from tests.mutants import ROOT, modules, mutants_of, tests_of
+
+EQUIVALENT = tomllib.loads((ROOT / "tests/equivalent_mutants.toml").read_text())
+
+
+@pytest.mark.parametrize("module", EQUIVALENT)
+def test_what_is_listed_as_equivalent_is_a_mutant(module):
+    assert EQUIVALENT[module].keys() <= {mutant.title for mutant in mutants_of(module)}
+    assert all(EQUIVALENT[module].values()), "with the reason"
+
+
+def test_every_module_has_tests_and_mutants_that_are_other_code():
+    assert len(modules()) > 50
+    for module in ("forge.cache.block_pool", "forge.engine.policies"):
+        text = mutants.path_of(module).read_text()
+        for mutant in mutants_of(module)[::10]:
+            assert ast.unparse(mutant.change.made_in(text)) != ast.unparse(ast.parse(text)), mutant.title
+    assert all(tests_of(module) for module in modules())
