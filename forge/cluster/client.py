@@ -203,8 +203,8 @@ class ClusterClient(EngineClient):
         return None
 
     def is_answering(self, patience: float) -> bool:
-        """Return True: this front lives. `check_ready` says whether an engine can be reached."""
-        return True
+        """Return whether this front still watches its engines. `check_ready` says whether one can be reached."""
+        return not any(task.done() for task in self._loop_tasks)
 
     def end_by_force(self, after: float) -> None:
         """Do nothing: Ray ends the engines, and has limits of its own."""

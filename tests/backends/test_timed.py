@@ -45,7 +45,7 @@ def test_results_are_unchanged_and_every_operation_has_its_name(tmp_path, tie):
     assert set(calls) == outside | inside
     assert calls[1, "rms_norm"] == calls[1, "add"] == calls[1, "rope"] == calls[1, "head_norm"] == 2
     assert calls[1, "attention"] == calls[1, "attn_q"] == calls[-1, "output head"] == 1
-    assert all(time.ms >= 0 for time in timed.operation_times())
+    assert sum(time.ms for time in timed.operation_times()) > 0
 
 
 def test_times_add_up_over_forwards(tmp_path):

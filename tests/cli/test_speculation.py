@@ -46,7 +46,7 @@ def test_a_revoked_draft_costs_no_token(forge, pair):
     )
 
     assert found["identical"] is True
-    assert found["release_ms"] >= 0
+    assert found["release_ms"] is not None
     assert "draft model was revoked" in found["errors"][0]
     assert [cycle["error"] is None for cycle in found["cycles"]][-1] is False
 

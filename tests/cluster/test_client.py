@@ -21,7 +21,6 @@ from tests.cluster.local_engines import (
     PARAMS,
     PROMPT,
     LocalEngine,
-    eventually,
     expected,
     front_of,
     in_a_loop,
@@ -29,6 +28,7 @@ from tests.cluster.local_engines import (
     seed_of,
     submit,
 )
+from tests.waiting import eventually
 
 SEEDED = replace(PARAMS, seed=7)
 
@@ -65,7 +65,7 @@ def test_a_stream_goes_on_with_its_very_tokens_when_its_engine_dies(case: str):
     async def run() -> None:
         params, engines = KILLED[case], {"a": LocalEngine(), "b": LocalEngine()}
         for engine in engines.values():
-            engine.slow_down(0.003)
+            engine.hold_after(8)
         async with front_of(*engines.values()) as client:
             generation = submit(client, "r", params)
             seed, killed = seed_of(client, generation), []
@@ -74,6 +74,8 @@ def test_a_stream_goes_on_with_its_very_tokens_when_its_engine_dies(case: str):
                 if number >= 5 and not killed:
                     killed.append(client.replica_of("r"))
                     engines[killed[0]].kill()
+                    for name in engines.keys() - killed:
+                        engines[name].go_on()
 
             assert await read(generation, kill) == expected(params, seed)
             assert client.replica_of("r") not in killed and client.num_resumed == 1
@@ -159,6 +161,8 @@ async def test_a_stream_that_has_begun_goes_on_at_its_own_version_of_the_model_o
 @in_a_loop
 async def test_a_stream_survives_more_deaths_than_attempts_because_each_engine_brought_tokens():
     engines = [LocalEngine() for _ in range(2)]
+    for engine in engines:
+        engine.hold_after(22)
     async with front_of(*engines) as client:
         by_name = dict(zip("ab", engines, strict=True))
         generation = submit(client, "r", replace(SEEDED, max_tokens=120))
@@ -171,12 +175,11 @@ async def test_a_stream_survives_more_deaths_than_attempts_because_each_engine_b
                 by_name[name].kill()
                 client.leave(name)
                 by_name[f"{name}'"] = again = LocalEngine()
+                again.hold_after(22)
                 client.join(f"{name}'", "engines", again.address)
 
-        for engine in engines:
-            engine.slow_down(0.002)
         assert await read(generation, kill) == expected(replace(SEEDED, max_tokens=120), 7)
-        assert len(deaths) >= 2
+        assert len(deaths) == 5
     for engine in by_name.values():
         engine.kill()
 
@@ -208,6 +211,9 @@ async def test_a_request_that_every_engine_fails_at_ends_with_an_error_and_is_co
             await read(submit(client, "r", SEEDED))
         assert 'finished_reason="error"} 1' in client.metrics.text(client.gauges)
         assert not client.is_ready and not client._requests
+        assert client.is_answering(1.0), "the front itself lives"
+        client._loop_tasks[0].cancel()
+        await eventually(lambda: not client.is_answering(1.0))
     a.kill()
 
 
@@ -217,13 +223,13 @@ async def test_an_engine_that_stands_still_is_given_up_and_its_stream_goes_on():
     async with front_of(a, b) as client:
         engines = {"a": a, "b": b}
         for engine in engines.values():
-            engine.slow_down(0.003)
+            engine.hold_after(6)  # one of them for good
         generation, stopped = submit(client, "r", SEEDED), []
 
         def stop(number: int) -> None:
             if number >= 3 and not stopped:
                 stopped.append(client.replica_of("r"))
-                engines[stopped[0]].slow_down(3600.0)  # no step ends
+                engines["b" if stopped == ["a"] else "a"].go_on()
                 link = client._links[stopped[0]][1]
                 link._pulse.last_seen -= 10.0  # and no pulse came
                 link._pulse.data_received = lambda data: None
@@ -235,9 +241,9 @@ async def test_an_engine_that_stands_still_is_given_up_and_its_stream_goes_on():
 @in_a_loop
 async def test_without_an_engine_a_new_request_is_refused_at_once_and_a_running_one_waits_for_the_next():
     a = LocalEngine()
-    a.slow_down(0.003)
+    a.hold_after(6)
     async with front_of(a) as client:
-        generation, later = submit(client, "r", SEEDED), LocalEngine()
+        generation, later, killed = submit(client, "r", SEEDED), LocalEngine(), []
 
         async def replace_it() -> None:
             await eventually(lambda: "a" not in client._links)
@@ -247,8 +253,13 @@ async def test_without_an_engine_a_new_request_is_refused_at_once_and_a_running_
             client.leave("a")
             client.join("b", "engines", later.address)
 
+        def kill(number: int) -> None:
+            if number >= 4 and not killed:
+                killed.append("a")
+                a.kill()
+
         replacing = asyncio.create_task(replace_it())
-        assert await read(generation, lambda number: a.kill() if number == 4 else None) == expected(SEEDED, 7)
+        assert await read(generation, kill) == expected(SEEDED, 7)
         await replacing
     later.kill()
 
@@ -303,7 +314,7 @@ async def test_two_fronts_share_engines_and_see_each_others_load():
     a = LocalEngine()
     async with front_of(a) as one, front_of(a) as two:
         a.slow_down(0.003)
-        generation = submit(one, "r", replace(SEEDED, max_tokens=400))
+        generation = submit(one, "r", replace(SEEDED, max_tokens=4000))
         await eventually(lambda: two.pools["engines"].fleet.replicas["a"].requests == 1)
         assert await read(submit(two, "q", SEEDED)) == expected(SEEDED, 7)
         one.abort(generation)
@@ -347,11 +358,10 @@ async def test_a_prompt_is_computed_by_one_engine_and_continued_by_another():
 @in_a_loop
 async def test_a_prefill_engine_that_dies_loses_no_request():
     p, q, a = LocalEngine(), LocalEngine(), LocalEngine()
-    for engine in (p, q):
-        engine.slow_down(0.05)
+    p.hold_after(0)
     async with front_of(a, prefills=(p, q)) as client:
         generations = [submit(client, f"r{n}", SEEDED, [*PROMPT, n]) for n in range(4)]
-        await asyncio.sleep(0.01)
+        await eventually(p.llm.engine.has_unfinished)
         p.kill()
         found = await asyncio.gather(*map(read, generations))
         assert found == [expected(SEEDED, 7, [*PROMPT, n]) for n in range(4)]
@@ -363,7 +373,7 @@ async def test_a_load_of_a_prefill_engine_ends_with_the_hand_over():
     p, a = LocalEngine(), LocalEngine()
     a.slow_down(0.01)
     async with front_of(a, prefills=(p,)) as client:
-        generation = submit(client, "r", replace(SEEDED, max_tokens=400))
+        generation = submit(client, "r", replace(SEEDED, max_tokens=4000))
         await eventually(lambda: client.pools["engines"].fleet.replicas["a"].requests == 1)
         assert client.pools["prefills"].fleet.replicas["p"].tokens == 0
         client.abort(generation)
@@ -389,12 +399,12 @@ async def test_a_request_that_cannot_run_is_refused_by_its_own_fault():
 async def test_several_prompts_of_one_request_survive_too():
     a, b = LocalEngine(), LocalEngine()
     for engine in (a, b):
-        engine.slow_down(0.003)
+        engine.hold_after(5)
     async with front_of(a, b, router="round-robin") as client:
         prompts = [Prompt([*PROMPT, number]) for number in range(4)]
         generation = client.submit("r", prompts, SEEDED, stream=False)
         await eventually(lambda: a.llm.engine.has_unfinished() and b.llm.engine.has_unfinished())
-        a.kill()
+        a.kill(), b.go_on()
         outputs = await generation.finished()
         texts = [output.outputs[0].text for output in outputs]
         assert texts == [expected(SEEDED, 7, prompt.token_ids)[0][0] for prompt in prompts]
@@ -407,7 +417,7 @@ async def test_a_subscriber_to_records_sees_the_steps_of_all_engines_and_why_req
     async with front_of(a, b, router="round-robin") as client:
         records = client.records()
         first = asyncio.create_task(anext(records))
-        await asyncio.sleep(0.05)
+        await eventually(lambda: a.server._watched and b.server._watched)
         await asyncio.gather(*[read(submit(client, f"r{n}", SamplingParams(max_tokens=3))) for n in range(2)])
         seen = [await first] + [await anext(records) for _ in range(3)]
         assert {record.replica for record in seen} == {"a", "b"}
