@@ -174,7 +174,26 @@ def reader(folder, hub, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Tell me a story.\n")))
 
 
-@pytest.mark.parametrize("block", [block for block in SHELL if block.forge_lines and block not in FIRST_PAGE], ids=str)
+def is_long(block: Block) -> bool:
+    """Whether a command of the block measures something."""
+    return any(line in SHORTER or " bench " in line or " compare " in line for line in block.forge_lines)
+
+
+@pytest.mark.parametrize("line", sorted({line for block in SHELL for line in block.forge_lines}))
+def test_every_command_is_one(line, capfd):
+    assert main([*shlex.split(line)[1:], "--help"]) == 0
+    assert "Usage" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=[pytest.mark.slow] * is_long(block))
+        for block in SHELL
+        if block.forge_lines and block not in FIRST_PAGE
+    ],
+    ids=str,
+)
 def test_every_command_works(block, reader, capfd, request):
     for line in block.forge_lines:
         typed = f"{line} {SHORTER.get(line, '')}"

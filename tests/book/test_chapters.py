@@ -45,6 +45,13 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PARTS = ("What is still wrong", "What production engines do differently", "Exercises", "Answers", "References")
 
 each_chapter = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.command)
+LONG = ("batching", "cluster", "constrained", "oneshot", "prefix", "serving", "speculation")
+"""Chapters that take long as a reader runs them. `tests.book.test_claims` runs every one with small models."""
+each_whole_chapter = pytest.mark.parametrize(
+    "entry",
+    [pytest.param(entry, marks=[pytest.mark.slow] * (entry.command in LONG)) for entry in ENTRIES],
+    ids=lambda entry: entry.command,
+)
 
 
 @pytest.fixture
@@ -130,7 +137,7 @@ def complaints(err: str) -> list[str]:
     return [line for line in err.splitlines() if not said.fullmatch(line)]
 
 
-@each_chapter
+@each_whole_chapter
 def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
     session = Session(entry.chapter, run_reported, model=model_facts())
     assert print_chapter(open_console(), entry.number, session) == 0
@@ -153,6 +160,15 @@ def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
         assert not ill_formed(outcome.text), f"{ill_formed(outcome.text)}: {outcome.text}"
 
 
+@each_chapter
+def test_every_command_that_a_reader_is_told_to_type_is_one(entry, capfd):
+    assert typed_commands(entry)
+    for line in typed_commands(entry):
+        assert main([*shlex.split(line)[1:], "--help"]) == 0, line
+        assert "Usage" in capfd.readouterr().out
+
+
+@pytest.mark.slow
 @each_chapter
 def test_every_command_that_a_reader_is_told_to_type_works(entry, capfd, short):
     assert typed_commands(entry)

@@ -17,6 +17,7 @@ from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import Run
 from tests.engine.scripted import assert_nothing_held, complete, letters, muddled, new_engine, run_all
+from tests.slow import every
 
 PACKAGES = tuple(
     str(Path(forge.__file__).parent / name)
@@ -132,12 +133,13 @@ def is_beginning(shorter: tuple, whole: tuple) -> bool:
     )
 
 
+@every(5)
 @pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 @pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
-def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps):
+def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps, stride):
     expected = uninterrupted(kv)
     after = complete(new_engine(muddled, kv=kv), "again", max_tokens=5, ignore_eos=True)
-    for line in lines_to_try(kv, steps, last=False):
+    for line in lines_to_try(kv, steps, last=False)[steps % stride :: stride]:
         engine, run = busy_engine(kv, steps)
         assert interrupted_at(line, engine.step), f"line {line}"
 
@@ -151,11 +153,12 @@ def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps)
         assert (again.token_ids, again.text) == (after.token_ids, after.text), f"line {line}"
 
 
+@every(5)
 @pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 @pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
-def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, steps):
+def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, steps, stride):
     expected = uninterrupted(kv)
-    for line in lines_to_try(kv, steps, last=True):
+    for line in lines_to_try(kv, steps, last=True)[steps % stride :: stride]:
         engine, run = busy_engine(kv, steps)
         assert interrupted_at(line, engine.step)
 

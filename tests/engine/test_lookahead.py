@@ -20,6 +20,7 @@ from forge.trace.records import StepRecord
 from tests.engine.random_cases import MAX_MODEL_LEN, Case, new_engine, new_speculator
 from tests.engine.scripted import assert_nothing_held, run_all
 from tests.engine.test_interruption import interrupted_at, lines_of, results
+from tests.slow import every
 
 KV = pytest.mark.parametrize("kv", ["basic", "paged", "prefix"])
 ON = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -358,8 +359,9 @@ def test_a_kept_cache_is_continued_where_its_sequence_ended_with_a_row_in_flight
 
 
 @KV
+@every(30, 5)
 @pytest.mark.parametrize("steps, temperature", [(1, 0), (2, 0), (4, 0), (4, 1)])
-def test_interrupted_anywhere_it_goes_on_as_if_nothing_had_happened(kv, steps, temperature):
+def test_interrupted_anywhere_it_goes_on_as_if_nothing_had_happened(kv, steps, temperature, stride):
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=8)
     expected = outputs(False, params, kv=kv)[0]
 
@@ -370,7 +372,7 @@ def test_interrupted_anywhere_it_goes_on_as_if_nothing_had_happened(kv, steps, t
             engine.step()
         return engine, run
 
-    for line in range(steps, lines_of(busy()[0].step), 5):
+    for line in range(steps, lines_of(busy()[0].step), stride):
         engine, run = busy()
         assert interrupted_at(line, engine.step)
         for _ in run:

@@ -7,7 +7,6 @@ instances.
 
 import gzip
 import json
-import os
 from pathlib import Path
 from random import Random
 
@@ -33,8 +32,6 @@ REFUSED = {
 """Keywords of which no case is taken."""
 REFERRING = {"defs", "dynamicRef", "refRemote", "vocabulary"}
 """About schemas that lie elsewhere, which are refused too."""
-NUM_SCHEMAS = 1000 if os.environ.get("FORGE_ALL_TESTS") else 50
-"""Random ones."""
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +112,12 @@ def test_what_is_sampled_by_a_schema_of_the_suite_is_valid(llm, compiler):
     assert len(schemas) > 150 and num_finished > len(schemas) // 2
 
 
-def test_what_is_sampled_by_random_schemas_is_valid(llm, compiler):
+@pytest.mark.parametrize("num_schemas", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_what_is_sampled_by_random_schemas_is_valid(llm, compiler, num_schemas):
     rng = Random(23)
-    schemas = [random_schema(rng) for _ in range(NUM_SCHEMAS)]
+    schemas = [random_schema(rng) for _ in range(num_schemas)]
     assert all(compiled(compiler, schema) for schema in schemas)
-    assert check_finished(llm, schemas, (0.0, 1.0, 2.0), 400) > 0.9 * 3 * NUM_SCHEMAS
+    assert check_finished(llm, schemas, (0.0, 1.0, 2.0), 400) > 0.9 * 3 * num_schemas
 
 
 def random_schema(rng: Random, depth: int = 0) -> dict:

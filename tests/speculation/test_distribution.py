@@ -30,7 +30,7 @@ from tests.speculation.small_chain import (
 BOUND = 4.0
 POSITIONS = 3
 SAMPLES = 7_150
-"""Per case below; 14 of them."""
+"""Per case below; 14 of them. Where slow tests do not run, a fifth."""
 
 SETTINGS = {
     "temperature 1": SamplingParams(temperature=1.0),
@@ -41,6 +41,11 @@ SETTINGS = {
 }
 TARGET = Chain.random(1)
 DRAFTS = {"good": TARGET.near(2, 0.5), "hostile": TARGET.hostile()}
+
+
+@pytest.fixture(params=[SAMPLES // 5, pytest.param(SAMPLES, marks=pytest.mark.slow)])
+def samples(request) -> int:
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -89,32 +94,32 @@ def without_odds(draft: Chain):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_what_is_emitted_has_the_distribution_of_plain_sampling(draft, setting):
+def test_what_is_emitted_has_the_distribution_of_plain_sampling(draft, setting, samples):
     params = SETTINGS[setting]
     proposing = with_draft(DRAFTS[draft], params)
 
-    sequences = [speculate(TARGET, proposing, POSITIONS, params, seed) for seed in range(SAMPLES)]
+    sequences = [speculate(TARGET, proposing, POSITIONS, params, seed) for seed in range(samples)]
 
     assert max(deviations(sequences, params)) < BOUND
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("setting", ["temperature 1", "temperature 1.5, top-k 5"])
-def test_guesses_without_odds_give_the_very_tokens_of_plain_sampling(draft, setting):
+def test_guesses_without_odds_give_the_very_tokens_of_plain_sampling(draft, setting, samples):
     params = SETTINGS[setting]
 
-    sequences = [speculate(TARGET, without_odds(DRAFTS[draft]), POSITIONS, params, seed) for seed in range(SAMPLES)]
+    sequences = [speculate(TARGET, without_odds(DRAFTS[draft]), POSITIONS, params, seed) for seed in range(samples)]
 
     assert max(deviations(sequences, params)) < BOUND
-    for seed in range(0, SAMPLES, 5):
+    for seed in range(0, samples, 5):
         assert sequences[seed] == sample_plainly(TARGET, POSITIONS, params, seed)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_with_shared_noise_a_draft_of_any_length_gives_the_very_tokens_of_plain_sampling(draft, setting):
+def test_with_shared_noise_a_draft_of_any_length_gives_the_very_tokens_of_plain_sampling(draft, setting, samples):
     params, chain = SETTINGS[setting], DRAFTS[draft]
-    for seed in range(600):
+    for seed in range(samples // 12):
 
         def proposing(tokens, seed):
             return chain.chosen(tokens, 1 + (seed + len(tokens)) % 4, params, seed)
@@ -148,11 +153,11 @@ SEVERAL = {
 
 @pytest.mark.parametrize("drafts", SEVERAL)
 @pytest.mark.parametrize("setting", ["temperature 1", "temperature 1.5, top-k 5", "temperature 1, top-p 0.8"])
-def test_with_several_drafts_what_is_emitted_has_the_distribution_of_plain_sampling(drafts, setting):
+def test_with_several_drafts_what_is_emitted_has_the_distribution_of_plain_sampling(drafts, setting, samples):
     params = SETTINGS[setting]
     proposing = with_several(SEVERAL[drafts], params, branches=[0, 1, 2])
 
-    sequences = [speculate_with_several(TARGET, proposing, POSITIONS, params, seed) for seed in range(SAMPLES // 2)]
+    sequences = [speculate_with_several(TARGET, proposing, POSITIONS, params, seed) for seed in range(samples // 2)]
 
     assert max(deviations(sequences, params)) < BOUND
 

@@ -57,11 +57,13 @@ def test_there_is_always_a_path_and_portable_is_the_last():
     assert PATHS[-1] == "portable"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_a_forced_path_is_the_one_in_use(forced_runs, path):
     assert forced_runs[path]["name"] == path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_gives_the_same_bits(forced_runs, path):
     assert forced_runs[path]["digests"] == forced_runs["portable"]["digests"]
@@ -81,6 +83,7 @@ def machine_code(folder: str, tmp_path: Path) -> dict[str, str]:
     return code
 
 
+@pytest.mark.slow
 @x86_only
 @pytest.mark.parametrize("path", PATHS)
 def test_what_a_forced_path_ran_is_its_own_instructions(forced_runs, path, tmp_path):

@@ -48,12 +48,14 @@ def compiled(tmp_path_factory) -> list[dict]:
     return [json.loads(line) for each in found for line in each.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_every_capability(compiled):
     for capability in CAPABILITIES:
         kernels = {each["launch"].split("(")[0] for each in compiled if each["capability"] == capability}
         assert kernels == set(MOST_REGISTERS)
 
 
+@pytest.mark.slow
 def test_nothing_is_spilled_and_registers_keep_to_their_limits(compiled):
     for each in compiled:
         print(f"sm_{each['capability']} {each['registers']:3d} registers, {each['shared']:6d} bytes  {each['launch']}")
@@ -72,6 +74,7 @@ EARLY = {
 """What each kernel may read before it waits for the one before it: weights."""
 
 
+@pytest.mark.slow
 def test_only_weights_are_read_before_the_wait_for_the_kernel_before(compiled):
     on_hopper = [each for each in compiled if each["capability"] == 90]
     early = {each["launch"]: set(each["early"]) for each in on_hopper}
@@ -101,6 +104,7 @@ def test_a_load_before_the_wait_is_found_whatever_its_address_was_computed_from(
     assert read_before_wait(ptx.replace("EXTRA", late), ["weights", "x"]) == ("weights", "x")
 
 
+@pytest.mark.slow
 def test_a_program_fits_into_a_multiprocessors_shared_memory(compiled):
     room = {90: 227 * 1024, 87: 163 * 1024}
     assert [each for each in compiled if each["shared"] > room[each["capability"]]] == []

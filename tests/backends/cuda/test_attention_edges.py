@@ -9,6 +9,7 @@ from forge.backends.cuda.inputs import Inputs
 from forge.backends.cuda.shapes import Tuning
 from tests.backends.cuda.models import TOLERANCE, relative_error
 from tests.backends.cuda.test_attention import Setting
+from tests.slow import mostly_slow
 
 NO_BLOCK = 1 << 30
 """In a table where a sequence has no block: reading there is far outside any memory."""
@@ -34,7 +35,7 @@ def check(device: str, heads: int, kv_heads: int, head_dim: int, spans, tuning: 
     return inputs
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", mostly_slow([64, 128], quick=[64]))
 @pytest.mark.parametrize("end", [1, 15, 16, 17])
 def test_decodes_and_chunks_that_end_at_the_edges_of_blocks(end, head_dim, device):
     assert check(device, 2, 1, head_dim, [(end - 1, end)]).shape.is_decode
@@ -50,13 +51,13 @@ def test_a_long_context_is_split_among_all_multiprocessors(tuning, device):
     assert inputs.shape.splits == (4 if tuning.round_splits_up else 2), "three chunks"
 
 
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", mostly_slow(range(1, 9), quick=[1, 3, 8]))
 def test_every_number_of_query_heads_to_a_key_value_head(group, device):
     check(device, group, 1, 64, [(16, 17), (0, 1)])
     check(device, 2 * group, 2, 64, [(15, 18), (0, 5)])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, 257])
+@pytest.mark.parametrize("rows", mostly_slow([1, 3, 17, 257], quick=[1, 17]))
 def test_every_number_of_rows_as_a_decode_and_as_a_chunk(rows, device):
     assert check(device, 1, 1, 64, [(number % 5, number % 5 + 1) for number in range(rows)]).shape.is_decode
     check(device, 1, 1, 64, [(3, 3 + rows)])

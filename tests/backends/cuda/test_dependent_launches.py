@@ -15,6 +15,7 @@ from forge.backends.cuda.shapes import Tuning
 from tests.backends.cuda.models import launches, random_activations, random_matrix
 from tests.backends.cuda.test_attention import Setting
 from tests.backends.cuda.test_products import new_norm
+from tests.slow import mostly_slow
 
 ALL_SWITCHES = Tuning(split_k=True, prefetch=True, round_splits_up=True, new_key_last=True)
 
@@ -65,8 +66,8 @@ def same_when_late(
 
 
 @pytest.mark.parametrize("tuning", [Tuning(), ALL_SWITCHES], ids=["as it is", "all switches"])
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", mostly_slow(["F32", "Q8_0", "Q4_K"], quick=["Q8_0"]))
+@pytest.mark.parametrize("rows", mostly_slow([1, 3], quick=[3]))
 def test_products_read_weights_alone_before_they_wait(rows, kind, tuning, previous, device):
     rng = np.random.default_rng(1)
     matrix = random_matrix(kind, 32, 512, "float32", device, rng)

@@ -11,6 +11,7 @@ from forge.backends.reference import ReferenceBackend
 from forge.cache.factory import KV_MODES
 from tests.backends.cuda.test_graphs import StandIn
 from tests.backends.cuda.test_invariance import rows_alike  # noqa: F401 (a fixture)
+from tests.slow import mostly_slow
 from tests.small_models import write_small_qwen3
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -36,13 +37,14 @@ def tokens_of(llm: LLM, prompts=PROMPTS) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in llm.generate(list(prompts), GREEDY)]
 
 
-@pytest.mark.parametrize("kv", KV_MODES)
+@pytest.mark.parametrize("kv", mostly_slow(KV_MODES, quick=["off", "prefix"]))
 def test_plain_operations_say_what_the_reference_says(kv, engine_on, device):
     want = tokens_of(engine_on(ReferenceBackend(), kv))
 
     assert tokens_of(engine_on(CudaBackend(device, kernels="torch", dtype="float32"), kv)) == want
 
 
+@pytest.mark.slow
 def test_fused_kernels_say_what_the_reference_says(engine_on, device):
     want = tokens_of(engine_on(ReferenceBackend()))
 
@@ -103,7 +105,7 @@ def test_each_record_says_how_its_step_was_launched(engine_on, device, monkeypat
     assert executions[-1].reason == "captured for 1 rows"
 
 
-@pytest.mark.parametrize("kv", ["basic", "paged", "prefix"])
+@pytest.mark.parametrize("kv", mostly_slow(["basic", "paged", "prefix"], quick=["prefix"]))
 def test_steps_planned_ahead_say_what_the_reference_says(kv, engine_on, device):
     params = SamplingParams(max_tokens=9, temperature=0.0)
     prompts = [*PROMPTS, [9, 9]]

@@ -14,6 +14,7 @@ from tests.backends.cuda.models import (
     random_matrix,
     relative_error,
 )
+from tests.slow import mostly_slow
 
 EPS = 1e-6
 SIZES = {"F32": (37, 20), "BF16": (34, 144), "Q8_0": (20, 96), "Q4_0": (18, 160), "Q4_K": (18, 512)}
@@ -41,8 +42,8 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", poison)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("batch_rows", [1, 3])
+@pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], quick=["float32"]))
+@pytest.mark.parametrize("batch_rows", mostly_slow([1, 3], quick=[3]))
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_norm_and_its_product(kind, batch_rows, dtype, device):
     rng = np.random.default_rng()
@@ -57,7 +58,7 @@ def test_a_norm_and_its_product(kind, batch_rows, dtype, device):
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["own tile", "one tiling"])
-@pytest.mark.parametrize("batch_rows", [1, 3, 16, 17, 257])
+@pytest.mark.parametrize("batch_rows", mostly_slow([1, 3, 16, 17, 257], quick=[3, 17]))
 def test_a_product_added_to_the_stream(batch_rows, invariant, device):
     rng = np.random.default_rng()
     matrix = random_matrix("F32", 50, 70, "float32", device, rng)
@@ -148,7 +149,10 @@ TUNINGS = {
 
 @pytest.mark.parametrize(
     ("tuning", "kind", "batch_rows"),
-    [*((name, "F32", rows) for name in TUNINGS for rows in (2, 17)), ("both", "Q8_0", 16), ("both", "Q4_K", 2)],
+    mostly_slow(
+        [*((name, "F32", rows) for name in TUNINGS for rows in (2, 17)), ("both", "Q8_0", 16), ("both", "Q4_K", 2)],
+        quick=[("both", "F32", 2), ("prefetch", "F32", 17)],
+    ),
 )
 def test_every_switch_computes_the_same_product(tuning, kind, batch_rows, device):
     """With an H200's multiprocessors, for which columns are split in eight."""

@@ -14,6 +14,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.model.logits import Draw
 from forge.model.manual_batch import Part, flat_batch, new_storage
 from tests.backends.cpu.models import ROOT, run_python, small_model
+from tests.slow import mostly_slow
 
 
 def test_what_processes_compile_is_what_a_launch_finds(tmp_path):
@@ -38,7 +39,7 @@ def decode(rows: int, context: int):
     return [Part([1] * context, context - 1, context, list(range(n * blocks, (n + 1) * blocks))) for n in range(rows)]
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("kind", mostly_slow(["F32", "Q8_0"], quick=["Q8_0"]))
 def test_no_step_launches_what_was_not_expected(kind, device):
     """Decodes of any number of rows and contexts, prefills, chunks."""
     backend = CudaBackend(device, graphs=True)
