@@ -178,7 +178,7 @@ def _step_time(llm: LLM, length: int, block_size: int, steps: int) -> Facts:
 
 
 def _scattered(cache: PagedKvCache) -> PagedKvCache:
-    """The same cache with a free list out of order: neighbours are no longer neighbours."""
+    """Return the same cache with a free list out of order: neighbours are no longer neighbours."""
     order = list(cache.pool.allocate(len(cache.pool.free)))
     random.Random(SEED).shuffle(order)
     for block in order:
@@ -205,7 +205,7 @@ def _first_token(llm: LLM, rounds: int) -> Facts:
 
 
 def _engine(llm: LLM, cache: KvCache, longest: int) -> Engine:
-    """An engine around the loaded model with a cache and a storage of its own."""
+    """Return an engine around the loaded model with a cache and a storage of its own."""
     storage = llm.model.new_storage(llm.model.kv_layout(cache.num_available, cache.block_size, llm.kv_dtype))
     return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(prefill_only=False))
 
@@ -218,7 +218,7 @@ def _compute(cache: KvCache, seq_id: int, tokens: list[int], max_cached: int | N
 
 
 def bookkeeping(cache: KvCache, steps: int) -> Facts:
-    """What the policy takes of a decode step of 64 sequences, blocks being taken and indexed as they fill:
+    """Return what the policy takes of a decode step of 64 sequences, blocks being taken and indexed as they fill:
     blocks_needed, reserve, block_table and commit for each, then the statistics and the events."""
     rng = random.Random(SEED)
     sequences = range(BOOKKEEPING_SEQUENCES)
@@ -278,8 +278,8 @@ def allocator_speeds(rounds: int) -> list[Facts]:
 
 
 def waste(cache: KvCache, bytes_per_token: int) -> Facts:
-    """What 64 sequences reserve whose lengths are spread as answers' are: many short, a few long. wasted: the share of
-    it that is empty."""
+    """Return what 64 sequences reserve whose lengths are spread as answers' are: many short, a few long. wasted: the
+    share of it that is empty."""
     rng = random.Random(SEED)
     for seq_id in range(WASTE_SEQUENCES):
         tokens = [0] * min(WASTE_MAX_LEN, 1 + int(rng.expovariate(1 / 300)))

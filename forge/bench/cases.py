@@ -160,7 +160,7 @@ class Needs:
 
 
 def needs_of(case: Case, size: ModelSize) -> Needs:
-    """The least that `case` takes: every weight in use read once per step however many rows share it."""
+    """Return the least that `case` takes: every weight in use read once per step however many rows share it."""
     rows = case.tokens_per_step
     pairs = case.sequences * sum(case.context + row + 1 for row in range(case.tokens))
     return Needs(
@@ -188,7 +188,7 @@ class Limits:
         return self.products_per_second / self.bytes_per_second
 
     def or_better(self, *others: "Limits | None") -> "Limits":
-        """Of each limit the highest: a limit that was reached once is one that can be reached."""
+        """Return of each limit the highest: a limit that was reached once is one that can be reached."""
         every = (self, *(limits for limits in others if limits is not None))
         return Limits(
             max(limits.bytes_per_second for limits in every), max(limits.products_per_second for limits in every)

@@ -35,13 +35,13 @@ class Moments:
 
 
 def answered(setting: str, moments: Sequence[Moments], seconds: float) -> dict[str, Any]:
-    """What a worker answers of `requests`."""
+    """Return what a worker answers of `requests`."""
     first, end = [moment.first_token for moment in moments], [moment.end for moment in moments]
     return {"setting": setting, "seconds": seconds, "first_token": first, "end": end}
 
 
 def load_figures(load: Load, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """One program's requests under one load, in seconds. per_token: from the first token to the last."""
+    """Return one program's requests under one load, in seconds. per_token: from the first token to the last."""
     first, end, steps = answer["first_token"], answer["end"], load.output_tokens - 1
     return {
         "setting": answer["setting"],
@@ -53,7 +53,7 @@ def load_figures(load: Load, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """The nearest rank: a value that was measured."""
+    """Return percentiles by the nearest rank: a value that was measured."""
     ordered = sorted(seconds)
     ranks = {f"p{share}": ordered[max(0, -(-share * len(ordered) // 100) - 1)] for share in (50, 95)}
     return {"mean": mean(ordered), **ranks}

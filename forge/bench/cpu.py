@@ -219,7 +219,7 @@ def _read_through(path: Path) -> None:
 
 
 def figure(case: Case, needs: Needs, turns: Facts, limits: Limits) -> Facts:
-    """One case, measured for every process, forge first: every repetition, and what is made of them."""
+    """Return one case, measured for every process, forge first: every repetition, and what is made of them."""
     ours = turns[FORGE]
 
     def measured(name: str, turn: Facts) -> Facts:
@@ -238,7 +238,8 @@ def figure(case: Case, needs: Needs, turns: Facts, limits: Limits) -> Facts:
 
 
 def screen(facts: Facts) -> Iterator[Part]:
-    """What ran on what; speed; how near the machine's limits each figure is; loading and memory; what was left out."""
+    """Yield what ran on what; speed; how near the machine's limits each figure is; loading and memory; what was left
+    out."""
     figures, contenders, model = facts["figures"], facts["contenders"], facts["model_size"]
     peers = [contender["name"] for contender in contenders if contender["name"] != FORGE]
     beside = f" beside {' and '.join(peers)}" if peers else ""
@@ -279,7 +280,7 @@ def screen(facts: Facts) -> Iterator[Part]:
 
 
 def _settings(figures: list[Facts]) -> Iterator[str]:
-    """Which setting each program was fastest with, and in which cases."""
+    """Yield which setting each program was fastest with, and in which cases."""
     cases: dict[tuple[str, str], list[str]] = {}
     for entry in figures:
         for turn in entry["measured"]:
@@ -289,7 +290,7 @@ def _settings(figures: list[Facts]) -> Iterator[str]:
 
 
 def _speed_tables(figures: list[Facts], peers: list[str]) -> Fitting:
-    """One table for all peers where it fits, otherwise one for each, with fewer spreads if it must be."""
+    """Return one table for all peers where it fits, otherwise one for each, with fewer spreads if it must be."""
     apart = [[peer] for peer in peers] or [[]]
     tried = (([peers], 2), (apart, 2), (apart, 1), (apart, 0))
     return Fitting([[_speed_table(figures, group, spreads) for group in groups] for groups, spreads in tried])

@@ -64,7 +64,7 @@ class Plan:
 def plan_for(
     model: str, quantization: str, only: str | None, peers: list[str] | None, kv: str, effort: Effort = EFFORT
 ) -> Plan:
-    """The plan that these options mean. Raises `UsageError` for a name that is none."""
+    """Return the plan that these options mean. Raises `UsageError` for a name that is none."""
     chosen = kit.select(only, (*CUDA_STEPS, *CUDA_LOADS))
     published = PUBLISHED_LOADS.get(model, PUBLISHED_LOADS[DEFAULT_MODEL])
     loads = [case for case in chosen if isinstance(case, Load) and (only is not None or case.name in published)]
@@ -137,8 +137,8 @@ def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, r
 
 
 def step(case: Case, name: str, taken: Facts, facts: Facts) -> Facts:
-    """One program's steps of one case; of a decode of forge, also the share of the bandwidth that it reaches: it has
-    to read the weights once, and the keys and values before it."""
+    """Return one program's steps of one case; of a decode of forge, also the share of the bandwidth that it reaches: it
+    has to read the weights once, and the keys and values before it."""
     seconds, share, about = Figure.of(taken["seconds"]), None, facts["contenders"][name]
     if name == FORGE and case.kind == "decode":
         needed = about["read_bytes"] + case.sequences * case.context * about["kv_bytes"]
@@ -147,7 +147,7 @@ def step(case: Case, name: str, taken: Facts, facts: Facts) -> Facts:
 
 
 def screen(facts: Facts) -> Iterator[Part]:
-    """The GPU and what ran on it; steps; loads of requests; what was left out."""
+    """Yield the GPU and what ran on it; steps; loads of requests; what was left out."""
     limits, steps, loads = facts["limits"], facts["steps"], facts["loads"]
     yield title("How fast is this model on this GPU?")
     yield f"{limits['device']}, {limits['memory_bytes'] / 2**30:.0f} GiB; {limits['versions']}"

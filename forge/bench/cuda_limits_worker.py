@@ -40,7 +40,7 @@ def import_torch():
 
 
 def fastest(torch, work: Callable[[], object], seconds: float) -> float:
-    """The least seconds of one call of `work`, of passes over about `seconds`, by the device's own clock."""
+    """Return the least seconds of one call of `work`, of passes over about `seconds`, by the device's own clock."""
     best, spent = float("inf"), 0.0
     work()
     while spent < seconds:

@@ -123,7 +123,7 @@ def _tried(run: TriedLaunches, matrix: Matrix, rows: Sequence[int]) -> Iterator[
 
 
 def products_of(config: Qwen3Config) -> dict[str, tuple[int, int]]:
-    """Rows and columns of every product of a decode step."""
+    """Return rows and columns of every product of a decode step."""
     return {
         "qkv": (config.query_size + 2 * config.key_value_size, config.hidden_size),
         "output": (config.hidden_size, config.query_size),
@@ -134,7 +134,7 @@ def products_of(config: Qwen3Config) -> dict[str, tuple[int, int]]:
 
 
 def neighbours(tile: Tile) -> list[Tile]:
-    """The tile, and those that differ in one or two of its sizes by a factor of two."""
+    """Return the tile, and those that differ in one or two of its sizes by a factor of two."""
     least = 2 if tile.block_m == 1 else 16
     tiles = [tile]
     for block_n in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
@@ -166,7 +166,7 @@ def multiply_all(
 
 
 def best_of(timings: Sequence[Timed]) -> list[Timed]:
-    """The three fastest of each product and number of rows, and the chosen one."""
+    """Return the three fastest of each product and number of rows, and the chosen one."""
     groups: dict[tuple[str, int], list[Timed]] = {}
     for timing in timings:
         groups.setdefault((timing.product, timing.rows), []).append(timing)

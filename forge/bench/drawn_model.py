@@ -41,14 +41,14 @@ def drawn_matrix(
 
 
 def copy_of(matrix: Matrix) -> Matrix:
-    """The same weights at another place in memory."""
+    """Return the same weights at another place in memory."""
     if matrix.packed is None:
         return replace(matrix, dense=matrix.own_dense().clone())
     return replace(matrix, packed=Packed(matrix.kind, *(array.clone() for array in matrix.packed.arrays)))
 
 
 def drawn_llm(config: Qwen3Config, kind: int = DENSE, *, device: str = "cuda", backend=None, **options) -> "LLM":
-    """An `LLM` of that shape. backend: a `CudaBackend`, if not the plain one. options: of `LLM`."""
+    """Return an `LLM` of that shape. backend: a `CudaBackend`, if not the plain one. options: of `LLM`."""
     from forge import LLM
     from forge.backends.cuda.backend import CudaBackend
     from forge.model.loader import LAYER_TENSORS, LoadedModel

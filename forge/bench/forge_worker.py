@@ -103,7 +103,7 @@ class ForgeWorker(Worker):
         self._batch = batch_of([ids[context:] for ids in token_ids], context, blocks)
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
-        """The logits of the last token."""
+        """Return the logits of the last token."""
         model, blocks = self._llm.model, -(-len(token_ids) // BLOCK_SIZE)
         storage = model.new_storage(model.kv_layout(blocks, BLOCK_SIZE, self._llm.kv_dtype))
         return {"logits": np.asarray(model.forward(batch_of([token_ids], 0, blocks), storage))[0].tolist()}
@@ -111,7 +111,7 @@ class ForgeWorker(Worker):
     def requests(
         self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
     ) -> Mapping[str, Any]:
-        """A closed loop of requests in this process, after a warm-up of its own."""
+        """Run a closed loop of requests in this process, after a warm-up of its own."""
         self._batch = self._storage = None
         for count, round_seed in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
             prompts = unique_prompts(count, prompt_tokens, self._llm.model.vocab_size, round_seed)
@@ -160,8 +160,8 @@ class _Engine:
 
 
 def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0) -> ForwardBatch:
-    """Rows of sequences `first`, `first + 1`, … from position `start` on, with the logits of each one's last; the
-    sequences have so many `blocks` each, one behind the other."""
+    """Return rows of sequences `first`, `first + 1`, … from position `start` on, with the logits of each one's last;
+    the sequences have so many `blocks` each, one behind the other."""
     last = range(len(token_ids[0]) - 1, len(token_ids[0]))
     tables = [range(number * blocks, (number + 1) * blocks) for number in range(first, first + len(token_ids))]
     return flat_batch(
@@ -170,7 +170,7 @@ def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0
 
 
 def _matrices(model: Any, embedding: bool) -> list[Any]:
-    """A model's arrays of weights, a tied one once. embedding: where that is not the head, it too."""
+    """Return a model's arrays of weights, a tied one once. embedding: where that is not the head, it too."""
     weights = getattr(model, "weights", None)
     if weights is None:
         return []
@@ -181,7 +181,7 @@ def _matrices(model: Any, embedding: bool) -> list[Any]:
 
 
 def _packed_bytes(model: Any) -> int:
-    """Bytes of all matrices as forge has laid them out in memory."""
+    """Return bytes of all matrices as forge has laid them out in memory."""
     packed = (getattr(matrix, "packed", None) for matrix in _matrices(model, embedding=True))
     return sum(array.nbytes for array in packed if array is not None)
 

@@ -101,7 +101,7 @@ class Checks:
         )
 
     def parts(self, cases: Cases) -> dict[str, Iterator[Checked]]:
-        """All checks of kernels, in parts that can fail by themselves."""
+        """Return all checks of kernels, in parts that can fail by themselves."""
         decodes = {f"decodes of {count}": self.decodes(count, cases.contexts) for count in cases.sequences}
         rest = {"prefills": self.prefills(cases.spans), "embeddings": self.embeddings(max(cases.rows))}
         return {"products": self.products(cases.rows), **decodes, **rest}
@@ -118,7 +118,8 @@ class Checks:
         return list(listing.found)
 
     def products(self, rows: tuple[int, ...], kinds: tuple[int, ...] = (DENSE, Q8)) -> Iterator[Checked]:
-        """Each product of a step, with what is fused into it, for each number of rows; logits with their argmax."""
+        """Yield each product of a step, with what is fused into it, for each number of rows; logits with their
+        argmax."""
         for name, (height, width) in products_of(self._config).items():
             for kind in kinds:
                 matrix = drawn_matrix(name, height, width, kind, self._device)
@@ -168,7 +169,7 @@ class Checks:
         return Checked(title, checked.error, checked.moved + wrong)
 
     def embeddings(self, rows: int, kinds: tuple[int, ...] = (DENSE, Q8)) -> Iterator[Checked]:
-        """Rows of the embedding by token id: half of them known to the host, half taken from the step before."""
+        """Yield rows of the embedding by token id: half of them known to the host, half taken from the step before."""
         vocabulary, width = self._config.vocab_size, self._config.hidden_size
         tokens = torch.randint(vocabulary, (rows, 2), dtype=torch.int32, device=self._device)
         numbers = torch.arange(rows, dtype=torch.int32, device=self._device)
@@ -188,7 +189,8 @@ class Checks:
             yield self._repeated(title, compute, exact[tokens[:, 0].long()].double())
 
     def draws(self, rows: int) -> Iterator[Checked]:
-        """Tokens drawn on the device against the engine's draws on the host: the error is the share that differs."""
+        """Yield tokens drawn on the device against the engine's draws on the host: the error is the share that
+        differs."""
         vocabulary = self._config.vocab_size
         logits = 3 * torch.randn(rows, vocabulary, device=self._device)
         for params in DRAWN:
@@ -204,7 +206,7 @@ class Checks:
             yield Checked(title, wrong / rows, sum(drawn != found[0] for drawn in found))
 
     def decodes(self, rows: int, contexts: tuple[int, ...]) -> Iterator[Checked]:
-        """The fused attention of a decode, for sequences that have each of `contexts` tokens in all."""
+        """Yield the fused attention of a decode, for sequences that have each of `contexts` tokens in all."""
         for context in contexts:
             yield self._attention(f"decode, {rows} rows @ {context}", [(context - 1, context)] * rows, True)
 

@@ -218,7 +218,7 @@ class Session:
 
 
 def _earlier_results(path: Path) -> dict[str, Any]:
-    """Those of the session that is continued, or none."""
+    """Return those of the session that is continued, or none."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         return results if isinstance(results.get("stages"), dict) else {"stages": {}}
@@ -227,7 +227,7 @@ def _earlier_results(path: Path) -> dict[str, Any]:
 
 
 def _messages(pipe, process: subprocess.Popen, deadline: float) -> Iterator[dict[str, Any]]:
-    """What a stage says until it ends or its time does. A line that it did not finish is dropped."""
+    """Yield what a stage says until it ends or its time does. A line that it did not finish is dropped."""
     buffer = b""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
@@ -328,7 +328,7 @@ def _end_with_parent() -> None:
 
 
 def chosen_stages(names: str | None) -> list[Stage]:
-    """Those named, in the session's order; all without names. Raises `UsageError` for an unknown one."""
+    """Return the named stages in the session's order; all without names. Raises `UsageError` for an unknown one."""
     known = [stage.name for stage in STAGES]
     chosen = [name.strip() for name in names.split(",")] if names else known
     for name in chosen:

@@ -487,7 +487,8 @@ class _Bench:
         return model.backend.expected_launches(model.forward_pass, layout, dependent)
 
     def step(self, case, turns: int = 5) -> dict[str, Any]:
-        """One step by two clocks: the host's, until it knows the tokens, and the device's own, of graph replays."""
+        """Time one step by two clocks: the host's, until it knows the tokens, and the device's own, of graph
+        replays."""
         ids = case.token_ids(self._llm.model.vocab_size)
         prepared = self._worker.prepare(case.kind, case.context, ids)
         seconds = [median(self._worker.turn(20, 0.1)["seconds"]) for _ in range(turns)]
@@ -514,7 +515,7 @@ class _Bench:
         return round(1e3 * fastest(torch, graph.replay, 0.1), 4)
 
     def profile(self) -> list[dict[str, Any]]:
-        """The kernels that ten replays of `decode1@160` spend most time in."""
+        """Return the kernels that ten replays of `decode1@160` spend most time in."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -548,7 +549,8 @@ class _Bench:
         ]
 
     def choosing(self) -> dict[str, float]:
-        """What it takes to draw a step's tokens on the device, with the launches and until the host knows them."""
+        """Return what it takes to draw a step's tokens on the device, with the launches and until the host knows
+        them."""
         import torch
 
         from forge.backends.cuda.sampling import SamplingRows, sample
@@ -571,7 +573,7 @@ class _Bench:
         return times
 
     def single_stream(self) -> dict[str, Any]:
-        """One request through the engine: milliseconds per token, in a steady state."""
+        """Time one request through the engine: milliseconds per token, in a steady state."""
         from forge import SamplingParams
 
         prompt, count, rounds = list(range(5, 133)), 512, 2  # in the second round everything is captured

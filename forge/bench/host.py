@@ -48,7 +48,7 @@ def bench_host(
 
 
 def measure(kv: str, sequences: int, steps: int) -> Facts:
-    """The microseconds of a decode step. Every sequence's prompt is its own: nothing is shared."""
+    """Return the microseconds of a decode step. Every sequence's prompt is its own: nothing is shared."""
     max_tokens = steps + sequences + 1  # prompts are computed one after another, and none may end before the last step
     length = PROMPT_TOKENS + max_tokens
     num_blocks = None if kv == "off" else sequences * (length // 16 + 1)

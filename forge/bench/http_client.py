@@ -90,7 +90,7 @@ class HttpClient:
         return status, body
 
     def post(self, path: str, body: Any) -> bytes:
-        """A request with JSON."""
+        """Send a request with JSON; return its answer."""
         data = json.dumps(body).encode()
         head = f"POST {self._base}{path} HTTP/1.1\r\n{self._headers}content-type: application/json\r\n"
         return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
@@ -117,7 +117,7 @@ class HttpClient:
         self._idle.clear()
 
     async def connect(self) -> Connection:
-        """A new connection, which no other code uses."""
+        """Return a new connection, which no other code uses."""
         return await asyncio.open_connection(self._host, self._port, ssl=self._secure or None, limit=1 << 20)
 
     async def _ask(self, data: bytes) -> tuple[Connection, int, dict[bytes, bytes]]:
@@ -177,7 +177,7 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, byte
 
 
 async def read_body(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
-    """The body's pieces as they come."""
+    """Yield the body's pieces as they come."""
     if headers.get(b"transfer-encoding") == b"chunked":
         while size := int(await reader.readuntil(b"\r\n"), 16):
             yield (await reader.readexactly(size + 2))[:-2]

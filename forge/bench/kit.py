@@ -140,8 +140,8 @@ def in_turns(
 def compared(
     values: Mapping[str, Sequence[float]], of: Callable[[Sequence[float]], Figure] = Figure.of, faster: int = 0
 ) -> Facts:
-    """The figures of two contenders' turns by name, and `ratio`: of the turns' ratios, the first over the second, or
-    with `faster` the second over the first."""
+    """Return the figures of two contenders' turns by name, and `ratio`: of the turns' ratios, the first over the
+    second, or with `faster` the second over the first."""
     pair = list(values.values())
     return {name: of(series) for name, series in values.items()} | {"ratio": of(ratios(pair[faster], pair[1 - faster]))}
 
@@ -157,7 +157,7 @@ class PromptMaker:
 
 
 def about(llm: LLM) -> Facts:
-    """What ran, on what."""
+    """Return what ran, on what."""
     return {"model": llm.model_name, "device": f"{llm.device} ({llm.device_description})"}
 
 
@@ -169,7 +169,7 @@ def where(facts: Mapping[str, Any], *more: str) -> str:
 
 
 def effort_of(wanted: _Effort, **given: Any) -> _Effort:
-    """A run's effort, with what was given in the place of its own."""
+    """Return a run's effort, with the given values in the place of its own."""
     return replace(wanted, **{name: value for name, value in given.items() if value is not None})  # type: ignore
 
 
@@ -185,8 +185,8 @@ def select_peers(names: list[str] | None, known: Mapping[str, str]) -> tuple[str
 
 
 def select(names: str | None, known: Sequence[_Found], what: str = "figure") -> tuple[_Found, ...]:
-    """Those of `known` (names, or things with a `name`) that `names`, with commas, lists, in the order of `known`; None
-    lists all. Raises `UsageError` for an unknown name."""
+    """Return the entries of `known` (names, or objects with a `name`) that `names`, with commas, lists, in the order of
+    `known`; None lists all. Raises `UsageError` for an unknown name."""
     by_name = {getattr(choice, "name", choice): choice for choice in known}
     chosen = [*by_name] if names is None else [name.strip() for name in names.split(",")]
     for name in chosen:
@@ -204,7 +204,7 @@ def numbers(text: str, flag: str, what: str = "numbers", example: str = "1,4,16"
 
 
 def at_least_one(**values: float | None) -> None:
-    """Raises `UsageError` for an option below 1; None stands for one that was not given."""
+    """Raise `UsageError` for an option below 1; None stands for one that was not given."""
     for name, value in values.items():
         if value is not None and value < 1:
             raise UsageError(f"{flag_of(name)} is at least 1, and {value:g} is less")

@@ -66,7 +66,7 @@ def measure(array_bytes: int, seconds: float) -> Mapping[str, Any]:
 
 
 def read_bandwidth(array_bytes: int, seconds: float, threads: int) -> float:
-    """Bytes per second that `threads` threads read together."""
+    """Return bytes per second that `threads` threads read together."""
     values = huge_pages(array_bytes).view(np.int64)
     shares = np.array_split(values, threads)
     _at_once([partial(share.fill, 1) for share in shares])  # untouched memory would not be read at all
@@ -118,7 +118,8 @@ class _Tile:
 
 
 def _passes(work: list[Callable[[], object]], seconds: float) -> list[float]:
-    """How long it takes to do all of `work` at once, again and again for about `seconds`, at least three times."""
+    """Return how long it takes to do all of `work` at once, again and again for about `seconds`, at least three
+    times."""
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < seconds:
         taken.append(timed(lambda: _at_once(work))[1])

@@ -155,7 +155,7 @@ def _library():
 
 
 def _instructions(lib) -> str:
-    """What of the processor it was built to use: `AVX512 VNNI`."""
+    """Return what of the processor it was built to use: `AVX512 VNNI`."""
     text = lib.llama_print_system_info().decode(errors="replace")
     used = [part.split("=")[0].strip().split(" : ")[-1] for part in text.split("|") if part.strip().endswith("= 1")]
     vector = [name for name in used if name.startswith(("AVX", "AMX", "NEON", "SVE", "DOTPROD", "MATMUL_INT8"))]

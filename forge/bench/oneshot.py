@@ -157,8 +157,8 @@ def _capacity(llm: LLM, maker: kit.PromptMaker, prompt_tokens: int, reps: int) -
 
 
 def _small_engine(llm: LLM, blocks: int, scratch: int) -> Engine:
-    """An engine with so many blocks in all, `scratch` of them set aside for prefill-only requests; with none, every
-    request is a generation."""
+    """Return an engine with so many blocks in all, `scratch` of them set aside for prefill-only requests; with none,
+    every request is a generation."""
     pool, size = blocks - scratch, llm.kv_layout.block_size
     storage = llm.model.new_storage(llm.model.kv_layout(blocks, size, llm.kv_dtype))
     config = replace(llm.engine.scheduler.config, prefill_only=scratch > 0)
@@ -200,7 +200,8 @@ def _beside(
 
 
 def _packing(llm: LLM, maker: kit.PromptMaker, short: int, reps: int) -> Facts:
-    """Tokens per second of one prompt as long as a step's budget allows, and of as many short ones in one forward."""
+    """Return tokens per second of one prompt as long as a step's budget allows, and of as many short ones in one
+    forward."""
     pool = llm.engine.cache.stats().num_blocks * llm.kv_layout.block_size
     budget = min(llm.engine.scheduler.config.prefill_only_tokens, llm.max_model_len, pool)
     number = max(1, budget // short)

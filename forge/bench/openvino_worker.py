@@ -65,7 +65,7 @@ class OpenVinoWorker(Worker):
         return {"setting": f"{best}, paged attention, 8-bit KV", "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
-        """The logits of the last token, computed with the matrices of the faster setting."""
+        """Return the logits of the last token, computed with the matrices of the faster setting."""
         if not hasattr(self, "_compiled"):
             path = os.path.join(self._folder, "openvino_model.xml")
             self._compiled = self._openvino.Core().compile_model(path, "CPU", self._options("float32"))

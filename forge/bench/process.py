@@ -105,7 +105,7 @@ class BenchProcess:
         return self._process.pid
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """The answer to one request. Raises `PeerMissing` or `ProcessFailed`."""
+        """Send one request and return its answer. Raises `PeerMissing` or `ProcessFailed`."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None, "both are pipes"
         try:
@@ -147,7 +147,7 @@ class BenchProcess:
 
 
 def measure_limits(module: str, effort: Effort) -> dict[str, Any]:
-    """The machine's limits, measured in a process of its own."""
+    """Return the machine's limits, measured in a process of its own."""
     with BenchProcess(Launch("the limits", module)) as worker:
         return worker.ask("measure", array_bytes=effort.array_bytes, seconds=effort.limit_seconds)
 
@@ -179,8 +179,8 @@ class Runner:
             self.processes.pop(name).close()
 
     def attempt(self, name: str, work: Callable[[], dict[str, Any]], part: str | None = None) -> dict[str, Any] | None:
-        """What `work` gives; None if that peer has to be left out, or, where it lacks what this `part` needs, that
-        part."""
+        """Return what `work` gives; None if that peer has to be left out, or, where it lacks what this `part` needs,
+        that part."""
         try:
             return work()
         except ProcessFailed as error:

@@ -215,7 +215,7 @@ def divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
 
 
 def _windows(llm: LLM, text: str, tokens: int, window: int) -> list[list[int]]:
-    """The first `tokens` tokens of the text, cut into windows; a last one that predicts nothing is left out."""
+    """Return the first `tokens` tokens of the text, cut into windows; a last one that predicts nothing is left out."""
     ids = llm.tokenizer.encode(text, allow_special=True)[:tokens]
     cuts = [*range(0, len(ids), window), len(ids)]
     windows = [ids[start:stop] for start, stop in pairwise(cuts) if stop - start > 1]

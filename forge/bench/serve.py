@@ -101,7 +101,7 @@ class ServePlan:
         parse_reuse(self.prefix_reuse)
 
     def prompts(self) -> list[Prompt]:
-        """The prompts; the same for the same seed."""
+        """Return the prompts; the same for the same seed."""
         rng, (low, high), length = random.Random(self.seed), self.token_range, range(self.input_tokens)
         if self.recorded:
             return [[rng.randrange(low, high) for _ in range(request.prompt_tokens)] for request in self.recorded]
@@ -114,7 +114,8 @@ class ServePlan:
         return list(self._with_reuse([[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]))
 
     def _with_reuse(self, prompts: list[list[_Piece]]) -> list[list[_Piece]]:
-        """The same number and lengths; each begins with as much of one of a few common texts as its draw says."""
+        """Return the same number and lengths; each begins with as much of one of a few common texts as its draw
+        says."""
         shares, weights = zip(*parse_reuse(self.prefix_reuse), strict=True)
         if not any(shares):
             return prompts
@@ -179,7 +180,7 @@ def bench_serve(
 
 
 def replaying(plan: ServePlan, workload: Path) -> ServePlan:
-    """The plan with the requests of a recorded run. Raises what `recorded_requests` does."""
+    """Return the plan with the requests of a recorded run. Raises what `recorded_requests` does."""
     recorded = recorded_requests(workload)
     return replace(
         plan,
@@ -339,7 +340,7 @@ class _Target:
 
 
 async def _only_model(client: HttpClient, patience: float, progress: Progress) -> str:
-    """The first model that the server lists, once it lists any."""
+    """Return the first model that the server lists, once it lists any."""
     deadline = time.perf_counter() + patience
     while True:
         try:
@@ -358,7 +359,7 @@ async def _only_model(client: HttpClient, patience: float, progress: Progress) -
 
 
 def serve_object(result: ServeBenchmark) -> Facts:
-    """The result in the keys that the field's serving benchmarks write."""
+    """Return the result in the keys that the field's serving benchmarks write."""
     plan, good, seconds = result.plan, result.good, result.duration
     total_in = sum(request.prompt_tokens or plan.input_tokens for request in good)
     total_out = sum(request.num_tokens for request in good)
@@ -496,8 +497,8 @@ def _latencies(facts: Facts, heading: str) -> Table:
 
 
 def sweep_screen(levels: Sequence[Facts]) -> Iterator[Part]:
-    """The same requests with more and more of them under way: a row per level, and latency drawn over throughput: from
-    the level on that only goes up, further clients only wait."""
+    """Yield the same requests with more and more of them under way: a row per level, and latency drawn over throughput:
+    from the level on that only goes up, further clients only wait."""
     yield title(fill("{num_prompts} requests to {model_id:line}, by how many are under way", levels[0]))
     yield fill("{input_tokens} tokens in, {output_tokens} out, prefix reuse {prefix_reuse}", levels[0])
     for level in levels:
@@ -518,7 +519,7 @@ def sweep_screen(levels: Sequence[Facts]) -> Iterator[Part]:
 
 
 def latency_over_throughput(levels: Sequence[Facts]) -> list[Text]:
-    """Each level's number at its place: to the right more tokens per second, upwards more milliseconds."""
+    """Return each level's number at its place: to the right more tokens per second, upwards more milliseconds."""
     speed, latency = (max(level[name] for level in levels) for name in ("output_throughput", "p50_e2el_ms"))
     rows = [[" "] * _WIDTH for _ in range(_HEIGHT)]
     for level in levels:

@@ -42,7 +42,7 @@ class ServerWorker(Worker):
     def requests(
         self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
     ) -> Mapping[str, Any]:
-        """A closed loop of streamed requests over HTTP, after a warm-up of its own."""
+        """Run a closed loop of streamed requests over HTTP, after a warm-up of its own."""
         assert self.server is not None, "it was loaded"
         plan = ServePlan(
             self.server.url, dataset="unique", token_range=(0, self._vocab_size), input_tokens=prompt_tokens

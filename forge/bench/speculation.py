@@ -43,8 +43,8 @@ _Turn = tuple[list[StepRecord], list[tuple[int, ...]]]
 
 
 def screen(facts: Facts) -> Iterator[Part]:
-    """Every batch's table, narrow enough for 80 columns, with the best K of each proposer in bold; what plain decoding
-    does beside it, and whether the tokens stayed the same."""
+    """Yield every batch's table, narrow enough for 80 columns, with the best K of each proposer in bold; what plain
+    decoding does beside it, and whether the tokens stayed the same."""
     yield from (title("How many tokens should be guessed at a time?"), facts["label"])
     figures = facts["figures"]
     columns = [": {proposer}", "K: {k}", "α: {alpha:.2f}", "tokens\nper\ncycle: {tokens_per_cycle:.2f}"]
@@ -133,7 +133,7 @@ def _turn(llm: LLM, prompts: list[str], params: SamplingParams) -> _Turn:
 
 
 def _figure(turns: Sequence[tuple[_Turn, _Turn]]) -> Facts:
-    """What came of a case: medians over the rounds."""
+    """Summarize a case: medians over the rounds."""
     times = [
         (before, after)
         for (plain, _), (drafted, _) in turns

@@ -182,7 +182,8 @@ class Theirs:
 
 
 def open_spec(path: Path) -> TokenizerSpec:
-    """The tokenizer of a GGUF file, of a tokenizer.json, or of a folder with one. Raises the error of its format."""
+    """Return the tokenizer of a GGUF file, of a tokenizer.json, or of a folder with one. Raises the error of its
+    format."""
     if path.is_dir() or path.suffix == ".json":
         return spec_from_tokenizer_json(path)
     with GGUFFile.open(path) as file:
@@ -190,7 +191,7 @@ def open_spec(path: Path) -> TokenizerSpec:
 
 
 def check_equal(ours: "Ours | Theirs", theirs: "Ours | Theirs", name: str, text: str) -> None:
-    """Raises `NotEqual` unless both encode `text` alike, with and without control tokens, and decode alike, at once and
+    """Raise `NotEqual` unless both encode `text` alike, with and without control tokens, and decode alike, at once and
     token by token."""
     ids = theirs.encode(text)
     same = {
@@ -205,7 +206,7 @@ def check_equal(ours: "Ours | Theirs", theirs: "Ours | Theirs", name: str, text:
 
 
 def check_threads(ours: "Ours | Theirs", text: str, expected: Sequence[int]) -> None:
-    """Raises `NotEqual` unless 8 threads that encode 100 times each all get `expected`."""
+    """Raise `NotEqual` unless 8 threads that encode 100 times each all get `expected`."""
     with ThreadPoolExecutor(THREADS) as threads:
         equals = threads.map(lambda _: [ours.encode(text) == expected for _ in range(ENCODES)], range(THREADS))
         if not all(map(all, equals)):
@@ -213,7 +214,7 @@ def check_threads(ours: "Ours | Theirs", text: str, expected: Sequence[int]) -> 
 
 
 def _loaded(load: Callable[[], Any]) -> tuple[Any, float]:
-    """What was loaded, and the median of the seconds that it took."""
+    """Return what was loaded, and the median of the seconds that it took."""
     loads = [timed(load) for _ in range(LOADS)]
     return loads[-1][0], median(seconds for _, seconds in loads)
 
@@ -238,7 +239,7 @@ def _threads_seconds(contender: "Ours | Theirs", text: str) -> float:
 
 
 def _document(spec: TokenizerSpec) -> str:
-    """A tokenizer.json of the whole tokenizer: NFC in front, added tokens matched."""
+    """Return a tokenizer.json of the whole tokenizer: NFC in front, added tokens matched."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     controls = set(spec.control_ids)
     document = json.loads(tokenizer_json(spec))

@@ -70,7 +70,7 @@ def serve_requests(worker: object) -> None:
 
 
 def respond(worker: object, line: str) -> dict[str, Any]:
-    """The answer to one line."""
+    """Return the answer to one line."""
     try:
         request = json.loads(line)
         return {"ok": dict(getattr(worker, request.pop("do"))(**request))}
@@ -95,7 +95,8 @@ def take_turn(step: Callable[[], float], min_steps: int, min_seconds: float, exp
 
 
 def peak_memory() -> int:
-    """The most memory that this process ever had, in bytes: its high-water mark, mapped files' pages included."""
+    """Return the most memory that this process ever had, in bytes: its high-water mark, mapped files' pages
+    included."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
@@ -106,7 +107,7 @@ def peak_memory() -> int:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What `work` returns, and the seconds it took."""
+    """Return what `work` returns, and the seconds it took."""
     started = time.perf_counter()
     result = work()
     return result, time.perf_counter() - started

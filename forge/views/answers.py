@@ -35,18 +35,19 @@ TokenText = Callable[[int], str]
 def output_table(
     sample: CompletionOutput, alternatives: int, token_text: TokenText, title: str = "output token"
 ) -> Table:
-    """Each output token of `sample`. Expects `sample.logprobs`."""
+    """Build a table of each output token of `sample`. Expects `sample.logprobs`."""
     return _table(title, zip(sample.token_ids, sample.logprobs or (), strict=True), alternatives, token_text)
 
 
 def prompt_table(output: RequestOutput, alternatives: int, token_text: TokenText) -> Table:
-    """Each prompt token; the first has no probability, for nothing precedes it. Expects `output.prompt_logprobs`."""
+    """Build a table of each prompt token; the first has no probability, for nothing precedes it. Expects
+    `output.prompt_logprobs`."""
     rows = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
     return _table("prompt token", rows, alternatives, token_text)
 
 
 def score_table(found: Score, alternatives: int, token_text: TokenText) -> Table:
-    """Each scored token, given all before it."""
+    """Build a table of each scored token, given all before it."""
     scored = ((token_id, logprob) for token_id, logprob in zip(found.token_ids, found.logprobs, strict=True))
     rows = [
         (token[0], tuple(rivals) if token[0] in dict(rivals) else (*rivals, token))
@@ -195,7 +196,7 @@ def print_cosines(console: Console, texts: Sequence[str], vectors: "np.ndarray",
 
 
 def ranking_object(documents: Sequence[str], scores: Sequence[float], by: str) -> list[dict[str, Any]]:
-    """The best first; `index` counts the lines of the file that hold a document, from 0."""
+    """Return the ranking, the best first; `index` counts the lines of the file that hold a document, from 0."""
     return [
         {"index": index, "document": documents[index], "score": scores[index]}
         | ({"margin": margin(scores[index])} if by == "answer" else {})
@@ -223,7 +224,7 @@ def ranked(scores: Sequence[float]) -> list[int]:
 
 
 def margin(probability: float) -> float:
-    """How far apart the log probabilities of "yes" and "no" are, from the one's share of both."""
+    """Return how far apart the log probabilities of "yes" and "no" are, from the one's share of both."""
     if not 0 < probability < 1:
         return math.inf if probability else -math.inf
     return math.log(probability) - math.log1p(-probability)

@@ -66,7 +66,7 @@ class Cell(NamedTuple):
 
 
 def cells(block_map: BlockMap, names: SequenceNames) -> list[Cell]:
-    """One per block of the pool, in order."""
+    """Return one cell per block of the pool, in order."""
     states = [Cell(FREE)] * len(block_map.reference_counts)
     for block in block_map.cached:
         states[block] = Cell(CACHED)
@@ -88,7 +88,8 @@ def cells(block_map: BlockMap, names: SequenceNames) -> list[Cell]:
 def pool_lines(
     block_map: BlockMap, names: SequenceNames, width: int, max_rows: int, hide_free: bool = False
 ) -> list[Text]:
-    """The map, each row behind the number of its first block, and what a character stands for if not for one block.
+    """Return the map, each row behind the number of its first block, and what a character stands for if not for one
+    block.
 
     hide_free: only count the rows at the end, past one of them, in which all blocks are free.
     """
@@ -128,7 +129,7 @@ def _map_shape(num_blocks: int, room: int, max_rows: int) -> tuple[int, int, int
 
 
 def table_lines(block_map: BlockMap, names: SequenceNames, width: int, max_rows: int) -> list[Text]:
-    """A heading and one line per table; those for which there is no line are counted."""
+    """Return a heading and one line per table; those for which there is no line are counted."""
     tables, size = block_map.tables, block_map.block_size
     if not tables:
         return [Text("no sequence has a block", QUIET)]
@@ -204,7 +205,7 @@ def _fitted(texts: Sequence[str], width: int) -> Text:
 
 
 def cache_facts(cache: CacheRecord) -> list[Fact]:
-    """What a cache's record says, in the order in which a reader asks. What cannot be there is left out."""
+    """Return what a cache's record says, in the order in which a reader asks. What cannot be there is left out."""
     facts = [
         ("used", f"{count(cache.used_blocks)} of {count(cache.num_blocks)} ({share(cache.utilization)})"),
         *([("cached", count(cache.cached_blocks))] if cache.kind == "prefix" else []),

@@ -63,7 +63,8 @@ class BlockStory:
         self._steps = 0
 
     def tell(self, record: StepRecord) -> list[Sentence]:
-        """What happened in a step, in the order in which it did. Steps are counted from the first that is told."""
+        """Return what happened in a step, in the order in which it did. Steps are counted from the first that is
+        told."""
         self._steps += 1
         sentences = [Sentence(self._steps, text) for text in (*self._beginnings(record), *self._changes(record))]
         sentences += [Sentence(self._steps, text, True) for text in (*self._waits(record), *self._writes(record))]
@@ -183,7 +184,7 @@ class BlockStory:
 
 
 def _tables(block_map: BlockMap | None) -> dict[int, TableRecord]:
-    """Each sequence's table."""
+    """Return each sequence's table."""
     return {} if block_map is None else {table.owner: table for table in block_map.tables if not table.is_snapshot}
 
 
@@ -245,7 +246,7 @@ class BlockScreen:
         return self.latest
 
     def frame(self, width: int, height: int) -> list[Text]:
-        """The last step, in no more than `height` lines."""
+        """Draw the last step, in no more than `height` lines."""
         record = self.record
         assert record is not None and record.blocks is not None, "a step with its blocks was fed before"
         facts = flowing(cache_facts(record.cache), width)
@@ -275,7 +276,7 @@ class BlockScreen:
         ]
 
     def story_lines(self, width: int) -> list[Text]:
-        """The sentences of the run: the first ones and the last ones where there are many."""
+        """Return the sentences of the run: the first ones and the last ones where there are many."""
         every = list(self.sentences)
         if len(every) > PICTURE_SENTENCES:
             half = PICTURE_SENTENCES // 2
@@ -285,7 +286,7 @@ class BlockScreen:
         return [_sentence(sentence, width) for sentence in every]
 
     def _log(self, width: int, rows: int) -> list[Text]:
-        """The latest sentences, the last step's at the bottom and bright."""
+        """Return the latest sentences, the last step's at the bottom and bright."""
         now = self.latest
         if len(now) > rows:
             now = [sentence for sentence in now if not sentence.routine][:rows]
@@ -296,7 +297,7 @@ class BlockScreen:
         return lines + [Text("")] * (rows - len(lines))
 
     def _texts(self, width: int, rows: int) -> list[Text]:
-        """The end of what the latest sequences say."""
+        """Return the end of what the latest sequences say."""
         return [
             Text.assemble((f"{number} ", sequence_style(number)), _end_of(text, width - 4), no_wrap=True)
             for number, text in list(enumerate(self.streams.texts))[-rows:]
@@ -379,7 +380,7 @@ class BlockGeneration(RunView):
 
 
 def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: SequenceNames) -> dict[str, Any]:
-    """A step's blocks for `--json`. Sequences are numbered as on the screen."""
+    """Return a step's blocks for `--json`. Sequences are numbered as on the screen."""
     block_map, cache = record.blocks, record.cache
     assert block_map is not None
     return {
@@ -413,7 +414,7 @@ def step_line(screen: BlockScreen) -> str:
 
 
 def _title(question: str, step: int, record: StepRecord, width: int) -> Text:
-    """The question on the left, and on the right when and of what, as far as there is room."""
+    """Return the question on the left, and on the right when and of what, as far as there is room."""
     cache = record.cache
     for description in (
         f"step {count(step)} · kv {cache.kind} · block size {cache.block_size} · {plural(cache.num_blocks, 'block')}",

@@ -22,7 +22,8 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def bar(value: float, scale: float, width: int) -> str:
-    """A bar of eighths of a column, `width` columns long where `value` is `scale`; cut there with `»` if it is more."""
+    """Draw a bar of eighths of a column, `width` columns long where `value` is `scale`; cut there with `»` if it is
+    more."""
     if scale <= 0 or width <= 0:
         return ""
     if value > scale * 1.0001:
@@ -32,7 +33,7 @@ def bar(value: float, scale: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], scale: float, width: int) -> str:
-    """One character per value, or per group of neighbours (their mean) where there are more values than columns."""
+    """Draw one character per value, or per group of neighbours (their mean) if there are more values than columns."""
     return "".join(_level(value, scale) for value in _grouped(values, width))
 
 
@@ -69,7 +70,8 @@ def line_plot(curves: Sequence[Curve], scale: float, num_points: int, width: int
 
 
 def throughput_plot(times: Sequence[float], seconds: float, width: int, style: str, height: int = 8) -> list[Text]:
-    """Tokens per second over the time of a run, from the moment of each token: the curve, its scale, the time axis.
+    """Plot tokens per second over the time of a run, from the moment of each token: the curve, its scale, the time
+    axis.
 
     A point is the mean over one of up to 60 slices of the run, so a burst within a slice is not seen.
     """
@@ -89,7 +91,7 @@ def throughput_plot(times: Sequence[float], seconds: float, width: int, style: s
 
 
 def row_of(value: float, scale: float, height: int) -> int:
-    """The line of a plot, counted from the upper one, on which `value` lies."""
+    """Return the line of a plot, counted from the upper one, on which `value` lies."""
     return _dot_row(value, scale, height) // _ROWS_PER_CELL
 
 
@@ -122,7 +124,7 @@ class _Canvas:
         return text
 
     def _place(self, x: float, y: float, scale: float, num_points: int) -> tuple[int, int]:
-        """The dot (column, row), counted from the upper left."""
+        """Return the dot (column, row), counted from the upper left."""
         column = round(x * (self.width * 2 - 1) / max(num_points - 1, 1))
         return column, _dot_row(y, scale, self.height)
 
@@ -132,7 +134,7 @@ class _Canvas:
 
 
 def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots of a straight line, both ends included."""
+    """Return the dots of a straight line, both ends included."""
     steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (round(start[0] + (end[0] - start[0]) * i / steps), round(start[1] + (end[1] - start[1]) * i / steps))

@@ -33,7 +33,7 @@ class ChatView:
             self._quiet(HELP)
 
     def ask(self) -> str | None:
-        """The next message without white space around it; None when there are no more.
+        """Return the next message without white space around it; None when there are no more.
 
         At a terminal Ctrl-C clears the line; raises KeyboardInterrupt for a second one on an empty line.
         """

@@ -154,7 +154,7 @@ def compare_runs(question: str, option: str, left: Side, right: Side) -> Compari
 
 
 def question_for(option: str) -> str:
-    """The title of a comparison: the question that varying `option` answers."""
+    """Return the title of a comparison: the question that varying `option` answers."""
     return _QUESTIONS.get(option, f"Does {option} change what the model says, and what does it cost?")
 
 
@@ -170,7 +170,7 @@ _QUESTIONS = {
 
 
 def comparison_object(comparison: Comparison) -> dict[str, Any]:
-    """A comparison for `--json`."""
+    """Return a comparison for `--json`."""
     logits = comparison.logits
     several = bool(comparison.sides[0].others)
     return {
@@ -268,7 +268,8 @@ def print_interrupted(console: Console, sides: Sequence[Side]) -> None:
 
 
 def comparison_table(sides: Sequence[Side]) -> Table:
-    """The figures of both sides, where at least one has them. Decoding alone has a ratio: people quote its speed."""
+    """Return the figures of both sides, where at least one has them. Decoding alone has a ratio: people quote its
+    speed."""
     facts = [_side_facts(side) for side in sides]
     left, right = (side.result.decode_tokens_per_second for side in sides)
     gains = {"decode": right / left} if left and right else {}
@@ -312,7 +313,7 @@ def _table_rows(sides: Sequence[Side], facts: Sequence[dict[str, Any]]) -> Itera
 
 
 def verdict(comparison: Comparison) -> list[Text]:
-    """Whether the two sides said the same, and how far apart their logits are."""
+    """Say whether the two sides said the same, and how far apart their logits are."""
     logits = _logits_text(comparison.logits)
     if comparison.identical:
         answers = comparison.sides[0].answers
@@ -330,7 +331,7 @@ def verdict(comparison: Comparison) -> list[Text]:
 
 
 def legend(comparison: Comparison) -> list[Text]:
-    """One line per curve: what it does, and why."""
+    """Return one line per curve: what it does, and why."""
     return [
         Text.assemble((f"━━ {short_name(side.name)}  ", sequence_style(index)), shape_sentence(side.result.forwards))
         for index, side in enumerate(comparison.sides)
@@ -378,7 +379,7 @@ def _num_tokens(answer: Answer) -> int:
 
 
 def _margin_line(margin: Margin, sides: Sequence[Side]) -> Text:
-    """How close the decision was."""
+    """Return how close the decision was."""
     names = [one_line(side.name) for side in sides]
     distances = [f"{abs(value):.3g}" for value in margin.margins]
     apart = " and ".join(f"{distance} on {name}" for distance, name in zip(distances, names, strict=True))
@@ -407,7 +408,7 @@ def _answer_line(side: Side, index: int, prompt: int) -> Text:
 
 
 def _continuation(side: Side, index: int, position: int | None) -> Text:
-    """What one side said at the first difference and how sure it was, or how much it said in all."""
+    """Return what one side said at the first difference and how sure it was, or how much it said in all."""
     line = Text(f"  {one_line(side.name)}  ", sequence_style(index))
     if position is not None and position <= len(side.tokens):
         token = side.tokens[position - 1]

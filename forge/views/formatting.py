@@ -29,7 +29,7 @@ def count(value: int) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Tokens per second: `1,540`, `24.6`."""
+    """Format tokens per second: `1,540`, `24.6`."""
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
@@ -52,7 +52,7 @@ def size(num_bytes: int | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio: `3.8 x`."""
+    """Format a ratio: `3.8 x`."""
     return NOTHING if value is None else f"{value:,.1f} x"
 
 
@@ -61,7 +61,7 @@ def percent(share: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share that may be small: `6.2 %`."""
+    """Format a share that may be small: `6.2 %`."""
     return f"{value * 100:.1f} %"
 
 

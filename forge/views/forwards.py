@@ -24,14 +24,15 @@ Note = Callable[[Forward], str]
 
 
 def chart_scale(forwards: Sequence[Forward]) -> float:
-    """The time at which a bar reaches the edge: the longest, unless a long prefill or a spike flattens the rest."""
+    """Return the time at which a bar reaches the edge: the longest, unless a long prefill or a spike flattens the
+    rest."""
     longest = max((forward.ms for forward in forwards), default=0.0)
     decodes = sorted(forward.ms for forward in forwards if forward.phase == "decode")
     return min(longest, decodes[(len(decodes) - 1) * 9 // 10] * _CHART_OUTLIER) if decodes else longest
 
 
 def chart_rows(forwards: Sequence[Forward], scale: float, width: int, note: Note | None = None) -> list[Text]:
-    """One line per forward, none wider than `width`."""
+    """Return one line per forward, none wider than `width`."""
     digits = max((len(count(forward.tokens)) for forward in forwards), default=1)
     notes = [note(forward) if note else "" for forward in forwards]
     beside = 9 + digits + 4 + 2 + 9 + max((len(text) + 3 for text in notes if text), default=0)
@@ -43,7 +44,7 @@ def chart_rows(forwards: Sequence[Forward], scale: float, width: int, note: Note
 
 
 def compact_chart(forwards: Sequence[Forward], width: int, head: int = 4, last: int = 3) -> list[Text]:
-    """The first and the last rows, and between them one line that draws all the rows left out."""
+    """Return the first and the last rows, and between them one line that draws all the rows left out."""
     scale = chart_scale(forwards)
     if len(forwards) <= head + last + 2:
         return chart_rows(forwards, scale, width)
@@ -88,7 +89,8 @@ _CLIMB = 1.25
 
 
 def curve_plot(names: Sequence[str], forwards: Sequence[Sequence[Forward]], num_points: int, width: int) -> list[Text]:
-    """All curves on one pair of axes, each with its name where it ends, so that colour is not needed to tell them."""
+    """Plot all curves on one pair of axes, each with its name where it ends, so that colour is not needed to tell
+    them."""
     scale, cut = _plot_scale(forwards)
     axis = max(len(ms(scale)), 2)
     ends = _names_at_ends(names, forwards, scale)
@@ -108,7 +110,8 @@ def curve_plot(names: Sequence[str], forwards: Sequence[Sequence[Forward]], num_
 
 
 def shape_sentence(forwards: Sequence[Forward]) -> str:
-    """What a curve does, as measured, and why, from the tokens that its forwards computed. The prefill is left out."""
+    """Return what a curve does, as measured, and why, from the tokens that its forwards computed. The prefill is left
+    out."""
     later = forwards[1:]
     if len(later) < 2:
         return f"{plural(len(forwards), 'forward')}: too few to have a shape"
@@ -137,7 +140,8 @@ def _names_at_ends(names: Sequence[str], forwards: Sequence[Sequence[Forward]], 
 
 
 def _plot_scale(forwards: Sequence[Sequence[Forward]]) -> tuple[float, str]:
-    """The top of the plot, and what it cuts off: outliers, such as a long prefill, that would flatten all the rest."""
+    """Return the top of the plot, and what it cuts off: outliers, such as a long prefill, that would flatten all the
+    rest."""
     every = sorted(forward.ms for side in forwards for forward in side)
     if not every:
         return 0.0, ""

@@ -25,7 +25,7 @@ _PROMPT_SHOWN = 240
 
 
 def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool = False) -> RunView:
-    """The view that fits what `console` writes to.
+    """Return the view that fits what `console` writes to.
 
     `prompt` is what to show before the text: quietly on a terminal, where it is the context of what follows, and in a
     pipe only where `echo` asks for it.
@@ -35,7 +35,8 @@ def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool =
 
 
 def watching(console: Console, label: RunLabel, prompt: str) -> RunView:
-    """A view of a run on its way that leaves nothing behind, for commands that draw their own picture of the result."""
+    """Return a view of a run on its way that leaves nothing behind, for commands that draw their own picture of the
+    result."""
     return LiveGeneration(console, label, prompt) if can_redraw(console) else RunView()
 
 
@@ -45,8 +46,8 @@ RUN_ROWS = 12
 def run_parts(
     result: RunResult, prompt: str, said: Sequence[str], *about: str, note: Note | None = None
 ) -> Iterator[Part]:
-    """A run as a chapter shows it: the text, its forwards at even distances, what that shows, the figures. note: beside
-    a forward."""
+    """Yield a run as a chapter shows it: the text, its forwards at even distances, what that shows, the figures. note:
+    beside a forward."""
     shown = spaced(result.forwards, RUN_ROWS)
     yield from sample_texts(result, prompt, quiet_prompt=True)
     yield None
@@ -123,7 +124,7 @@ class LiveGeneration(LiveView):
         return Group(*text, Text(""), chart_heading(self._label, width), *chart, Text(""), *so_far)
 
     def _text_so_far(self, width: int, room: int) -> list[Text]:
-        """The last lines of what has been said; with several samples, the last line of each."""
+        """Return the last lines of what has been said; with several samples, the last line of each."""
         if len(self._streams.texts) > 1:
             return [
                 Text.assemble((f"{sample} ", sequence_style(sample)), tail(neutralise(text), width - 4)[: width - 2])
@@ -161,7 +162,7 @@ def _probability(probability: float | None) -> str:
 
 
 def sample_texts(result: RunResult, prompt: str, quiet_prompt: bool = False) -> list[Text]:
-    """Each sample's text after its prompt, labelled where there are several."""
+    """Return each sample's text after its prompt, labelled where there are several."""
     samples = result.output.outputs
     before = tail(prompt, _PROMPT_SHOWN) if quiet_prompt else prompt
     shown = []

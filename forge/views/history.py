@@ -65,7 +65,7 @@ class History:
             self._timeline.end_request(record)
 
     def requests(self) -> tuple[RequestTimeline, ...]:
-        """The timeline of every sequence until now."""
+        """Return the timeline of every sequence until now."""
         return self._timeline.requests()
 
     def __len__(self) -> int:

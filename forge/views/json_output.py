@@ -23,12 +23,12 @@ def to_json(value: Any) -> str:
 
 
 def as_object(value: Any, *properties: str, without: Sequence[str] = ()) -> dict[str, Any]:
-    """A dataclass as a JSON object: its fields but those in `without`, then the named properties."""
+    """Return a dataclass as a JSON object: its fields but those in `without`, then the named properties."""
     return picked(value, *(field.name for field in fields(value) if field.name not in without), *properties)
 
 
 def picked(value: Any, *names: str) -> dict[str, Any]:
-    """An object of these fields and properties of `value`."""
+    """Return an object of these fields and properties of `value`."""
     return {name: plain(getattr(value, name)) for name in names}
 
 
@@ -42,7 +42,7 @@ def plain(value: Any) -> Any:
 
 
 def run_object(result: RunResult, token_text) -> dict[str, Any]:
-    """One run. `token_text` turns a token id into its text, for alternatives that no record holds."""
+    """Return one run. `token_text` turns a token id into its text, for alternatives that no record holds."""
     output = result.output
     first = output.outputs[0]
     return {
@@ -68,7 +68,7 @@ CYCLE_NUMBERS = ("num_accepted", "num_emitted", "target_positions", "draft_posit
 
 
 def speculation_object(records: Sequence[StepRecord]) -> dict[str, Any]:
-    """The draft tokens of a run by proposer, and how many decodes had none, by reason."""
+    """Return the draft tokens of a run by proposer, and how many decodes had none, by reason."""
     totals = draft_totals(record.cycles for record in records)
     return {
         "speculation": [as_object(total, "acceptance") for total in totals],
@@ -77,7 +77,8 @@ def speculation_object(records: Sequence[StepRecord]) -> dict[str, Any]:
 
 
 def cycles_object(record: StepRecord) -> dict[str, Any]:
-    """The draft tokens of a step by sequence and proposer, with the numbers accepted and emitted; and who had none."""
+    """Return the draft tokens of a step by sequence and proposer, with the numbers accepted and emitted; and who had
+    none."""
     return {
         "cycles": [as_object(cycle, *CYCLE_NUMBERS) for cycle in record.cycles],
         "undrafted": [
@@ -99,7 +100,7 @@ ENDS = 5
 
 
 def climb_object(forwards: Sequence[Forward]) -> dict[str, Any]:
-    """What a forward cost at the beginning, after the prefill, and at the end. Nulls where there are too few."""
+    """Return what a forward cost at the beginning, after the prefill, and at the end. Nulls where there are too few."""
     later = forwards[1:]
     if len(later) < 2:
         return dict.fromkeys(("early_tokens", "early_ms", "late_tokens", "late_ms", "late_over_early"))
@@ -115,7 +116,8 @@ def climb_object(forwards: Sequence[Forward]) -> dict[str, Any]:
 
 
 def forward_objects(records: tuple[StepRecord, ...]) -> list[dict[str, Any]]:
-    """One object per forward: `token_id`, `text`, `probability` of the first sample, and `tokens` with every one's."""
+    """Return one object per forward: `token_id`, `text`, `probability` of the first sample, and `tokens` with every
+    one's."""
     streams = TextStreams()
     objects = []
     for number, record in enumerate(records, start=1):

@@ -46,20 +46,20 @@ class Keys(Protocol):
     def __exit__(self, *exception) -> None: ...
 
     def read_key(self, timeout: float | None = None) -> str:
-        """The next key; `TIMEOUT` (an empty string) after `timeout` seconds without one."""
+        """Return the next key; `TIMEOUT` (an empty string) after `timeout` seconds without one."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context in which the terminal is as it was before, for reading a line or running a command.
+        """Return a context in which the terminal is as it was before, for reading a line or running a command.
 
         Keys that were typed before its end are discarded: they were meant for what was on the screen then.
         """
 
     def muted(self) -> AbstractContextManager[None]:
-        """A context in which typed keys are neither echoed nor kept. Ctrl-C works."""
+        """Return a context in which typed keys are neither echoed nor kept. Ctrl-C works."""
 
 
 def open_keys(console: Console) -> Keys:
-    """The keys of the terminal that `console` draws on."""
+    """Return the keys of the terminal that `console` draws on."""
     try:
         import termios  # noqa: F401 (absent on Windows)
 
@@ -70,7 +70,8 @@ def open_keys(console: Console) -> Keys:
 
 
 def read_line(prompt: str, prefill: str = "") -> str | None:
-    """A line from the reader, who may edit `prefill`; None at the end of input. Ctrl-C is a KeyboardInterrupt."""
+    """Return a line from the reader, who may edit `prefill`; None at the end of input. Ctrl-C is a
+    KeyboardInterrupt."""
     readline = _readline()
     if readline and prefill:
         readline.set_startup_hook(lambda: readline.insert_text(prefill))
@@ -214,7 +215,7 @@ class TerminalKeys:
         return "\ufffd"
 
     def _escape(self) -> str:
-        """The key that an escape sequence stands for; `escape` where the character came alone."""
+        """Return the key that an escape sequence stands for; `escape` where the character came alone."""
         import select
 
         if len(self._pending) == 1 and select.select([self._descriptor], [], [], _ESCAPE_SECONDS)[0]:

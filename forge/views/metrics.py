@@ -21,7 +21,7 @@ def verdict(identical: bool, same: str, other: str) -> Text:
 
 
 def run_facts(result: RunResult) -> list[Fact]:
-    """What a run cost, in the order in which a reader asks."""
+    """Return what a run cost, in the order in which a reader asks."""
     seed = [("seed", str(result.output.seed))] if result.sampled else []
     return [
         ("time to first token", with_unit(ms(result.time_to_first_token_ms), "ms")),
@@ -96,14 +96,14 @@ def flowing(facts: Sequence[Fact], width: int) -> list[Text]:
 
 
 def metrics_lines(result: RunResult, width: int) -> list[Text]:
-    """The block under a chart on a terminal; says what ran where the chart's heading had no room for it."""
+    """Return the block under a chart on a terminal; says what ran where the chart's heading had no room for it."""
     spread = Text.assemble(("per forward ms: ", QUIET), spread_text(result.spread))
     unsaid = [] if _fits_heading(result.label, width) else [Text(str(result.label), QUIET)]
     return [*flowing(run_facts(result), width), spread, *unsaid]
 
 
 def chart_heading(label: RunLabel, width: int) -> Text:
-    """What the chart shows on the left; what ran on the right, as far as there is room."""
+    """Return what the chart shows on the left; what ran on the right, as far as there is room."""
     room = width - len(_HEADING)
     description = str(label) if _fits_heading(label, width) else f"kv {label.kv} · {label.device} · {label.model}"
     if len(description) + 3 > room:
@@ -119,7 +119,7 @@ _HEADING = "milliseconds per forward"
 
 
 def plain_metrics(result: RunResult) -> list[str]:
-    """The block in a pipe: one fact to a line, names padded to one column."""
+    """Return the block in a pipe: one fact to a line, names padded to one column."""
     facts = [*label_facts(result.label), *run_facts(result), ("per forward ms", spread_text(result.spread))]
     widest = max(len(name) for name, _ in facts)
     return [f"{name:<{widest}}  {figure}" for name, figure in facts]

@@ -107,7 +107,7 @@ class FileSummary:
 
 
 def main_type(tensors: "Iterable[TensorEntry]") -> str | None:
-    """The type that most parameters have."""
+    """Return the type that most parameters have."""
     totals = type_totals(tensors)
     return max(totals, key=lambda total: total.parameters).type if totals else None
 
@@ -136,7 +136,7 @@ def summarise(
     metadata: Mapping[str, Any],
     tensors: "Sequence[TensorEntry]",
 ) -> FileSummary:
-    """A file's header as plain data, whatever architecture it is."""
+    """Return a file's header as plain data, whatever architecture it is."""
     return FileSummary(
         path=path,
         bytes=num_bytes,
@@ -156,7 +156,7 @@ def summarise(
 
 
 def summary_object(summary: FileSummary) -> dict[str, Any]:
-    """A file for `--json`, every tensor included."""
+    """Return a file for `--json`, every tensor included."""
     numbers = summary.kv_numbers
     return asdict(summary) | {
         "hyper_parameters": dict(summary.hyper_parameters),

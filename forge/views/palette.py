@@ -13,5 +13,5 @@ _SEQUENCES = ("cyan", "yellow", "magenta", "green", "blue")
 
 
 def sequence_style(index: int) -> str:
-    """The colour of the `index`-th sequence on a screen; they repeat after five."""
+    """Return the colour of the `index`-th sequence on a screen; they repeat after five."""
     return _SEQUENCES[index % len(_SEQUENCES)]

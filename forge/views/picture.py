@@ -23,7 +23,7 @@ _FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.
 
 
 def picture_console(width: int = WIDTH) -> ForgeConsole:
-    """A console that remembers what is drawn on it, for `save_picture`."""
+    """Return a console that remembers what is drawn on it, for `save_picture`."""
     return ForgeConsole(
         file=io.StringIO(),
         record=True,
@@ -37,7 +37,7 @@ def picture_console(width: int = WIDTH) -> ForgeConsole:
 
 
 def save_picture(console: ForgeConsole, path: Path, title: str = "forge") -> None:
-    """Raises `ForgeError` if `path` cannot be written."""
+    """Raise `ForgeError` if `path` cannot be written."""
     title = title if len(title) <= _TITLE_WIDTH else f"{title[: _TITLE_WIDTH - 1]}…"
     try:
         console.save_svg(str(path), title=title, code_format=_FORMAT)
@@ -66,6 +66,6 @@ def draw_busiest_step(console: ForgeConsole, history: History) -> None:
 
 
 def _decisions(history: History, index: int) -> tuple[int, int, int]:
-    """How much there is to see in a step; the last steps of a run, in which the rest runs out, have little."""
+    """Return how much there is to see in a step; the last steps of a run, in which the rest runs out, have little."""
     record = history.records[index]
     return len(record.preempted), len(record.admitted) + len(record.waiting), len(record.items)

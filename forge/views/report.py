@@ -25,5 +25,5 @@ class Report:
     """The exit status."""
 
     def as_json(self) -> "Report":
-        """The same findings, drawn as one JSON object."""
+        """Return the same findings, drawn as one JSON object."""
         return Report(self.facts, lambda console: console.print(to_json(self.facts), soft_wrap=True), self.status)

@@ -31,7 +31,7 @@ _QUESTIONS = {
 
 
 def many_object(option: str, names: Sequence[str], sides: Sequence[Measured], in_common: int) -> dict[str, Any]:
-    """The comparison for `--json`. `in_common`: how many requests both sides have, whose tokens are compared."""
+    """Return the comparison for `--json`. `in_common`: how many requests both sides have, whose tokens are compared."""
     return {
         "option": option,
         "identical": identical(sides, in_common) if in_common else None,
@@ -95,7 +95,7 @@ def workload_text(workload: Workload) -> str:
 
 
 def identity_text(measured: Sequence[Measured], requests: int | None = None) -> Text:
-    """Whether every way gave the same tokens, to all requests or to the first `requests`, which all ways had."""
+    """Return whether every way gave the same tokens, to all requests or to the first `requests`, which all ways had."""
     if requests == 0:
         return Text("tokens not compared: the two sides have no request in common", QUIET)
     outputs = measured[0].tokens[:requests]

@@ -38,7 +38,7 @@ class Event:
 
 
 def request_of(requests: Sequence[RequestTimeline], seq_id: int) -> RequestTimeline:
-    """The timeline of a sequence. Raises `UsageError` if the run had none of that number."""
+    """Return the timeline of a sequence. Raises `UsageError` if the run had none of that number."""
     matching = [timeline for timeline in requests if timeline.seq_id == seq_id]
     if not requests:
         raise UsageError("the run has no requests")
@@ -73,7 +73,7 @@ def story_of(request: RequestTimeline, records: Sequence[StepRecord]) -> list[Ev
 
 
 def _computed(seq_id: int, records: Sequence[StepRecord]) -> Iterator[Event]:
-    """What the sequence computed: a line for each run of consecutive steps of one kind."""
+    """Yield what the sequence computed: a line for each run of consecutive steps of one kind."""
     rows = [(record, item) for record in records for item in record.items if item.seq_id == seq_id]
     numbered = [(record.step - index, record, item) for index, (record, item) in enumerate(rows)]
     for (phase, _), group in groupby(numbered, key=lambda row: (row[2].phase, row[0])):

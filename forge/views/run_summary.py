@@ -45,7 +45,7 @@ _TIMES = (
 def serving_object(
     label: RunLabel, records: Sequence[StepRecord], requests: Sequence[RequestTimeline]
 ) -> dict[str, Any]:
-    """A run for `--json`: totals, every sequence's timeline with its `why` lines, and every step in short."""
+    """Return a run for `--json`: totals, every sequence's timeline with its `why` lines, and every step in short."""
     totals = totals_of(records, requests) if records else None
     return {
         **as_object(label),
@@ -67,7 +67,7 @@ def totals_object(totals: Totals) -> dict[str, Any]:
 
 
 def request_object(request: RequestTimeline) -> dict[str, Any]:
-    """One sequence for `--json`."""
+    """Return one sequence for `--json`."""
     finish = request.finish
     return {
         **picked(request, "seq_id", "request_id", "sample", "num_prompt_tokens", "num_output_tokens", "finish_reason"),
@@ -79,7 +79,7 @@ def request_object(request: RequestTimeline) -> dict[str, Any]:
 
 
 def step_object(record: StepRecord) -> dict[str, Any]:
-    """A step in short; a trace has all of it."""
+    """Return a step in short; a trace has all of it."""
     return {
         "step": record.step,
         "class": record.execution_class,
@@ -155,7 +155,7 @@ def print_tenants(console: Console, tenants: Tenants) -> None:
 
 
 def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str, str]]:
-    """Name and figure, in the order in which a reader asks."""
+    """Return name and figure, in the order in which a reader asks."""
     classes = ", ".join(f"{class_name(name)} {count(number)}" for name, number in sorted(totals.steps_by_class.items()))
     ended = ", ".join(f"{name} {count(number)}" for name, number in sorted(totals.ended.items()))
     facts = [
@@ -216,7 +216,7 @@ def times_table(totals: Totals, width: int) -> Table:
 
 
 def charts_over_time(history: History, width: int) -> list[Text]:
-    """One strip per figure over the whole run, with the value that its upper edge stands for."""
+    """Return one strip per figure over the whole run, with the value that its upper edge stands for."""
     lines = []
     ends = {"tok/s": rate, "pool": percent, "queue": lambda value: count(round(value)), "frag": percent}
     names = {"frag": "fragmentation"}
@@ -271,7 +271,8 @@ _PARTS = {"plan": "schedule_ms", "forward": "forward_ms", "choose": "sample_ms"}
 
 
 def costs(history: History) -> Report:
-    """Where the time of the steps went, by what they computed: planning, forward pass, choosing tokens, the rest."""
+    """Return where the time of the steps went, by what they computed: planning, forward pass, choosing tokens, the
+    rest."""
     classes = []
     for phase in dict.fromkeys(record.execution_class for record in history.records):
         steps = [record for record in history.records if record.execution_class == phase]
@@ -293,7 +294,7 @@ VIEWS: dict[str, Callable[[History], Report]] = {"costs": costs}
 
 
 def view_report(name: str, history: History) -> Report:
-    """The view of that name. Raises `UsageError` for an unknown name, with a list of the known ones."""
+    """Return the view of that name. Raises `UsageError` for an unknown name, with a list of the known ones."""
     if name not in VIEWS:
         unknown = UsageError(f"unknown view {name!r}; there are {', '.join(VIEWS)}")
         for known, view in VIEWS.items():

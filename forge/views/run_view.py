@@ -57,5 +57,5 @@ class LiveView(RunView):
             self._next_frame = time.monotonic() + 1 / self.frames_per_second
 
     def frame(self) -> RenderableType:
-        """The picture as it is now."""
+        """Return the picture as it is now."""
         raise NotImplementedError

@@ -38,7 +38,7 @@ _MOST_PEERS = 6
 
 
 def scheduler_lines(history: History, index: int, width: int, height: int) -> list[Text]:
-    """The picture after step `index` of a history, in at most `height` lines of at most `width` columns."""
+    """Return the picture after step `index` of a history, in at most `height` lines of at most `width` columns."""
     record, moment = history.records[index], history.moments[index]
     head = [*title_lines(record, width), Text(""), *queue_lines(history, record, moment, width), Text("")]
     charts = [Text(""), chart_line(history, index, width)]
@@ -53,7 +53,7 @@ def scheduler_lines(history: History, index: int, width: int, height: int) -> li
 
 
 def title_lines(record: StepRecord, width: int) -> list[Text]:
-    """The question, and on the right what kind of step this was and how long it took."""
+    """Return the question, and on the right what kind of step this was and how long it took."""
     kind = class_name(record.execution_class).capitalize()
     total = record.schedule_ms + record.forward_ms + record.sample_ms
     parts = f"schedule {ms(record.schedule_ms)}, forward {ms(record.forward_ms)}"
@@ -66,7 +66,7 @@ def title_lines(record: StepRecord, width: int) -> list[Text]:
 
 
 def queue_lines(history: History, record: StepRecord, moment: Moment, width: int) -> list[Text]:
-    """How many wait and run, who, and how full the pool is."""
+    """Return how many wait and run, who, and how full the pool is."""
     queues, cache = record.queues, record.cache
     limit = history.max_num_seqs or max(len(moment.running), 1)
     running = Text("running  ", QUIET)
@@ -107,7 +107,8 @@ def items_line(record: StepRecord, width: int) -> Text:
 
 
 def work_texts(record: StepRecord) -> list[str]:
-    """What the step computes: `decode 11 seqs + 9 guesses`, each prefill, `prefill-only 8 requests, 367 rows`."""
+    """Return what the step computes: `decode 11 seqs + 9 guesses`, each prefill, `prefill-only 8 requests, 367
+    rows`."""
     decodes = sum(item.phase == "decode" for item in record.items)
     num_draft_tokens = sum(len(cycle.proposed) for cycle in record.cycles)
     verified = f" + {plural(num_draft_tokens, 'guess', 'guesses')}" if num_draft_tokens else ""
@@ -120,7 +121,7 @@ def work_texts(record: StepRecord) -> list[str]:
 
 
 def launch_texts(record: StepRecord) -> list[str]:
-    """How the step was launched on a device that works asynchronously; nothing on a CPU."""
+    """Return how the step was launched on a device that works asynchronously; nothing on a CPU."""
     texts = [execution_text(record.execution)] if record.execution is not None else []
     texts += ["planned ahead"] if record.planned_ahead else []
     return texts + ([f"{plural(record.discarded, 'row')} wasted"] if record.discarded else [])
@@ -139,7 +140,7 @@ def prefill_text(item: ItemRecord) -> str:
 
 
 def item_rows(record: StepRecord, width: int) -> list[Text]:
-    """Each sequence of the step with what it computed and the token that came of it, two to a line."""
+    """Return each sequence of the step with what it computed and the token that came of it, two to a line."""
     tokens: dict[int, str] = {}
     for token in record.tokens:
         tokens[token.seq_id] = tokens.get(token.seq_id, "") + token.text
@@ -163,7 +164,8 @@ def item_rows(record: StepRecord, width: int) -> list[Text]:
 
 
 def reason_lines(record: StepRecord, width: int) -> list[Text]:
-    """A line for every decision of this step, with its reason; first what waits, which a long list would hide."""
+    """Return a line for every decision of this step, with its reason; first what waits, which a long list would
+    hide."""
     lines = [_reason("·", "waits", who, text, QUIET) for who, text in wait_texts(record)]
     lines += [
         _reason("−", "preempted", victim.seq_id, explain_preemption(victim), TROUBLE) for victim in record.preempted
@@ -181,7 +183,8 @@ def reason_lines(record: StepRecord, width: int) -> list[Text]:
 
 
 def wait_texts(record: StepRecord) -> list[tuple[int | str, str]]:
-    """Which sequences wait, and why; those with the same reason together, as the peers of one prefix owner are."""
+    """Return which sequences wait, and why; those with the same reason together, as the peers of one prefix owner
+    are."""
     together: dict[WaitReason, list[int]] = {}
     for wait in record.waiting:
         together.setdefault(wait.reason, []).append(wait.seq_id)
@@ -192,7 +195,7 @@ def wait_texts(record: StepRecord) -> list[tuple[int | str, str]]:
 
 
 def undrafted_texts(record: StepRecord) -> list[tuple[int | str, str]]:
-    """Which sequences were decoded without draft tokens, and why; those with the same reason together."""
+    """Return which sequences were decoded without draft tokens, and why; those with the same reason together."""
     together: dict[str, list[int]] = {}
     for undrafted in record.undrafted:
         together.setdefault(explain_undrafted(undrafted), []).append(undrafted.seq_id)
@@ -213,7 +216,7 @@ def _several(seq_ids: Sequence[int]) -> str:
 
 
 def finish_text(finish: FinishRecord) -> str:
-    """How a sequence ended, fit for a terminal."""
+    """Return how a sequence ended, fit for a terminal."""
     return one_line(explain_finish(finish))
 
 
@@ -250,7 +253,7 @@ def chart_series(history: History, index: int, steps: int = CHART_STEPS) -> list
 
 
 def step_line(record: StepRecord) -> str:
-    """A step on one line, for a pipe: what it computes, the queues, and each decision with its reason."""
+    """Return a step on one line, for a pipe: what it computes, the queues, and each decision with its reason."""
     queues, cache = record.queues, record.cache
     where = f"waiting {queues.waiting}  running {queues.running}  swapped {queues.swapped}  finished {queues.finished}"
     total = record.schedule_ms + record.forward_ms + record.sample_ms
@@ -282,7 +285,7 @@ def _reason(sign: str, name: str, who: int | str, text: str, style: str) -> Text
 
 
 def _wrapped(line: Text, width: int) -> list[Text]:
-    """A line of a reason, broken at spaces; what does not fit stands below the reason's beginning."""
+    """Return a line of a reason, broken at spaces; what does not fit stands below the reason's beginning."""
     parts: list[Text] = []
     while line.cell_len > width:
         at = line.plain.rfind(" ", _REASON_INDENT + 1, width)

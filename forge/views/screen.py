@@ -43,7 +43,7 @@ class _Templates(Formatter):
 
 
 def fill(template: str, value: Any, **formats: Callable[..., str]) -> str:
-    """The template with its fields taken from `value`: `{}` is the value itself."""
+    """Return the template with its fields taken from `value`: `{}` is the value itself."""
     return _Templates(formats).vformat(template, (value,), {})
 
 
@@ -129,12 +129,12 @@ def sides(names: Sequence[str], items: Sequence[Any], *rows: str, gains: Mapping
 
 
 def question(text: str, *about: str) -> "list[Part]":
-    """The beginning of a screen: what is asked, of what, and an empty line."""
+    """Return the beginning of a screen: what is asked, of what, and an empty line."""
     return [title(text), *about, None]
 
 
 def leads_on(text: str) -> "Part":
-    """The end of a screen: where to go from here."""
+    """Return the end of a screen: where to go from here."""
     return lambda width: [None, Text(text, ACCENT)]
 
 

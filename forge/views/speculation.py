@@ -46,7 +46,8 @@ def steps_of(records: Sequence[StepRecord]) -> list[Step]:
 
 
 def marked_text(steps: Sequence[Step], token_text: TokenText) -> Text:
-    """What was said: [accepted guesses], ~the first that was rejected~, and the target's own tokens as they are."""
+    """Return what was said: [accepted guesses], ~the first that was rejected~, and the target's own tokens as they
+    are."""
     text = Text()
     open_bracket = False
     for step in steps:

@@ -87,7 +87,7 @@ class Stepper:
         self.ended()
 
     def _goes_by_itself(self) -> bool:
-        """Whether to go on without asking; draws now and then, and stops at the goal or at a key."""
+        """Return whether to go on without asking; draws now and then, and stops at the goal or at a key."""
         assert self._goal is not None
         if self._goal(self._history.records[self._at]):
             self._goal = None

@@ -166,7 +166,7 @@ class RunsResult:
 
 
 def decode_rate(records: Sequence[StepRecord]) -> float | None:
-    """Tokens per second over the steps in which every sequence was decoding."""
+    """Return tokens per second over the steps in which every sequence was decoding."""
     decoding = [record for record in records if record.phase == "decode"]
     seconds = sum(record.ended - record.started for record in decoding)
     return sum(len(record.tokens) for record in decoding) / seconds if seconds > 0 else None

@@ -33,19 +33,19 @@ class ForgeConsole(Console):
 
 
 def open_console(file: IO[str] | None = None, width: int | None = None) -> ForgeConsole:
-    """A console on `file`, by default standard output as it is now. `width` is for tests and pictures."""
+    """Return a console on `file`, by default standard output as it is now. `width` is for tests and pictures."""
     return ForgeConsole(
         file=file or sys.stdout, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False
     )
 
 
 def open_error_console() -> ForgeConsole:
-    """A console on standard error, for what must not end up in a pipe: progress and trouble."""
+    """Return a console on standard error, for what must not end up in a pipe: progress and trouble."""
     return open_console(sys.stderr)
 
 
 def can_redraw(console: Console) -> bool:
-    """Whether a live view has a terminal under it that can move its cursor."""
+    """Return whether a live view has a terminal under it that can move its cursor."""
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
 
 
@@ -65,7 +65,8 @@ def print_hanging(console: Console, text: Text, indent: int, most: int | None = 
 
 
 def new_table(first: str | None = None, *figures: str, last: str | None = None) -> Table:
-    """A table with a rule under its headings: a first column of names, figures flush right, and a last one of text."""
+    """Return a table with a rule under its headings: a first column of names, figures flush right, and a last one of
+    text."""
     table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
     if first is not None:
         table.add_column(first, no_wrap=True)

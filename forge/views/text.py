@@ -30,7 +30,7 @@ def one_line(text: str) -> str:
 
 
 def tail(text: str, limit: int) -> str:
-    """The last `limit` characters, cut at a word where one begins nearby and marked with an ellipsis if cut."""
+    """Return the last `limit` characters, cut at a word where one begins nearby and marked with an ellipsis if cut."""
     if len(text) <= limit:
         return text
     kept = text[-limit:]
@@ -39,7 +39,7 @@ def tail(text: str, limit: int) -> str:
 
 
 def short_name(name: str) -> str:
-    """A side's name, short enough to stand in a picture: of a path, its end."""
+    """Return a side's name, short enough to stand in a picture: of a path, its end."""
     line = one_line(name)
     return line if len(line) <= _LONGEST_NAME else "…" + line[-_LONGEST_NAME + 1 :]
 
@@ -57,14 +57,14 @@ class WordWrap:
         self._pending = ""
 
     def feed(self, text: str) -> str:
-        """What can be shown now that `text` has come."""
+        """Return what can be shown now that `text` has come."""
         if self._width is None:
             return text
         *whole, self._pending = re.split(r"(?<=\s)(?=\S)", self._pending + text)
         return "".join(map(self._place, whole))
 
     def flush(self) -> str:
-        """What is left. The next text begins a new line of its own."""
+        """Return what is left. The next text begins a new line of its own."""
         rest, self._pending = self._place(self._pending), ""
         self._column = 0
         return rest

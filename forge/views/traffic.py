@@ -23,7 +23,7 @@ from forge.views.text import one_line
 
 
 def serving_view(console: Console, history: History, quiet: bool = False) -> RunView:
-    """The view that fits what `console` writes to; one that shows nothing if `quiet`."""
+    """Return the view that fits what `console` writes to; one that shows nothing if `quiet`."""
     if quiet:
         return RunView()
     return LiveServing(console, history) if can_redraw(console) else PlainServing(console)
@@ -98,7 +98,7 @@ class ReplicasView:
             self._next_frame = now + 1 / LiveView.frames_per_second
 
     def lines(self) -> Iterator[Text | Table]:
-        """The picture, at the width that the console has now."""
+        """Yield the picture, at the width that the console has now."""
         yield Text(QUESTION, TITLE)
         yield Text()
         table = new_table("engine", "running", "waiting", "tokens", last="blocks in use")
