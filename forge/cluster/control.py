@@ -9,7 +9,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,9 +49,11 @@ def version_of(model: str, options: dict[str, Any]) -> str:
 
 def interface_of(ready: Ready) -> dict[str, Any]:
     """What a front relies on, by what a person calls it."""
-    tokenizer = sha256(repr((ready.tokenizer_type, ready.tokenizer_spec)).encode()).hexdigest()
+    spec = {field.name: getattr(ready.tokenizer_spec, field.name) for field in fields(ready.tokenizer_spec)}
+    del spec["key_prefix"]  # where it was read
+    spec |= {"token_types": spec["token_types"].tolist(), "special_ids": sorted((spec["special_ids"] or {}).items())}
     return {
-        "tokenizer": tokenizer,
+        "tokenizer": sha256(repr((ready.tokenizer_type, spec)).encode()).hexdigest(),
         "context": ready.max_model_len,
         "KV cache": (ready.kv, ready.block_size),
         "kind of embeddings": ready.pooling,

@@ -55,7 +55,8 @@ def test_a_version_is_that_of_the_file_and_of_the_options(tmp_path):
 def test_a_model_that_looks_otherwise_to_a_front_is_refused_with_what_differs():
     ready = ready_message(LLM("hash", kv="prefix", threads=1))
     known = interface_of(ready)
-    check_interface(known, ready._replace(load_seconds=9.0, num_blocks=3))
+    elsewhere = replaced(ready.tokenizer_spec, key_prefix="/another/file: ")
+    check_interface(known, ready._replace(load_seconds=9.0, num_blocks=3, tokenizer_spec=elsewhere))
     other = replaced(ready.tokenizer_spec, tokens=(*ready.tokenizer_spec.tokens[:-1], "other"))
     with pytest.raises(UsageError, match="the new model has another tokenizer and another context: start a server"):
         check_interface(known, ready._replace(max_model_len=1, tokenizer_spec=other))
