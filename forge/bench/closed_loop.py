@@ -22,7 +22,7 @@ class LoadedEngine(Protocol):
         ...
 
     def step(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Advance. The requests that a token came for, and those that ended, by number."""
+        """Run one step; return the numbers of the requests that a token came for, and of those that ended."""
         ...
 
 

@@ -51,7 +51,7 @@ class ProcessFailed(ForgeError):
 
 
 class PeerMissing(ProcessFailed):
-    """What would be measured is not installed, or cannot take the model: a reason to go on without it."""
+    """A peer is not installed, or cannot take the model: the benchmark goes on without it."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Runner:
             self.close(name)
 
     def open(self, launch: Launch, **loading: Any) -> dict[str, Any]:
-        """Start a process and have it load the model; what it says of itself."""
+        """Start a process and have it load the model; return what it says of itself."""
         self.close(launch.name)
         process = self.processes[launch.name] = BenchProcess(launch)
         return process.ask("load", **loading)

@@ -52,7 +52,7 @@ class Router(ABC):
 
 
 class RoundRobin(Router):
-    """Each in turn."""
+    """Sends requests to each replica in turn."""
 
     name = "round-robin"
 

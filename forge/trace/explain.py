@@ -51,7 +51,7 @@ def class_name(phase: Phase | ExecutionClass) -> str:
 
 
 def explain(reason: Reason, name: NameOf = _seq) -> str:
-    """`no_blocks: needs 8, free 2`."""
+    """Explain a reason: `no_blocks: needs 8, free 2`."""
     match reason:
         case NoBlocks(needed, free):
             return f"no_blocks: needs {needed}, free {free}"
@@ -70,7 +70,7 @@ def explain(reason: Reason, name: NameOf = _seq) -> str:
 
 
 def explain_admission(admission: AdmitRecord) -> str:
-    """`6 blocks; 32 tokens from the cache`."""
+    """Explain an admission: `6 blocks; 32 tokens from the cache`."""
     blocks, cached = _plural(admission.num_blocks, "block"), _plural(admission.num_cached, "token")
     match admission.how:
         case "new":
@@ -87,7 +87,7 @@ def explain_admission(admission: AdmitRecord) -> str:
 
 
 def explain_preemption(record: PreemptRecord, name: NameOf = _seq) -> str:
-    """`victim of seq 12: needed 1, free 0; lifo; 37 tokens to recompute`."""
+    """Explain a preemption: `victim of seq 12: needed 1, free 0; lifo; 37 tokens to recompute`."""
     match record.preemption:
         case "recompute":
             cost = f"{_plural(record.tokens_lost, 'token')} to recompute"
@@ -99,7 +99,7 @@ def explain_preemption(record: PreemptRecord, name: NameOf = _seq) -> str:
 
 
 def explain_cycle(cycle: SpecCycle) -> str:
-    """`tales-draft 2 of 4; KV 14 > 19 > 17, draft's 14 > 18 > 17; 0.6 + 0.9 ms`.
+    """Explain a cycle: `tales-draft 2 of 4; KV 14 > 19 > 17, draft's 14 > 18 > 17; 0.6 + 0.9 ms`.
 
     The target accepted 2 of its 4 draft tokens; each cache's positions before, with the draft tokens, and after the
     rollback; the time of proposing and of the target's forward.
@@ -114,7 +114,8 @@ def explain_cycle(cycle: SpecCycle) -> str:
 
 
 def explain_undrafted(undrafted: Undrafted) -> str:
-    """`7 plain steps to go, to know what one takes`, `draft tokens do not pay (predicted 0.9 x); again in 63 …`."""
+    """Explain a plain decode: `7 plain steps to go, to know what one takes`, `draft tokens do not pay (predicted 0.9
+    x); again in 63 …`."""
     match undrafted.reason:
         case "measures":
             return f"{_plural(undrafted.left or 0, 'plain step')} to go, to know what one takes"
@@ -148,7 +149,7 @@ def _again(undrafted: Undrafted) -> str:
 
 
 def explain_finish(finish: FinishRecord) -> str:
-    """`stop at 'END'`, `length: the pool holds 32 tokens`."""
+    """Explain an end: `stop at 'END'`, `length: the pool holds 32 tokens`."""
     match finish.reason:
         case "stop":
             stop = f"token {finish.stop}" if isinstance(finish.stop, int) else repr(finish.stop)
@@ -177,7 +178,7 @@ def explain_request(request: RequestTimeline) -> tuple[str, ...]:
 
 
 def explain_wait(wait: Wait, seq_id: int) -> str:
-    """`waited 12 steps (31.0 ms): queued behind seq 32, which needed 8 blocks and 2 were free`."""
+    """Explain a wait: `waited 12 steps (31.0 ms): queued behind seq 32, which needed 8 blocks and 2 were free`."""
     again = " again" if wait.after == "preemption" else ""
     verb = "waited" if wait.ended else "has waited"
     begin = f"{verb}{again} {_plural(wait.num_steps, 'step')} ({wait.seconds * 1e3:,.1f} ms)"
@@ -189,7 +190,8 @@ def explain_wait(wait: Wait, seq_id: int) -> str:
 
 
 def explain_preempted(preemption: Preemption) -> str:
-    """`preempted at step 40, victim of seq 12: needed 1, free 0; lifo; 37 tokens recomputed`."""
+    """Explain a preemption that is over: `preempted at step 40, victim of seq 12: needed 1, free 0; lifo; 37 tokens
+    recomputed`."""
     record = preemption.record
     if record.preemption == "swap":
         cost = "swapped to the host's pool, no token recomputed"
@@ -249,7 +251,7 @@ def _plural(number: int, noun: str) -> str:
 
 
 def explain_route(route: RouteRecord) -> str:
-    """`has 240 tokens of it; load 80, the least busy 40`."""
+    """Explain a route: `has 240 tokens of it; load 80, the least busy 40`."""
     match route.why:
         case "prefix":
             held = _plural(route.cached_tokens, "token")
