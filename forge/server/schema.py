@@ -60,8 +60,12 @@ class CutPrompt(RequestBody):
 
 
 class StreamOptions(Body):
-    """OpenAI's `stream_options`."""
+    """OpenAI's `stream_options`. What else it may hold there would change the answer, and is refused."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    include_obfuscation: bool | None = None
+    """Whether events are padded against eavesdroppers: never."""
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     """Every chunk has the usage so far."""
@@ -82,7 +86,7 @@ class StructuredOutputs(Body):
 class JsonSchema(Body):
     """`strict` changes nothing here: a schema is always kept to."""
 
-    model_config = ConfigDict(populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     name: str | None = None
     description: str | None = None
@@ -91,9 +95,9 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`. What else it may hold there would change the answer, and is refused."""
 
-    model_config = ConfigDict(populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

@@ -274,6 +274,12 @@ def test_the_values_that_ask_for_nothing_are_accepted(server, endpoint):
     [
         ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}}},
+            "response_format.json_schema.strikt",
+        ),
     ],
 )
 def test_a_field_within_a_field_is_refused_by_both_names(server, body, name):
