@@ -127,6 +127,7 @@ class MachineCode:
     """Functions compiled into one object file, which the cache folder keeps."""
 
     def __init__(self, name: str):
+        self._compiling = threading.Lock()
         self.name = name
         self._code: bytes | None = None
         self._engine: llvm.ExecutionEngine | None = None
@@ -141,13 +142,17 @@ class MachineCode:
         """Make it ready to run: from the cache folder, or by compiling it now and keeping it there."""
         if self._engine is not None:
             return
-        machine = target_machine(instruction_set())
-        if not self.is_cached:
-            self._code = machine.emit_object(self._module(machine))
-            _write_object(self.name, self._code)
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(self._code))
-        self._engine.finalize_object()
+        with self._compiling:  # engines on other threads may ask for it at once
+            if self._engine is not None:
+                return
+            machine = target_machine(instruction_set())
+            if not self.is_cached:
+                self._code = machine.emit_object(self._module(machine))
+                _write_object(self.name, self._code)
+            engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+            engine.add_object_file(llvm.ObjectFileRef.from_data(self._code))
+            engine.finalize_object()
+            self._engine = engine  # from here on other threads take addresses from it
 
     def symbol(self, name: str) -> int:
         """Return the address of the machine code of one of its functions."""
