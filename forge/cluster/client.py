@@ -137,6 +137,8 @@ class ClusterClient(EngineClient):
         self._versions: dict[str, str] = {}
         """Of the model of every replica that there is, or that this front still has a connection to."""
         self._connecting: dict[str, asyncio.Task[None]] = {}
+        self._leaving: set[str] = set()
+        """Replicas that leave as soon as another one is connected to."""
         self._gauges_of: dict[str, Gauges] = {}
         self._requests: dict[int, _Request] = {}
         self._asked: dict[int, _Question] = {}
@@ -229,9 +231,15 @@ class ClusterClient(EngineClient):
                 self._connect_after(name, 0.0)
 
     def leave(self, name: str) -> None:
-        """Send no new requests to a replica that has ended, or begins to. It may finish those that it has."""
+        """Send no new requests to a replica that has ended, or begins to. It may finish those that it has. The last one
+        that can be reached gets requests until another one is connected to, if there is any."""
         if name in self._addresses:
-            pool, _ = self._addresses.pop(name)
+            pool, _ = self._addresses[name]
+            coming = [other for other in self._connecting if other != name and self._addresses[other][0] is pool]
+            if coming and list(pool.fleet.replicas) == [name]:
+                self._leaving.add(name)
+                return
+            del self._addresses[name]
             del pool.breakers[name]
             pool.fleet.leave(name)
             if name in self._connecting:
@@ -277,6 +285,9 @@ class ClusterClient(EngineClient):
         homeless, self._homeless = self._homeless, []
         for request in homeless:
             self._place(request)
+        leaving, self._leaving = self._leaving - {name}, set()
+        for other in leaving:
+            self.leave(other)
 
     def _lost(self, link: Link) -> None:
         """Place the requests of a lost connection elsewhere."""

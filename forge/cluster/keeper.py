@@ -221,9 +221,6 @@ class Keeper:
                 self._connection.shutdown(socket.SHUT_RD)  # ends the thread that reads
 
     async def _take(self, kind: str, names: set[str], handle: Any) -> None:
-        for name in [name for name, known in self._known.items() if known == kind and name not in names]:
-            del self._known[name], self._versions[name]
-            self.tell(Left(name))
         for name in names - self._known.keys():
             try:
                 description = await asyncio.wait_for(handle.describe.remote(name), 10.0)
@@ -233,6 +230,9 @@ class Keeper:
             if not isinstance(description, LoadFailed):
                 self._known[name], self._versions[name] = kind, description.version
                 self.tell(Joined(name, kind, description.address, description.version))
+        for name in [name for name, known in self._known.items() if known == kind and name not in names]:
+            del self._known[name], self._versions[name]
+            self.tell(Left(name))
 
     # Changes
 

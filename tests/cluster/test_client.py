@@ -159,6 +159,21 @@ async def test_a_stream_that_has_begun_goes_on_at_its_own_version_of_the_model_o
 
 
 @in_a_loop
+async def test_the_last_engine_leaves_when_the_next_is_connected_to_and_no_request_is_refused_between():
+    a, b = LocalEngine(), LocalEngine()
+    async with front_of(a) as client:
+        client.join("b", "engines", b.address)
+        client.leave("a")
+        assert await read(submit(client, "r", SEEDED)) == expected(SEEDED, 7)
+        await eventually(lambda: "b" in client._links and client.replicas == {"b"} and "a" not in client._links)
+        assert await read(submit(client, "s", SEEDED)) == expected(SEEDED, 7) and client.replica_of("s") == "b"
+        client.leave("b")
+        with pytest.raises(NoHealthyReplica):
+            submit(client, "t", SEEDED)
+    a.kill(), b.kill()
+
+
+@in_a_loop
 async def test_a_stream_survives_more_deaths_than_attempts_because_each_engine_brought_tokens():
     engines = [LocalEngine() for _ in range(2)]
     for engine in engines:
