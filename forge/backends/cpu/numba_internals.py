@@ -1,12 +1,12 @@
 """All that forge takes from inside Numba: names that Numba does not promise to keep, and methods that are replaced.
 
 Everything else in forge uses what Numba documents (`njit`, `from_dtype`, `types`, `numba.extending`). A new Numba may
-change what stands here, so `pyproject.toml` admits the versions that were tried and no other:
+change what stands here, so `pyproject.toml` admits no version before the first that was tried, and none after the last:
 
-    Numba     0.62 to 0.68    with each, every kernel compiled and the tests of `tests/backends/cpu` passed
-    llvmlite  0.45 to 0.50    the one that such a Numba comes with
+    Numba     0.62 to 0.68    with 0.62.1 and 0.68.1 every kernel compiled, and the bundled models had the same logits
+    llvmlite  0.45 to 0.50    those that such a Numba comes with
 
-To try another: install it, run those tests with an empty cache folder (`XDG_CACHE_HOME`), move the bounds. With a
+To try another: install it, run `tests/backends/cpu` with an empty cache folder (`XDG_CACHE_HOME`), move the bounds. With a
 version outside them `forge doctor` reports trouble, and a kernel that cannot be compiled says so in one line.
 """
 
