@@ -6,8 +6,8 @@ change what stands here, so `pyproject.toml` admits no version before the first 
     Numba     0.62 to 0.68    with 0.62.1 and 0.68.1 every kernel compiled, and the bundled models had the same logits
     llvmlite  0.45 to 0.50    those that such a Numba comes with
 
-To try another: install it, run `tests/backends/cpu` with an empty cache folder (`XDG_CACHE_HOME`), move the bounds. With a
-version outside them `forge doctor` reports trouble, and a kernel that cannot be compiled says so in one line.
+To try another: install it, run `tests/backends/cpu` with an empty cache folder (`XDG_CACHE_HOME`), move the bounds.
+With a version outside them `forge doctor` reports trouble, and a kernel that cannot be compiled says so in one line.
 """
 
 import contextlib
