@@ -12,13 +12,14 @@ FAST_TESTS := tests/gguf tests/tokenizer tests/cache tests/trace tests/model tes
 	tests/backends/cpu/test_features.py tests/engine/test_llm.py tests/cli/test_commands.py tests/cli/test_doctor.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-oldest test-cluster test-arm test-all fuzz mutants lint models pictures clean
+.PHONY: help demo test test-gpu test-oldest test-cluster test-arm test-all fuzz mutants lint models pictures clean
 
 help:
 	@echo "make demo         install into $(VENV) and generate 32 tokens"
 	@echo "make test         install what the tests need and run all but the slow ones"
 	@echo "make test-oldest  run the fast tests with the oldest versions that pyproject.toml allows"
 	@echo "make test-cluster install Ray Serve too and run the tests of many engines"
+	@echo "make test-gpu     run the tests of --device cuda with compiled kernels, where torch sees a GPU"
 	@echo "make test-all     all of the above tests, the slow ones too"
 	@echo "make test-arm     compare the kernels' bits with those of an emulated ARM server (as root, on Debian)"
 	@echo "make fuzz         run the tests with many more random examples"
@@ -46,6 +47,11 @@ test-all: test test-oldest test-cluster
 test-cluster: $(INSTALLED_DEV)
 	$(PIP) install --quiet --editable ".[cluster]"
 	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
+
+test-gpu: $(INSTALLED_DEV)
+	@if $(BIN)/python -c "import torch, sys; sys.exit(not torch.cuda.is_available())"; then \
+	  $(BIN)/python -m pytest -m gpu tests/backends/cuda $(PYTEST_ARGS); \
+	else echo "make test-gpu: skipped, torch sees no GPU here (make test runs the same tests interpreted)"; fi
 
 test-arm: $(INSTALLED_DEV) $(ARM)/.installed
 	FORGE_ARM_ROOT=$(ARM) $(BIN)/python -m pytest tests/backends/cpu/test_arm.py $(PYTEST_ARGS)

@@ -102,7 +102,7 @@ file folder force goodput grace grammar graphs head_dim header_timeout hidden_si
 intermediate_size item_tokens json json_schema kv kv_dtype labels length lengths lines live log_dir log_interval
 logprobs long max_body_bytes max_model_len max_num_batched_tokens max_num_seqs max_position_embeddings max_queue
 max_replicas max_tokens model model_names models n num_attention_heads num_key_value_heads num_layers num_prompts
-on_engine_death only order out outcomes output_tokens part pause peer peer_bin peer_python perfetto pooling port
+on_engine_death only order out output_tokens part pause peer peer_bin peer_python perfetto pooling port
 prefill_only prefill_only_memory prefill_only_tokens prefill_replicas prefix_reuse probe_health prompt_logprobs
 pure query quick raw ray_address record regex replicas reps request_rate revoke_draft_at revoke_target_at rubric
 rubric_tokens seeds seq sequences snapshot speculate stall_timeout steps system text threshold tie_word_embeddings

@@ -124,7 +124,8 @@ def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, r
         if name not in runner.processes:
             return
         turns = runner.take_turns(case, vocab_size, plan.effort, in_parts=True)
-        facts["steps"] += [step(case, name, turn, facts) for turn in turns.values()]
+        replay = runner.ask(name, "replay", seconds=plan.effort.turn_seconds) if name == FORGE else None
+        facts["steps"] += [step(case, name, turn | (replay or {}), facts) for turn in turns.values()]
         yield
     for load in plan.loads:
         if name not in runner.processes:
@@ -137,8 +138,8 @@ def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, r
 
 
 def step(case: Case, name: str, taken: Facts, facts: Facts) -> Facts:
-    """Return one program's steps of one case; of a decode of forge, also the share of the bandwidth that it reaches: it
-    has to read the weights once, and the keys and values before it."""
+    """One program's steps of one case; of a decode of forge, also the share of the bandwidth that it reaches: it has
+    to read the weights once, and the keys and values before it. `device_seconds` are those of its graph's replay."""
     seconds, share, about = Figure.of(taken["seconds"]), None, facts["contenders"][name]
     if name == FORGE and case.kind == "decode":
         needed = about["read_bytes"] + case.sequences * case.context * about["kv_bytes"]
@@ -170,7 +171,8 @@ def screen(facts: Facts) -> Iterator[Part]:
             for name in dict.fromkeys(entry["name"] for entry in steps)
         ]
         columns = ["ms per step: {title}", *(f"{name}: {{t{i}.seconds:ms}}" for i, name in enumerate(names))]
-        columns += ["of the bandwidth: {ours.bandwidth_share:percent}", "forge ran: {ours.setting:line}"]
+        columns += ["on the device: {ours.device_seconds:ms}", "of the bandwidth: {ours.bandwidth_share:percent}"]
+        columns += ["forge ran: {ours.setting:line}"]
         yield from (None, Table.of(rows, *columns, formats=shown, wraps=True))
     if loads:
         columns = ["ms (P50, P95): {load.title}", ": {contender}", "requests: {load.requests:count}"]

@@ -66,10 +66,13 @@ class ForgeWorker(Worker):
         """Per token."""
         return self._llm.kv_layout.bytes_per_token
 
-    @property
-    def last_graph(self):
-        """The CUDA graph of the step that was timed last; None if it was launched kernel by kernel."""
-        return self._llm.model.backend.last_graph(self._storage)
+    def replay(self, seconds: float) -> Mapping[str, Any]:
+        """The device's own seconds for the last step's CUDA graph; None if that step was launched kernel by kernel."""
+        from forge.bench.cuda_limits_worker import fastest, import_torch
+
+        backend: Any = getattr(self._llm.model, "backend", None)  # a hash model has none
+        graph = backend and backend.last_graph(self._storage)
+        return {"device_seconds": graph and fastest(import_torch(), graph.replay, seconds)}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         """Set up the case. On a CPU, keep keys and values in the faster of int8 and the model's own KV dtype."""

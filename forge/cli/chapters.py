@@ -67,17 +67,8 @@ _COUNTS = ("requests", "prompt_tokens", "max_tokens", "sequences")
 """What is at least 1 wherever it can be given, and no field of a dataclass that checks it."""
 
 
-def chapters(
-    json: options.JsonOption = False,
-    outcomes: Annotated[
-        str | None,
-        typer.Option(metavar="CHAPTER", help="For authors: every outcome of its verdicts, as rendered.", hidden=True),
-    ] = None,
-) -> Found:
+def chapters(json: options.JsonOption = False) -> Found:
     """List the chapters, and how far you have come."""
-    if outcomes is not None:
-        return _outcomes(outcomes)
-
     lines = chapter_lines(entries(), load_progress())
     report = Report({"chapters": plain(lines)}, lambda console: print_chapters(console, lines))
     return report.as_json() if json else report
@@ -104,17 +95,6 @@ def glossary(
         entry = find_term(term, every)
         report = Report(asdict(entry), lambda console: print_term(console, entry))
     return report.as_json() if json else report
-
-
-def _outcomes(name: str) -> int:
-    """Run a chapter's experiments and print every outcome that its text has."""
-    from forge.book.outcomes import print_outcomes, render_outcomes
-
-    session = _session(find(name).chapter)
-    for run in session.chapter.runs():
-        session.perform(run)
-    print_outcomes(open_console(), render_outcomes(session.chapter, session.measured))
-    return 0
 
 
 def chapter(
@@ -300,7 +280,7 @@ def _read(entry: "Entry", *, pause: bool, overrides: "Given | None" = None, page
     """Read a chapter. page: where to go on, with what an earlier session found; None to begin."""
 
     console = open_console()
-    session, progress = _session(entry.chapter, overrides), load_progress()
+    session, progress = new_session(entry.chapter, overrides), load_progress()
     waits = pause and console.is_terminal and sys.stdin.isatty()
     if waits or not pause:
         session.goes_on = _goes_on(entry, progress)
@@ -332,7 +312,7 @@ def _goes_on(entry: "Entry", progress: Progress) -> str:
     return f"forge next goes on with chapter {following.number}, forge {following.command}."
 
 
-def _session(chapter: "Chapter", overrides: "Given | None" = None) -> "Session":
+def new_session(chapter: "Chapter", overrides: "Given | None" = None) -> "Session":
     from forge.book.model_facts import model_facts
 
     values = {name: each(value)[0] for name, value in (overrides.values if overrides else {}).items() if each(value)}

@@ -1,9 +1,9 @@
 """`forge models pull`: a model from the Hugging Face hub, by way of huggingface_hub, into the user's cache folder.
 
 A repository of GGUF files gives one file; any other gives what `forge.model.hf_directory` reads. The hub's own library
-finds files, sends the token (HF_TOKEN, or what `hf auth login` stored) and speaks to HF_ENDPOINT. Its `hf_hub_download`
-would replace about half of this file, but not do what is done here: release 2.4 removes what has come when it is
-interrupted, compares sizes and no checksum, and looks into no file before all of it is here.
+finds files, sends the token (HF_TOKEN, or what `hf auth login` stored), speaks to HF_ENDPOINT and fetches. Only the
+steps of its `hf_hub_download` (2.4) are written here, because that deletes what an interrupted download brought,
+compares no checksum, and cannot look at a header before gigabytes have followed it.
 
 - A file arrives as `.<name>.<digest>.partial` beside its final name. An interrupted pull leaves it, and the next one
   goes on from there: the digest says that it is still the same file.

@@ -9,8 +9,9 @@ Measured, in milliseconds, medians on two busy Zen 4 cores: the first prompt of 
     reference             4.5         20 to 21          250         16 to 20
     fast, with its gate   27          0.2 to 1.8        1,290       0.15 to 1.9
 
-So a short command on a large vocabulary never loads it whole; a second-long load is worth it only to who encodes
-millions of characters, and a server says so in advance. In between the rule is the ski renter's: change over when as
+So a short command on a large vocabulary never loads it whole: the third path, the prompt's cut, is kept as it saves
+each `forge generate` on such a model a quarter of a second. A second-long load is worth it only to who encodes millions
+of characters, and a server says so in advance. In between the rule is the ski renter's: change over when as
 much has been paid by staying as the change costs, which is never worse than twice the best choice in hindsight. What
 has been paid is counted in prompts and characters, not in time, so the same calls always take the same path. And the
 path can never be seen in the ids: the cut is exact, and the fast path is used only behind the equality gate.

@@ -88,7 +88,7 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def formatted(value: Any, form: str = "", others: Mapping[str, Callable[[Any], str]] = {}) -> str:
+def formatted(value: Any, form: str = "", formats: Mapping[str, Callable[[Any], str]] = {}) -> str:
     """`value` as `form` says: `ms`, or another function of here or of `others`; `plural token`; or a format of
     Python's, such as `.2f`. A unit may follow: `ms ms`. None is shown as nothing; of a value with a `text` (a figure
     with its spread) each number is shown so. Raises TypeError or ValueError for a form that the value cannot have."""
@@ -97,6 +97,6 @@ def formatted(value: Any, form: str = "", others: Mapping[str, Callable[[Any], s
         return NOTHING
     if name == "plural":
         return plural(value, unit)
-    show = others.get(name) or FORMATS.get(name) or (lambda value: format(value, name))
+    show = formats.get(name) or FORMATS.get(name) or (lambda value: format(value, name))
     shown = value.text(show) if callable(getattr(value, "text", None)) else show(value)
     return f"{shown} {unit}" if unit else shown

@@ -44,7 +44,7 @@ RUN_ROWS = 12
 
 
 def run_parts(
-    result: RunResult, prompt: str, said: Sequence[str], *about: str, note: Note | None = None
+    result: RunResult, prompt: str, texts: Sequence[str], *about: str, note: Note | None = None
 ) -> Iterator[Part]:
     """Yield a run as a chapter shows it: the text, its forwards at even distances, what that shows, the figures. note:
     beside a forward."""
@@ -52,7 +52,7 @@ def run_parts(
     yield from sample_texts(result, prompt, quiet_prompt=True)
     yield None
     yield lambda width: [chart_heading(result.label, width), *chart_rows(shown, chart_scale(shown), width, note)]
-    yield from (None, *sentences(said), *about, None)
+    yield from (None, *sentences(texts), *about, None)
     yield lambda width: metrics_lines(result, width)
 
 

@@ -4,16 +4,19 @@ Nothing is drawn where there is no terminal. Small models load before a bar coul
 Compiling kernels happens once per machine and takes seconds, so a line announces it even in a pipe.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -27,12 +30,6 @@ from forge.views.text import one_line
 if TYPE_CHECKING:
     from forge.model.pulled import PulledModel
     from forge.model.synth import SyntheticFile
-
-from rich.progress import (
-    MofNCompleteColumn,
-    ProgressColumn,
-    TimeElapsedColumn,
-)
 
 
 class BenchProgress:
@@ -73,33 +70,56 @@ _STEPS = 200
 """Redraws over the whole loading, at most."""
 
 
-class LoadingBar:
-    """A callback `(done bytes, total bytes)` that draws itself on `console`, and is gone when the loading is over."""
+FEW_INPUTS = 4
+"""Inputs from which on a bar is shown."""
 
-    def __init__(self, console: Console, name: str):
-        self._console, self._name = console, one_line(name)
+
+class _Bars:
+    """Bars on `console`, gone when they are left."""
+
+    def __init__(self, console: Console):
+        self._console = console
         self._progress: Progress | None = None
-        self._drawn = -1
+        self._task = TaskID(0)
 
-    def __enter__(self) -> "LoadingBar":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception) -> None:
-        if self._progress:
+        if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def _start(self, *amount: ProgressColumn, width: int = 40, moves: bool = False) -> Progress:
+        """moves: they are drawn anew several times a second, and not only when they are told of more."""
+        columns = TextColumn("{task.description}", markup=False), BarColumn(width, complete_style=ACCENT), *amount
+        progress = Progress(*columns, console=self._console, auto_refresh=moves, refresh_per_second=4, transient=True)
+        progress.start()
+        self._progress = progress
+        return progress
+
+    def _show(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, total=total, completed=done)
+            self._progress.refresh()
+
+
+class LoadingBar(_Bars):
+    """A callback `(done bytes, total bytes)` of a model that is loaded."""
+
+    def __init__(self, console: Console, name: str):
+        super().__init__(console)
+        self._name, self._drawn = one_line(name), -1
 
     def __call__(self, done: int, total: int) -> None:
         if total <= LARGE_FILE or not can_redraw(self._console):
             return
         if self._progress is None:
-            self._progress = self._new_progress(DownloadColumn())
-            self._task = self._progress.add_task(f"loading {self._name}", total=total)
+            self._task = self._start(DownloadColumn()).add_task(f"loading {self._name}", total=total)
         step = done * _STEPS // total
         if step != self._drawn:
             self._drawn = step
-            self._progress.update(self._task, completed=done)
-            self._progress.refresh()
+            self._show(done, total)
 
     def compiling(self, done: int, total: int) -> None:
         """`done` of `total` kernels are compiled; called before each and after the last. One kernel can take half a
@@ -110,56 +130,45 @@ class LoadingBar:
             return
         if done == 0 or self._progress is None:
             self.__exit__()
-            self._progress = self._new_progress(MofNCompleteColumn(), TimeElapsedColumn(), moves=True)
-            self._task = self._progress.add_task(COMPILING, total=total)
-        self._progress.update(self._task, completed=done)
-        self._progress.refresh()
-
-    def _new_progress(self, *amount: ProgressColumn, moves: bool = False) -> Progress:
-        """moves: it is drawn anew several times a second, and not only when it is told of more."""
-        bar = BarColumn(20 if moves else 40, complete_style=ACCENT)
-        columns = (TextColumn("{task.description}", markup=False), bar, *amount)
-        progress = Progress(*columns, console=self._console, auto_refresh=moves, refresh_per_second=4, transient=True)
-        progress.start()
-        return progress
+            progress = self._start(MofNCompleteColumn(), TimeElapsedColumn(), width=20, moves=True)
+            self._task = progress.add_task(COMPILING, total=total)
+        self._show(done, total)
 
 
-class TransferBar:
-    """A callback `(file name, done bytes, total bytes)` that draws one bar per file while it is entered, and is gone
-    afterwards. Without a terminal it draws nothing.
+class CountingBar(_Bars):
+    """A callback `(done, in all)` of work on many inputs."""
+
+    def __init__(self, console: Console, title: str):
+        super().__init__(console)
+        self._title = title
+
+    def __call__(self, done: int, total: int) -> None:
+        if total < FEW_INPUTS or not can_redraw(self._console):
+            return
+        if self._progress is None:
+            self._task = self._start(MofNCompleteColumn()).add_task(self._title, total=total)
+        self._show(done, total)
+
+
+class TransferBar(_Bars):
+    """A callback `(file name, done bytes, total bytes)` that draws one bar per file.
 
     What was there before the first call, of a download that is resumed, does not count for the speed.
     """
 
     def __init__(self, console: Console):
-        self._console = console
-        self._progress: Progress | None = None
+        super().__init__(console)
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> "TransferBar":
-        if can_redraw(self._console):
-            columns = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(complete_style=ACCENT),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
-            )
-            self._progress = Progress(*columns, console=self._console, transient=True)
-            self._progress.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
     def __call__(self, name: str, done: int, total: int) -> None:
-        if self._progress is None:
+        if not can_redraw(self._console):
             return
+        progress = self._progress or self._start(
+            DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), moves=True
+        )
         if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(one_line(name), total=total, completed=done)
-        self._progress.update(self._tasks[name], completed=done, total=total)
+            self._tasks[name] = progress.add_task(one_line(name), total=total, completed=done)
+        progress.update(self._tasks[name], completed=done, total=total)
 
 
 def print_synthetic(console: Console, path: str, written: "SyntheticFile") -> None:
@@ -180,38 +189,3 @@ def print_pulled(console: Console, pulled: "PulledModel") -> None:
 
 def _largest_first(type_bytes: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(type_bytes.items(), key=lambda item: -item[1])
-
-
-FEW_INPUTS = 4
-"""Inputs from which on a bar is shown."""
-
-
-class CountingBar:
-    """A callback `(done, in all)` that draws itself on `console`, and is gone when the work is over."""
-
-    def __init__(self, console: Console, what: str):
-        self._console, self._what = console, what
-        self._progress: Progress | None = None
-
-    def __enter__(self) -> "CountingBar":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if total < FEW_INPUTS or not can_redraw(self._console):
-            return
-        if self._progress is None:
-            columns = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(complete_style=ACCENT),
-                MofNCompleteColumn(),
-            )
-            self._progress = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
-            self._progress.start()
-            self._task = self._progress.add_task(self._what, total=total)
-        self._progress.update(self._task, total=total, completed=done)
-        self._progress.refresh()

@@ -138,9 +138,9 @@ def leads_on(text: str) -> "Part":
     return lambda width: [None, Text(text, ACCENT)]
 
 
-def sentences(said: Iterable[str]) -> "Iterable[Part]":
+def sentences(texts: Iterable[str]) -> "Iterable[Part]":
     """In the console's own colour."""
-    return map(Text, said)
+    return map(Text, texts)
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ def trouble(text: str) -> Text:
     return Text(text, TROUBLE)
 
 
-def check(holds: bool, what: str, otherwise: str = "") -> Text:
+def check(holds: bool, claim: str, otherwise: str = "") -> Text:
     """`✓ the same tokens`, or `✗ not the same tokens`."""
-    return Text(f"✓ {what}", GOOD) if holds else trouble(f"✗ {otherwise or f'not {what}'}")
+    return Text(f"✓ {claim}", GOOD) if holds else trouble(f"✗ {otherwise or f'not {claim}'}")
 
 
 def draw(console: Console, parts: "Iterable[Part]") -> None:

@@ -61,6 +61,7 @@ ANSWERS = {
     "load": {"description": "it", "seconds": 1.5, "read_bytes": 10**9, "kv_bytes": 10**5},
     "prepare": {"setting": "graph", "seconds": 0.1},
     "turn": {"seconds": [0.004, 0.002, 0.003], "top_tokens": [7]},
+    "replay": {"device_seconds": 0.001},
     "requests": {"setting": "in process", "seconds": 2.0, "first_token": [0.1, 0.3], "end": [0.4, 0.6]},
 }
 
@@ -82,15 +83,16 @@ def measured(plan, monkeypatch, answers=ANSWERS):
 def test_each_process_has_the_gpu_to_itself_from_loading_to_its_last_request(plan, monkeypatch):
     result, script = measured(plan, monkeypatch)
 
-    own = ["load", "prepare", "turn", "turn", "requests"]
+    asked = ["load", "prepare", "turn", "turn", "requests"]
     assert script.asked[0][1] == "measure"
-    assert script.asked[1:6] == [("forge", do) for do in own]
-    assert script.asked[6:8] == [("forge over HTTP", "load"), ("forge over HTTP", "requests")]
-    assert script.asked[8:] == [("transformers", do) for do in own]
+    assert script.asked[1:7] == [("forge", do) for do in [*asked[:-1], "replay", "requests"]]
+    assert script.asked[7:9] == [("forge over HTTP", "load"), ("forge over HTTP", "requests")]
+    assert script.asked[9:] == [("transformers", do) for do in asked]
     ours, theirs = result["steps"]
     assert ours["seconds"].median == theirs["seconds"].median == 0.003
     assert ours["bandwidth_share"] == pytest.approx((1e9 + 160 * 1e5) / 0.003 / 1e12)
     assert theirs["bandwidth_share"] is None
+    assert ours["device_seconds"] == 0.001 and "device_seconds" not in theirs
     assert result["loads"][0]["requests_per_second"] == 1.0
     assert result["loads"][0]["per_token"]["p50"] == pytest.approx(0.1)
 
@@ -216,6 +218,7 @@ def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
     )  # whatever it is called, the line above makes it
     prepared = worker.prepare("decode", 16, [list(range(17)), list(range(1, 18))])
     turn = worker.turn(2, 0.0)
+    assert worker.replay(0.0) == {"device_seconds": None}
     answer = worker.requests(5, 3, 2, 6, seed=1)
 
     assert loaded["read_bytes"] > 0 and loaded["kv_bytes"] == 2 * 2 * 2 * 32 * 2

@@ -6,6 +6,7 @@ import shlex
 import pytest
 from rich.text import Text
 
+from chapters.outcomes import render_outcomes
 from forge.book.catalog import chapters_folder, entries
 from forge.book.chapter import (
     ANSWER,
@@ -24,7 +25,6 @@ from forge.book.command_line import Given
 from forge.book.drawing import draw_step, lines_of
 from forge.book.measured import evaluate, expressions_in, names_in
 from forge.book.model_facts import model_facts
-from forge.book.outcomes import render_outcomes
 from forge.book.print_chapter import print_chapter
 from forge.book.session import Session
 from forge.book.source_code import excerpt

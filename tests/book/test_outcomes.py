@@ -2,8 +2,8 @@
 
 import pytest
 
+from chapters.outcomes import Rendered, print_outcomes, render_outcomes
 from forge.book.chapter import parse_chapter
-from forge.book.outcomes import Rendered, print_outcomes, render_outcomes
 from tests.views.records import piped, written
 
 RUN = "```forge run a\nforge naive\n```\n"

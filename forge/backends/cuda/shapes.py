@@ -3,7 +3,8 @@
 The aim is the same everywhere: enough programs for every multiprocessor, and per program so many bytes asked for at
 once that the memory is kept busy (an H200 has 132 multiprocessors and wants some 30 KB in flight on each).
 
-Every constant says whether it is a *guess* (worked out, run on no GPU yet), or *measured* and on what.
+Every constant says whether it is a *guess* (worked out, run on no GPU yet; chapters/reference/gpu.md says what would
+settle it), or *measured* and on what.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ MAX_SPLIT_K = 8
 
 @dataclass(frozen=True)
 class Tuning:
-    """Switches whose best setting depends on the GPU (`forge.bench.gpu_session`). The defaults are guesses."""
+    """Switches whose best setting depends on the GPU. The defaults are guesses."""
 
     tile_rows: int = 16
     """Up to here rows share one pass of the tile kernel over dense weights; more go to cuBLAS. To be tried: to 128."""

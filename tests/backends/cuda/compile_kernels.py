@@ -7,11 +7,12 @@ import json
 import sys
 from dataclasses import asdict
 
-from forge.backends.cuda.ahead_of_time import Launch, compile_for, launched_by
+from forge.backends.cuda.ahead_of_time import Launch
 from forge.backends.cuda.shapes import Tuning
 from forge.gguf import GGMLType
 from forge.model.config import Qwen3Config
 from forge.model.manual_batch import Part, flat_batch
+from tests.backends.cuda.compiled import compile_for, launched_by
 
 QWEN3_0_6B = Qwen3Config(151936, 1024, 3072, 2, 16, 8, 128, 1e-6, 1e6, 40960, True)
 QWEN3_4B = Qwen3Config(151936, 2560, 9728, 2, 32, 8, 128, 1e-6, 1e6, 40960, True)

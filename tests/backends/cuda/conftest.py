@@ -2,9 +2,11 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+FOLDER = Path(__file__).parent
 MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 if MISSING:
     collect_ignore_glob = ["test_*.py"]
@@ -29,7 +31,7 @@ def interpreter():
     if HAS_GPU or MISSING:
         yield
         return
-    from forge.backends.cuda.interpreter import repaired_interpreter
+    from tests.backends.cuda.interpreter import repaired_interpreter
 
     with repaired_interpreter():
         yield
@@ -58,3 +60,18 @@ def pytest_runtest_call(item):
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(scope="session")
+def gpu(device) -> str:
+    """For what no interpreter can show."""
+    if device != "cuda":
+        pytest.skip("torch sees no GPU here")
+    return device
+
+
+def pytest_collection_modifyitems(items):
+    """`make test-gpu` runs what computes on a device: compiled on a GPU, interpreted elsewhere."""
+    for item in items:
+        if item.path.parent == FOLDER and {"device", "gpu"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.gpu)

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from forge.backends.cuda.ahead_of_time import read_before_wait
 from tests.backends.cpu.models import ROOT, run_python
+from tests.backends.cuda.compiled import read_before_wait
 
 CAPABILITIES = (90, 87)
 """H200 and its like; Jetson Orin, which has no dependent launches."""

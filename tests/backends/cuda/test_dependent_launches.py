@@ -1,7 +1,7 @@
 """A kernel that starts while the one before it still runs reads nothing that that one writes, until it has waited.
 
 Under the interpreter the wait is where the kernel before "ends": until then all that it writes is NaN, or a number out
-of range. On a GPU the kernels run with dependent launches as they are; `forge.bench.gpu_session` looks for races there.
+of range. On a GPU the kernels run with dependent launches as they are; `test_real_sizes.py` looks for races there.
 """
 
 from collections.abc import Callable

@@ -230,10 +230,8 @@ def test_every_row_is_in_one_tile_and_padding_in_none(seed):
     assert shape.is_decode or inputs.logit_lengths.sum() == len(batch.logit_rows)
 
 
-def test_real_graphs_replay_what_was_captured(device):
-    if device != "cuda":
-        pytest.skip("no GPU here: the stand-in above is what runs")
-    backend = CudaBackend(device, dtype="float32")
+def test_real_graphs_replay_what_was_captured(gpu):
+    backend = CudaBackend(gpu, dtype="float32")
     model = small_model(backend, "F32", seed=1)
     storage = new_storage(model, 4, 4)
     outs = [model.forward(decode_batch([6]), storage) for _ in range(3)]

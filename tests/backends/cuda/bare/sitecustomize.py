@@ -1,6 +1,6 @@
 """Makes this Python and all that it starts one in which the packages of REFUSED_PACKAGES are not installed.
 
-Python imports it at its start where this folder is in PYTHONPATH (`tests.bench.bare_machine`). What forge itself looked
+Python imports it at its start where this folder is in PYTHONPATH (`bare_machine.py`). What forge itself looked
 for in vain is listed in the file REFUSED_IMPORTS.
 """
 

@@ -4,7 +4,6 @@ What a step costs depends on shapes and types alone (`forge.model.synth` writes 
 one of bytes: prompts are token ids, and most of what is generated has no text.
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,13 +37,6 @@ def drawn_matrix(
         return Matrix(name, rows, columns, packed=Packed(kind, values, both, factors.repeat(rows, columns // 256, 1)))
     scales = torch.full((rows, columns // 32), step, dtype=torch.float16, device=device)
     return Matrix(name, rows, columns, packed=Packed(kind, values, scales))
-
-
-def copy_of(matrix: Matrix) -> Matrix:
-    """Return the same weights at another place in memory."""
-    if matrix.packed is None:
-        return replace(matrix, dense=matrix.own_dense().clone())
-    return replace(matrix, packed=Packed(matrix.kind, *(array.clone() for array in matrix.packed.arrays)))
 
 
 def drawn_llm(config: Qwen3Config, kind: int = DENSE, *, device: str = "cuda", backend=None, **options) -> "LLM":

@@ -34,7 +34,7 @@ def bare_environment(refused_imports: Path | None = None, also: tuple[str, ...] 
     """Variables that make a Python process such a machine. refused_imports: a file for the imports that failed.
 
     also: packages that it has too."""
-    paths = f"{ROOT / 'tests/bench/bare'}:{ROOT}"
+    paths = f"{ROOT / 'tests/backends/cuda/bare'}:{ROOT}"
     found = {
         "PYTHONPATH": paths,
         "REFUSED_PACKAGES": ",".join(sorted(refused_packages(*also))),

@@ -1,4 +1,4 @@
-"""Every outcome of every verdict and finding of a chapter, with facts that lead to it.
+"""`python -m chapters.outcomes 3`: every outcome of every verdict and finding of a chapter, with facts that lead to it.
 
 A run shows one outcome of each. To see the others, single facts of that run are varied until their conditions hold: so
 each outcome is known to be reachable, and its sentences are read with numbers under which they are said.
@@ -8,6 +8,7 @@ import ast
 import math
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from forge.book.catalog import find
 from forge.book.chapter import ANSWER, Block, Chapter, Check, Finding, Outcome, Predict, expressions_of
 from forge.book.measured import Path, Touch, Unmeasured, check_expression, evaluate, fill
 from forge.book.session import chosen, explanation, right_answer, right_choice
+from forge.cli.chapters import new_session
 from forge.views.palette import QUIET, TITLE, TROUBLE
+from forge.views.terminal import open_console
 from forge.views.text import one_line
 
 TRIES = 4000
@@ -218,3 +222,15 @@ def _constant(text: str) -> Any:
         return text[1:-1]
     number = float(text.replace("_", ""))
     return int(number) if number.is_integer() else number
+
+
+def main() -> None:
+    """Run a chapter's experiments and print every outcome that its text has."""
+    session = new_session(find(sys.argv[1]).chapter)
+    for run in session.chapter.runs():
+        session.perform(run)
+    print_outcomes(open_console(), render_outcomes(session.chapter, session.measured))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What a model would launch, compiled for a GPU that is not there, and what each kernel takes of a multiprocessor."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge.backends.cuda.ahead_of_time import Launch, listener, weightless_model
+from forge.backends.cuda.backend import CudaBackend
+from forge.backends.cuda.sampling import list_draws
+from forge.gguf import GGMLType
+from forge.model.config import Qwen3Config
+from forge.model.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True)
+class Occupied:
+    """The resources of a multiprocessor that a compiled kernel takes."""
+
+    registers: int
+    """Per thread."""
+    spilled: int
+    """Bytes per thread that did not fit into registers."""
+    shared: int
+    """Bytes of shared memory per program."""
+    early: tuple[str, ...]
+    """Arguments whose memory it reads before it waits for the kernel before it; none where it does not wait."""
+
+
+def launched_by(
+    config: Qwen3Config, tensor_type: GGMLType, batches: Sequence[ForwardBatch], block_size: int = 16, **options: Any
+) -> list[Launch]:
+    """List every launch of a model of that size over `batches`, each specialization once, in order of first use.
+
+    options: of `CudaBackend`.
+    """
+    listed: dict[Launch, None] = {}
+    model = weightless_model(config, tensor_type, listed.setdefault, **options)
+    assert isinstance(model.backend, CudaBackend)
+    layout = model.kv_layout(1024, block_size, model.backend.default_kv_dtype)
+    storage = model.backend.new_storage(layout)
+    for batch in batches:
+        model.backend.launch(model.forward_pass, batch, storage)
+    list_draws(config.vocab_size, torch.device("meta"), listener(listed.setdefault))
+    return list(listed)
+
+
+def compile_for(launch: Launch, capability: int) -> Occupied:
+    """Compile for a compute capability (90 for an H200) without such a device. Returns the machine code's resources."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from forge.backends.cuda.launches import COMPILE_OPTIONS
+
+    constants = dict(launch.constants) | {"PDL": capability >= 90}
+    signature = dict(launch.signature) | dict.fromkeys(constants, "constexpr")
+    attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = COMPILE_OPTIONS | {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    pointers = [name if kind.startswith("*") else None for name, kind in launch.signature]
+    early = read_before_wait(compiled.asm["ptx"], pointers)
+    return _occupied(compiled.asm["cubin"], compiled.metadata.shared, early)
+
+
+def read_before_wait(ptx: str, arguments: Sequence[str | None]) -> tuple[str, ...]:
+    """Find in a kernel's PTX the arguments whose memory it reads before `griddepcontrol.wait`. None stands for a
+    number.
+
+    Every register is followed back to the parameters that it was computed from. That takes one pass, because nothing
+    before a wait is in a loop; a wait after a jump is an error here.
+    """
+    if "griddepcontrol.wait" not in ptx:
+        return ()
+    sources: dict[str, frozenset[str]] = {}
+    read: set[str] = set()
+    for line in re.sub(r"//.*", "", ptx).split("{", 1)[1].split(";"):
+        words = re.sub(r"\s+", " ", line).strip()
+        if "griddepcontrol.wait" in words:
+            break
+        assert not re.search(r"\bbra\b", words), f"a jump before the wait: {words}"
+        operation = re.search(r"(?:@!?%\w+ )?([a-z][\w.:]*) (.*)", words)
+        if operation is None or operation[1].startswith("."):
+            continue
+        name, operands = operation[1], operation[2]
+        from_memory = re.match(r"(ld|cp\.async|atom|red|prefetch)", name) and not name.startswith("ld.param")
+        target = operands[: operands.index("}") + 1] if operands.startswith("{") else operands.partition(",")[0]
+        inputs = operands[len(target) :] if not name.startswith(("st", "cp.async", "red", "prefetch")) else operands
+        parameters = {f"#{index}" for index in re.findall(r"_param_(\d+)", inputs)}
+        for register in re.findall(r"%\w+", inputs):
+            parameters |= sources.get(register, frozenset())
+        if from_memory:
+            read |= parameters
+        for register in re.findall(r"%\w+", target):
+            sources[register] = frozenset(parameters)
+    return tuple(sorted(name for index, name in enumerate(arguments) if name is not None and f"#{index}" in read))
+
+
+def _occupied(cubin: bytes, shared: int, early: tuple[str, ...]) -> Occupied:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def listed(word: str) -> int:
+        match = re.search(rf"{word}:(\d+)", listing)
+        assert match is not None, listing
+        return int(match[1])
+
+    return Occupied(listed("REG"), listed("STACK") + listed("LOCAL"), shared, early)
