@@ -20,10 +20,12 @@ from forge.option import flag_of, option
 from forge.reasons import PreemptionMode
 
 if TYPE_CHECKING:
+    from forge.cache.eviction import EvictionPolicy
     from forge.cache.factory import CacheFactory
     from forge.engine.policies import AdmissionOrder, SchedulerConfig, VictimPolicy
     from forge.engine.proposer import Proposer
     from forge.model.loader import LoadedModel, LoadProgress
+    from forge.pieces import Pieces
 
 _MODEL, _SPECULATION, _SCHEDULER, _SWITCHES = "Model", "Speculation", "Scheduler", "Scheduler switches"
 KV_KINDS = {
@@ -128,10 +130,15 @@ class EngineArgs:
         "Who is admitted first: fcfs; priority; sjf, the shortest job; sjf-aged, the same without starvation.",
         _SCHEDULER,
     )
-    """Or a function of one's own, as is `preempt`."""
+    """Or a function of one's own, as are `preempt` and `evict`."""
     preempt: "str | VictimPolicy" = option(
         "lifo",
         "Which sequence is preempted: lifo (the newest), lifo-others (never the one that asks), or least-progressed.",
+        _SCHEDULER,
+    )
+    evict: "str | EvictionPolicy" = option(
+        "lru",
+        "Which cached block is evicted: lru (released longest ago) or prefix-cost (rarely found, cheap to compute).",
         _SCHEDULER,
     )
     preemption: PreemptionMode = option("recompute", "What becomes of them: recompute, or swap.", _SCHEDULER)
@@ -153,6 +160,8 @@ class EngineArgs:
     check: bool = option(False, "After each step, see that every rule of scheduler and cache holds.", _SCHEDULER)
     """Raises AssertionError where one does not."""
 
+    pieces: "Pieces | None" = None
+    """What the engine is put together from; None for its own."""
     time_operations: bool = False
     """Keep time per layer and operation, for `LLM.operation_times()`."""
     on_load_progress: "LoadProgress | None" = None
@@ -163,6 +172,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         from forge.backends.choices import packed_weights_wanted
         from forge.backends.devices import check_device, check_kv_dtype
+        from forge.cache.eviction import eviction_policy
         from forge.cache.factory import canonical_mode
         from forge.speculation.setup import checked_acceptance, checked_mode
 
@@ -180,6 +190,7 @@ class EngineArgs:
             raise UsageError("--num-blocks and --kv-memory both say how large the KV cache is: give one of them")
         if isinstance(self.cache, str):
             canonical_mode(self.cache)
+        eviction_policy(self.evict)
         check_device(self.device, self.quantize, self.kernels)
         packed_weights_wanted()
         if self.kv_dtype is not None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from forge.backends.devices import create_backend, is_gpu
 from forge.cache.block_table import blocks_for
-from forge.cache.factory import CacheSize, create_kv_cache
+from forge.cache.factory import CacheSize
 from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.engine import tasks
 from forge.engine.async_scheduling import AsyncEngine
@@ -35,6 +35,7 @@ from forge.model.backend import OperationTime
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import load_model
 from forge.model.model import Model
+from forge.pieces import current_pieces
 from forge.reasons import Pooling
 from forge.speculation.leases import Lease, lease_model
 from forge.speculation.setup import DEFAULT_K, Target, checked_acceptance, checked_mode, load_proposers
@@ -66,6 +67,7 @@ class LLM:
         """
         started = time.perf_counter()
         self._args, config = args, args.scheduler_config()
+        self._pieces = args.pieces or current_pieces()
         device, threads = args.device, args.threads
         loaded = load_model(
             args.model,
@@ -119,7 +121,7 @@ class LLM:
     def _engine_of(self, model: Model, config: SchedulerConfig) -> Engine:
         size = replace(self._cache_size, max_num_seqs=config.max_num_seqs)
         try:
-            cache, num_blocks = create_kv_cache(self._args.cache, size)
+            cache, num_blocks = self._pieces.kv_cache(self._args.cache, size, self._args.evict)
         except MemoryError:
             raise UsageError(
                 "the KV cache does not fit in memory: lower --max-model-len, --max-num-seqs or --num-blocks"
@@ -134,6 +136,7 @@ class LLM:
             self.max_model_len,
             config,
             scratch,
+            new_scheduler=partial(self._pieces.scheduler, preemption=self._pieces.preemption),
         )
         engine.compile_grammar = SandboxedCompiler(self._grammars)
         engine.checks_invariants = self._args.check
@@ -203,9 +206,9 @@ class LLM:
         if head_labels:
             if labels:
                 raise UsageError(f"this model has labels of its own: {', '.join(head_labels)}; leave --labels out")
-            return tasks.classify_by_head(encoded, head_labels, self._answering(on_progress))
+            return self._finished(tasks.classify_by_head(encoded, head_labels), on_progress)
         token_ids = [self.tokenizer.encode(label, add_special_tokens=False) for label in labels]
-        return tasks.classify(encoded, token_ids, labels, self._answering(on_progress))
+        return self._finished(tasks.classify(encoded, token_ids, labels), on_progress)
 
     def score(
         self, pairs: Sequence[tuple[Prompt, Prompt]], top: int = 0, *, on_progress: Progress = lambda done, of: None
@@ -213,7 +216,7 @@ class LLM:
         """Score each (prompt, continuation): the log probability of each of the continuation's tokens, and of `top`
         alternatives to each. Raises `UsageError` if there is nothing to score."""
         encoded = [(self._part(prompt, begins=True), self._part(continuation)) for prompt, continuation in pairs]
-        return tasks.score(encoded, top, self._answering(on_progress))
+        return self._finished(tasks.score(encoded, top), on_progress)
 
     def embed(
         self,
@@ -230,7 +233,7 @@ class LLM:
         if pooling not in (None, "last", "mean"):
             raise UsageError(f"unknown pooling {pooling!r}; supported: last, mean")
         encoded = [self._encode(prompt)[1] for prompt in _as_list(prompts)]
-        return tasks.embed(encoded, pooling or self.pooling, self._answering(on_progress))
+        return self._finished(tasks.embed(encoded, pooling or self.pooling), on_progress)
 
     def rerank(
         self,
@@ -252,7 +255,7 @@ class LLM:
         yes, no = tasks.rerank_candidates(self.tokenizer, self.model.labels)
         extra = {} if instruction is None else {"instruction": instruction}
         prompts = [tasks.rerank_prompt(self.tokenizer, query, document, **extra) for document in documents]
-        return tasks.rerank(prompts, yes, no, self._answering(on_progress))
+        return self._finished(tasks.rerank(prompts, yes, no), on_progress)
 
     def answer(
         self,
@@ -320,7 +323,8 @@ class LLM:
         Raises `UsageError` for a draft whose tokens are not this model's.
         """
         drafts = [draft] if isinstance(draft, str | Path) else draft
-        self._proposers = load_proposers(checked_mode(mode, DEFAULT_K), drafts, self._target)
+        mode = checked_mode(mode, DEFAULT_K)
+        self._proposers = load_proposers(self._pieces.ngram() if mode == "ngram" else mode, drafts, self._target)
         with self.engine.lock:
             self.engine.speculation = self.new_speculation()
 
@@ -363,8 +367,8 @@ class LLM:
         """Return the time by layer and operation since the measurement began; empty without one."""
         return self.model.operation_times()
 
-    def _answering(self, on_progress: Progress) -> tasks.Answer:
-        return partial(self.answer, on_progress=on_progress)
+    def _finished(self, question: tasks.Question[tasks.Values], on_progress: Progress) -> tasks.Values:
+        return question.finish(self.answer(question.requests, on_progress=on_progress))
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):

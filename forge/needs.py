@@ -91,6 +91,7 @@ NEEDS: tuple[Need, ...] = (
     Need("preempt", "kv", _PAGED, _BLOCKS),
     Need("preempt", "order", _none_of("priority"), "another --order (priority chooses the victim itself)"),
     Need("preemption", "kv", _PAGED, _BLOCKS),
+    Need("evict", "kv", _one_of("prefix"), "--kv prefix"),
     Need("num_host_blocks", "preemption", _one_of("swap"), "--preemption swap", may_come_later=True),
     Need("prefix_planning", "kv", _one_of("prefix"), "--kv prefix"),
     Need("top_p", "temperature", _is_above_zero, _SAMPLING),

@@ -61,6 +61,11 @@ CLAIMS: dict[str, tuple[str, ...]] = {
     ),
     "forge compare --kv basic vs paged": (SAME, r"(?i)empty|reserved"),
     "forge compare --kv paged vs prefix --prompts FILE": (r"computed", r"found", r"blocks saved|saved"),
+    "forge compare --evict lru vs prefix-cost --num-blocks 48 --requests 18 4": (
+        r"lru +prefix-cost",
+        SAME,
+        r"tokens found +247 +391",
+    ),
     "forge prefix --snapshot": (r"What does a snapshot hold, and what is shared\?", r"saved"),
     "forge bench cache": (r"What does paging cost, and what does it save\?", r"scattered"),
     "forge compare --kv basic --kv-dtype float16 vs int8": (

@@ -36,6 +36,7 @@ IGNORED = {
     ("preempt", "kv"): "--kv basic --preempt lifo",
     ("preempt", "order"): "--kv paged --order priority --preempt lifo",
     ("preemption", "kv"): "--kv off --preemption swap",
+    ("evict", "kv"): "--kv paged --evict prefix-cost",
     ("num_host_blocks", "preemption"): "--kv paged --num-host-blocks 3",
     ("prefix_planning", "kv"): "--kv paged --no-prefix-planning",
     ("top_p", "temperature"): "--top-p 0.9",

@@ -88,23 +88,22 @@ def _freed_block() -> Iterator[None]:
             if references:
                 pool.num_references, pool.reference_counts[block] = pool.num_references - references, 0
                 pool.free.append(block)
-        cache._filled = None
 
-    with patch.object(PagedKvCache, "_detach", free):
+    with patch.object(PagedKvCache, "release_table", free):
         yield
 
 
 @contextmanager
 def _decref_first() -> Iterator[None]:
     """The writer releases its reference first and checks afterwards whether the block is shared."""
-    grow = PagedKvCache._grow
+    grow = PagedKvCache.grow
 
     def decref_and_grow(cache: PagedKvCache, seq_id: int, table, num_tokens: int) -> tuple[BlockCopy, ...]:
         if table.reserved % cache.block_size and cache.pool.reference_counts[table.blocks[-1]] > 1:
             cache.pool.decref(table.blocks[-1])
         return grow(cache, seq_id, table, num_tokens)
 
-    with patch.object(PagedKvCache, "_grow", decref_and_grow):
+    with patch.object(PagedKvCache, "grow", decref_and_grow):
         yield
 
 
@@ -114,7 +113,7 @@ def _decref_first() -> Iterator[None]:
 @contextmanager
 def _in_flight_hit() -> Iterator[None]:
     """Blocks are indexed when their slots are reserved, before anything is in them."""
-    add, grow = PrefixKvCache.add, PrefixKvCache._grow
+    add, grow = PrefixKvCache.add, PrefixKvCache.grow
     texts: dict[int, tuple[int, ...]] = {}
 
     def remember(cache: PrefixKvCache, seq_id: int, token_ids, salt: str = "", max_cached: int | None = None) -> int:
@@ -125,11 +124,11 @@ def _in_flight_hit() -> Iterator[None]:
         copies, computed = grow(cache, seq_id, table, num_tokens), table.computed
         table.token_ids[computed:] = texts[seq_id][computed : table.reserved]
         table.computed = computed + len(table.token_ids[computed:])
-        cache._index(table)
+        cache.index_table(table)
         table.computed = computed
         return copies
 
-    with patch.object(PrefixKvCache, "add", remember), patch.object(PrefixKvCache, "_grow", grow_and_index):
+    with patch.object(PrefixKvCache, "add", remember), patch.object(PrefixKvCache, "grow", grow_and_index):
         yield
 
 
@@ -157,7 +156,8 @@ def _stale_count() -> Iterator[None]:
         num_cached = add(cache, seq_id, token_ids, salt, max_cached)
         if seq_id not in counts:
             return num_cached
-        cache._tables[seq_id].computed, cache._filled = counts[seq_id], None
+        cache.reserve(seq_id, counts[seq_id])
+        cache.commit(seq_id, [0] * counts[seq_id])  # as if they had been computed
         return counts[seq_id]
 
     with patch.object(PagedKvCache, "remove", count_and_remove), patch.object(PagedKvCache, "add", add_as_it_was):
@@ -186,27 +186,27 @@ def _query_start() -> Iterator[None]:
 @contextmanager
 def _rollback() -> Iterator[None]:
     """The target's own token counts as an accepted draft token: one slot too many is kept."""
-    verify = Sampler._verify
+    verify = Sampler.verify
 
     def one_more(sampler: Sampler, *arguments):
         outcome = verify(sampler, *arguments)
         return outcome._replace(num_accepted=outcome.num_accepted + 1)
 
-    with patch.object(Sampler, "_verify", one_more):
+    with patch.object(Sampler, "verify", one_more):
         yield
 
 
 @contextmanager
 def _lease() -> Iterator[None]:
     """A proposer's error is not caught where it is asked: it reaches the step, which takes it for the target's."""
-    ask = Speculator._ask
+    ask = Speculator.ask
 
     def ask_unguarded(speculator: Speculator, source, items, running, drafts) -> None:
         ask(speculator, source, items, running, drafts)
         for failure in drafts.failures.values():
             raise ModelUnavailable(failure.message)
 
-    with patch.object(Speculator, "_ask", ask_unguarded):
+    with patch.object(Speculator, "ask", ask_unguarded):
         yield
 
 
@@ -249,7 +249,7 @@ def _mask_after() -> Iterator[None]:
         allowed = np.array([choice]) if mask[choice] else np.flatnonzero(mask)[:1]
         return allowed, logits[allowed]
 
-    with patch.object(sampling, "_allowed", mask_afterwards):
+    with patch.object(sampling, "allowed_tokens", mask_afterwards):
         yield
 
 

@@ -51,7 +51,7 @@ class BasicKvCache(KvCache):
 
     @property
     def num_available(self) -> int:
-        return self.num_blocks - len(self._runs()) * self.blocks_per_run
+        return self.num_blocks - len(self.all_runs()) * self.blocks_per_run
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
         """Return the blocks of a whole run, whatever the length."""
@@ -127,7 +127,7 @@ class BasicKvCache(KvCache):
         return self._sequences[seq_id].computed
 
     def stats(self) -> CacheStats:
-        runs = self._runs()
+        runs = self.all_runs()
         used_blocks, filled = len(runs) * self.blocks_per_run, sum(run.computed for run in runs)
         return CacheStats(
             num_blocks=self.num_blocks,
@@ -149,19 +149,19 @@ class BasicKvCache(KvCache):
         return BlockMap(self.block_size, tables, tuple(int(block in used) for block in range(self.num_blocks)), ())
 
     def check_invariants(self) -> None:
-        runs = self._runs()
+        runs = self.all_runs()
         assert len({run.blocks for run in runs}) == len(runs), "a run has two owners"
         for run in runs:
             assert run.blocks.start % self.blocks_per_run == 0 <= run.blocks.start < self.num_blocks, f"no run: {run}"
             assert 0 <= run.computed <= run.reserved <= self.max_model_len, f"lengths out of order: {run}"
 
-    def _runs(self) -> list[_Run]:
+    def all_runs(self) -> list[_Run]:
         """Return the runs that belong to a sequence or a snapshot."""
         return [*self._sequences.values(), *self._snapshots.values()]
 
     def _free_run(self, length: int = 0) -> _Run:
         """Return the lowest free run, with its first `length` slots computed. It is taken once it has an owner."""
-        used = {run.blocks.start for run in self._runs()}
+        used = {run.blocks.start for run in self.all_runs()}
         for start in range(0, self.num_blocks, self.blocks_per_run):
             if start not in used:
                 return _Run(range(start, start + self.blocks_per_run), length, length)

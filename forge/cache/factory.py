@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from forge.cache.basic import BasicKvCache
 from forge.cache.block_table import blocks_for
+from forge.cache.eviction import EvictionPolicy, eviction_policy
 from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache
 from forge.cache.paged import PagedKvCache
@@ -54,10 +55,13 @@ def canonical_mode(mode: str) -> str:
     return kind
 
 
-def create_kv_cache(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache, int]:
+def create_kv_cache(
+    mode: str | CacheFactory, size: CacheSize, evict: str | EvictionPolicy = "lru"
+) -> tuple[KvCache, int]:
     """Create a cache; return it and how many blocks its storage must have.
 
-    mode: one of `KV_MODES`, or a function that makes a cache of this size.
+    mode: one of `KV_MODES`, or a function that makes a cache of this size. evict: of `prefix`, one of
+    `EVICTION_POLICIES`, or such a function.
 
     Raises `UsageError` for an unknown mode, a pool of no block, or one that says its size twice; and where `basic`
     could not hold one sequence. A pool of `paged` or `prefix` may be smaller than the longest sequence.
@@ -78,8 +82,9 @@ def create_kv_cache(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache,
     if num_blocks > MAX_BLOCKS:
         asked = f"--num-blocks {num_blocks}" if size.kv_bytes is None else f"--kv-memory {size.kv_bytes}"
         raise UsageError(f"{asked} is a pool of {num_blocks:,} blocks, and {MAX_BLOCKS:,} is the most: lower it")
-    paged = PagedKvCache if kind == "paged" else PrefixKvCache
-    return paged(num_blocks, size.block_size), num_blocks
+    if kind == "paged":
+        return PagedKvCache(num_blocks, size.block_size), num_blocks
+    return PrefixKvCache(num_blocks, size.block_size, evict=eviction_policy(evict)), num_blocks
 
 
 def _requested_blocks(size: CacheSize) -> int | None:

@@ -1,11 +1,21 @@
 """Where swapped sequences' keys and values wait: a number of blocks' worth of the host's memory.
 
 `num_free`, `add` and `drop` are policy: the scheduler decides which sequence is swapped without touching an array.
-The engine, which carries plans out, calls `fill` and `data`.
+The engine, which carries plans out, calls `move`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from forge.cache.kv_storage import BlockCopy, KvStorage
+
+
+class Swap(NamedTuple):
+    """Move a sequence's keys and values between these blocks and the host pool."""
+
+    seq_id: int
+    blocks: tuple[int, ...]
 
 
 @dataclass
@@ -36,13 +46,14 @@ class HostPool:
         assert seq_id not in self.entries, f"sequence {seq_id} is already swapped out"
         self.entries[seq_id] = entry
 
-    def fill(self, seq_id: int, data: Any) -> None:
-        """Store the result of `KvStorage.read_blocks`."""
-        self.entries[seq_id].data = data
-
-    def data(self, seq_id: int) -> Any:
-        """Return what `fill` stored."""
-        return self.entries[seq_id].data
+    def move(self, storage: KvStorage, outs: Sequence[Swap], copies: Sequence[BlockCopy], ins: Sequence[Swap]) -> None:
+        """Carry out what a step moves before it writes: nothing is overwritten before it has been read."""
+        for swap in outs:
+            self.entries[swap.seq_id].data = storage.read_blocks(swap.blocks)
+        if copies:
+            storage.copy_blocks(copies)
+        for swap in ins:
+            storage.write_blocks(swap.blocks, self.entries[swap.seq_id].data)
 
     def drop(self, seq_id: int) -> None:
         """Free the room of a sequence, if it has any."""

@@ -78,7 +78,7 @@ class PagedKvCache(KvCache):
         if fits and pool.reference_counts[blocks[-1]] == 1 and blocks[-1] not in pool.cacheable:
             table.reserved = end  # nearly every decode step: a slot of a block that is the sequence's own
             return ()
-        return self._grow(seq_id, table, num_tokens) if num_tokens else ()
+        return self.grow(seq_id, table, num_tokens) if num_tokens else ()
 
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
         table = self._tables[seq_id]
@@ -187,7 +187,7 @@ class PagedKvCache(KvCache):
             assert counted == referenced, f"block {block} is in {referenced} tables and has {counted} references"
         assert self._filled in (None, self._count_filled()), "the filled slots do not add up"
 
-    def _grow(self, seq_id: int, table: BlockTable, num_tokens: int) -> tuple[BlockCopy, ...]:
+    def grow(self, seq_id: int, table: BlockTable, num_tokens: int) -> tuple[BlockCopy, ...]:
         """Reserve where blocks are needed, or where the last block is shared or indexed."""
         needed, available = self.blocks_needed(seq_id, num_tokens), self.num_available
         if needed > available:
@@ -223,11 +223,21 @@ class PagedKvCache(KvCache):
             self.pool.incref(block)
         return table
 
-    def _detach(self, table: BlockTable) -> None:
-        """Release a table's blocks, the last one first, so that the first is the next to be allocated."""
-        self._filled = None
-        for block in reversed(table.blocks):
+    def release_order(self, blocks: tuple[int, ...]) -> Sequence[int]:
+        """Return the order in which a sequence that ends releases its blocks: the last one first.
+
+        So the first is the next to be allocated, and a prefix cache evicts what stands behind a block before it.
+        """
+        return blocks[::-1]
+
+    def release_table(self, table: BlockTable) -> None:
+        """Release the blocks of a sequence that ends, or of a snapshot."""
+        for block in self.release_order(table.blocks):
             self._release_block(block)
+
+    def _detach(self, table: BlockTable) -> None:
+        self._filled = None
+        self.release_table(table)
 
     def _allocate(self, number: int) -> tuple[int, ...]:
         """Take blocks; the caller has checked that enough are available."""

@@ -10,9 +10,10 @@ after its sequence has gone, until the block is needed for something else. A new
 
 What a step is still computing is not yet a hit, and what was reserved and never committed never becomes one.
 
-Blocks are taken in this order: free ones; then cached ones, least recently used first. A sequence releases its last
-block first, so the least recently used block is always a leaf of the index. A content that several blocks have is
-served from the first of them; when that one goes, the next takes over, and only the last one stays cached.
+Blocks are taken in this order: free ones; then cached ones, in the order of a policy (`eviction`), by default the least
+recently used one first. A sequence releases its last block first, so the least recently used block is always a leaf of
+the index. A content that several blocks have is served from the first of them; when that one goes, the next takes over,
+and only the last one stays cached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from operator import eq
 from typing import cast
 
 from forge.cache.block_table import BlockTable, blocks_for
+from forge.cache.eviction import EvictionPolicy, lru
 from forge.cache.kv_cache import Hit
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, chain_hash
@@ -67,9 +69,14 @@ class PrefixKvCache(PagedKvCache):
     kind = "prefix"
     _tables: dict[int, PrefixTable]  # type: ignore[assignment]  # narrower: `add` enters no other tables
 
-    def __init__(self, num_blocks: int, block_size: int, hash_function: ChainHash = chain_hash):
+    def __init__(
+        self, num_blocks: int, block_size: int, hash_function: ChainHash = chain_hash, evict: EvictionPolicy = lru
+    ):
         super().__init__(num_blocks, block_size)
         self.index = PrefixIndex(hash_function)
+        """Setting it is allowed while nothing is cached."""
+        self._evict = evict
+        self._num_requests = 0
         self._counts |= {"prefix_queries": 0, "prefix_hits": 0, "evictions": 0}
 
     def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
@@ -90,6 +97,9 @@ class PrefixKvCache(PagedKvCache):
         length, blocks, tip = self._match(token_ids, salt, max_cached)
         table = PrefixTable(blocks, length, length, tip=tip, salt=salt, token_ids=list(token_ids[:length]))
         self._tables[seq_id] = self._attached(table)
+        self._num_requests += 1
+        while tip.parent is not None:
+            tip.num_hits, tip.last_request, tip = tip.num_hits + 1, self._num_requests, tip.parent
         self._counts["prefix_queries"] += len(token_ids)
         self._counts["prefix_hits"] += length
         if length:
@@ -101,7 +111,7 @@ class PrefixKvCache(PagedKvCache):
         table = self._tables[seq_id]
         table.token_ids[table.computed - len(token_ids) :] = token_ids
         if table.computed // self.block_size > table.tip.depth:
-            self._index(table)
+            self.index_table(table)
 
     def truncate(self, seq_id: int, length: int) -> None:
         table = self._tables[seq_id]
@@ -179,7 +189,7 @@ class PrefixKvCache(PagedKvCache):
         counts = self.pool.reference_counts
         return sum(counts[block] == 0 for block in blocks)
 
-    def _index(self, table: PrefixTable) -> None:
+    def index_table(self, table: PrefixTable) -> None:
         """Index a table's full blocks that are not indexed yet."""
         size = self.block_size
         while (start := table.tip.depth * size) + size <= table.computed:
@@ -187,6 +197,7 @@ class PrefixKvCache(PagedKvCache):
             node = self.index.insert(table.tip, tuple(table.token_ids[start : start + size]), block)
             if node is None:
                 return
+            node.last_request = self._num_requests
             self.pool.mark_cacheable(block)
             if not self.pool.reference_counts[node.blocks[0]]:
                 self._drop_from_index(node.blocks[0])  # cached, and no longer the only one with its content
@@ -194,11 +205,16 @@ class PrefixKvCache(PagedKvCache):
 
     def _allocate(self, number: int) -> tuple[int, ...]:
         while len(self.pool.free) < number:
-            oldest = next(iter(self.pool.cached))
-            self._drop_from_index(oldest)
+            (block,) = self._evict(self._cached_leaves(), self._num_requests).blocks  # only the last one is cached
+            self._drop_from_index(block)
             self._counts["evictions"] += 1
-            self._events.append(BlockEvicted(oldest, self.block_size))
+            self._events.append(BlockEvicted(block, self.block_size))
         return super()._allocate(number)
+
+    def _cached_leaves(self) -> Iterator[Node]:
+        """The contents of cached blocks behind which nothing is indexed, the one released longest ago in front."""
+        nodes = map(self.index.node_of.__getitem__, self.pool.cached)
+        return (node for node in nodes if not node.children)
 
     def _release_block(self, block: int) -> None:
         is_last = self.pool.reference_counts[block] == 1
@@ -221,4 +237,4 @@ class PrefixKvCache(PagedKvCache):
         self.index.clear()
         for table in self._all_tables():
             table.tip = self.index.root(table.salt)
-            self._index(table)
+            self.index_table(table)

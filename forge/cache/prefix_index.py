@@ -38,6 +38,10 @@ class Node:
     blocks: list[int] = field(default_factory=list)
     """The blocks that hold this content, the one that is served in front. Never empty, but for a root."""
     children: set["Node"] = field(default_factory=set)
+    num_hits: int = 0
+    """How often a request found it."""
+    last_request: int = 0
+    """The number of the request that computed or found it last."""
 
 
 class IndexSubscriber(Protocol):
@@ -60,8 +64,9 @@ class PrefixIndex:
         self.node_of: dict[int, Node] = {}
         """For each indexed block its content. To be read."""
         self.subscriber: IndexSubscriber | None = None
-        self._hash = hash_function
-        self._nodes: dict[int, Node] = {}
+        self.hash_function = hash_function
+        self.nodes: dict[int, Node] = {}
+        """Every content by its hash. To be read."""
         self._roots: WeakValueDictionary[str, Node] = WeakValueDictionary()
         """A root lives for as long as a node or a sequence refers to it."""
 
@@ -69,12 +74,12 @@ class PrefixIndex:
         """Return the node where every sequence with this salt begins."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(self._hash(0, tuple(salt.encode())), None, 0)
+            root = self._roots[salt] = Node(self.hash_function(0, tuple(salt.encode())), None, 0)
         return root
 
     def child(self, parent: Node, token_ids: Tokens) -> Node | None:
         """Return the node of a block of `token_ids` behind `parent`, if there is one."""
-        node = self._nodes.get(self._hash(parent.key, token_ids))
+        node = self.nodes.get(self.hash_function(parent.key, token_ids))
         return node if node is not None and node.parent is parent and node.token_ids == token_ids else None
 
     def insert(self, parent: Node, token_ids: Tokens, block: int) -> Node | None:
@@ -82,10 +87,10 @@ class PrefixIndex:
 
         Returns None, with nothing indexed, if another content has the same hash.
         """
-        key = self._hash(parent.key, token_ids)
-        node = self._nodes.get(key)
+        key = self.hash_function(parent.key, token_ids)
+        node = self.nodes.get(key)
         if node is None:
-            node = self._nodes[key] = Node(key, parent, parent.depth + 1, token_ids)
+            node = self.nodes[key] = Node(key, parent, parent.depth + 1, token_ids)
             parent.children.add(node)
             if self.subscriber is not None:
                 self.subscriber.published(key)
@@ -110,7 +115,7 @@ class PrefixIndex:
         lost, doomed = [], [node]
         while doomed:
             node = doomed.pop()
-            del self._nodes[node.key]
+            del self.nodes[node.key]
             if self.subscriber is not None:
                 self.subscriber.evicted(node.key)
             for orphan in node.blocks:
@@ -121,32 +126,32 @@ class PrefixIndex:
 
     def clear(self) -> None:
         if self.subscriber is not None:
-            for key in self._nodes:
+            for key in self.nodes:
                 self.subscriber.evicted(key)
         self.node_of.clear()
-        self._nodes.clear()
+        self.nodes.clear()
         self._roots.clear()
 
     def keys(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
         """Return the chained hash of each full block of a prompt. Changes nothing."""
-        key, keys = self._hash(0, tuple(salt.encode())), []
+        key, keys = self.hash_function(0, tuple(salt.encode())), []
         for start in range(0, len(token_ids) - block_size + 1, block_size):
-            key = self._hash(key, tuple(token_ids[start : start + block_size]))
+            key = self.hash_function(key, tuple(token_ids[start : start + block_size]))
             keys.append(key)
         return tuple(keys)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the tree, the hashes and the blocks do not belong together."""
         roots = set(self._roots.values())
-        for key, node in self._nodes.items():
+        for key, node in self.nodes.items():
             parent = node.parent
             assert parent is not None, "a root among the nodes"
-            assert node.key == key == self._hash(parent.key, node.token_ids), f"{node.blocks}: not their hash"
-            assert parent in roots or self._nodes.get(parent.key) is parent, f"{node.blocks}: orphans"
+            assert node.key == key == self.hash_function(parent.key, node.token_ids), f"{node.blocks}: not their hash"
+            assert parent in roots or self.nodes.get(parent.key) is parent, f"{node.blocks}: orphans"
             assert node in parent.children, f"{node.blocks}: their parent does not know them"
             assert node.depth == parent.depth + 1, f"{node.blocks}: not at this depth"
             assert node.blocks, "a node without blocks"
             assert all(self.node_of[block] is node for block in node.blocks), f"{node.blocks}: indexed elsewhere"
             assert len(set(node.blocks)) == len(node.blocks), f"{node.blocks}: indexed twice"
-            assert all(self._nodes.get(child.key) is child for child in node.children), f"{node.blocks}: lost a child"
-        assert sum(len(node.blocks) for node in self._nodes.values()) == len(self.node_of), "a block without a node"
+            assert all(self.nodes.get(child.key) is child for child in node.children), f"{node.blocks}: lost a child"
+        assert sum(len(node.blocks) for node in self.nodes.values()) == len(self.node_of), "a block without a node"

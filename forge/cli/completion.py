@@ -54,6 +54,12 @@ def victim_policies(incomplete: str) -> list[str]:
     return _beginning(VICTIM_POLICIES, incomplete)
 
 
+def eviction_policies(incomplete: str) -> list[str]:
+    from forge.cache.eviction import EVICTION_POLICIES
+
+    return _beginning(EVICTION_POLICIES, incomplete)
+
+
 def preemption_modes(incomplete: str) -> list[str]:
     from forge.engine.policies import PREEMPTION_MODES
 
@@ -107,6 +113,7 @@ COMPLETIONS: dict[str, Callable[[str], list[str]]] = {
     "acceptance": one_of("gumbel", "rejection"),
     "order": orders,
     "preempt": victim_policies,
+    "evict": eviction_policies,
     "preemption": preemption_modes,
     "on_engine_death": one_of("exit", "restart"),
     "show": one_of("blocks"),

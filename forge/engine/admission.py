@@ -7,7 +7,7 @@ that are deferred (`prefix_planner`) let others pass; nothing passes a sequence 
 
 from typing import Literal
 
-from forge.cache.host_pool import HostPool
+from forge.cache.host_pool import HostPool, Swap
 from forge.cache.kv_cache import NO_HIT, KvCache
 from forge.engine.policies import SchedulerConfig
 from forge.engine.prefill_only import PrefillOnly
@@ -15,7 +15,7 @@ from forge.engine.prefix_planner import PrefixPlanner
 from forge.engine.request_queue import RequestQueue
 from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import PlanBuilder, PlanItem, Swap
+from forge.engine.step_plan import PlanBuilder, PlanItem
 from forge.engine.task import GENERATE
 from forge.reasons import Deferred, MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, WaitReason
 from forge.trace.records import AdmitRecord, WaitRecord

@@ -22,7 +22,7 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.batch_builder import BatchBuilder
 from forge.engine.draft_slots import DraftSlots
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import NO_DRAFTS, NO_UPDATE, NoSpeculation, Speculation, SpeculationUpdate, StepCost
+from forge.engine.proposer import NO_DRAFTS, NO_UPDATE, NoSpeculation, Speculation, SpeculationUpdate
 from forge.engine.readout import max_logit_rows, run_separate_forwards
 from forge.engine.registry import RequestRegistry
 from forge.engine.requests import PromptLimits
@@ -77,11 +77,12 @@ class Engine(RequestRegistry):
         config: SchedulerConfig,
         scratch: range = range(0),
         speculation: Speculation | None = None,
+        new_scheduler: Callable[..., Scheduler] = Scheduler,
     ):
         """scratch: blocks of the storage past the cache's own, for prefill-only requests. speculation: proposes and
-        verifies draft tokens; None for no speculation."""
+        verifies draft tokens; None for no speculation. new_scheduler: makes the scheduler."""
         limits = PromptLimits(model.vocab_size, max_model_len, cache.max_sequence_length, cache.block_size)
-        scheduler = Scheduler(cache, config, scratch, model.temporary_bytes, max_logit_rows(model.vocab_size))
+        scheduler = new_scheduler(cache, config, scratch, model.temporary_bytes, max_logit_rows(model.vocab_size))
         super().__init__(tokenizer, limits, scheduler, RecordBuilder(scheduler, storage.layout.bytes_per_token))
         self.lock = RLock()
         """For callers in several threads; the engine itself never takes it."""
@@ -144,9 +145,8 @@ class Engine(RequestRegistry):
                 step = self._next_step(started)
                 sampling_started = time.perf_counter()
                 sampler = Sampler(self._eos_token_ids, self._speculation, self.on_logits, self.report_probabilities)
-                results = sampler.sample(step.plan, StepLogits.of(step.logits), step.drafts, step.separate)
-                for seq_id in step.plan.exhausted:
-                    sampler.end(self.scheduler.find(seq_id))
+                exhausted = [self.scheduler.find(seq_id) for seq_id in step.plan.exhausted]
+                results = sampler.sample(step.plan, StepLogits.of(step.logits), step.drafts, step.separate, exhausted)
                 times = started, sampling_started, time.perf_counter()
                 update = self._commit(step, results, times)
             except ModelUnavailable as error:
@@ -173,7 +173,7 @@ class Engine(RequestRegistry):
         drafts = self._speculation.propose(plan, self.scheduler.running) if self._speculates else NO_DRAFTS
         batch = self._batch_builder.build(plan.items, drafts.proposals) if plan.items else None
         if plan.copies or plan.swap_outs or plan.swap_ins:
-            self._move_blocks(plan)
+            self.scheduler.host.move(self.storage, plan.swap_outs, plan.copies, plan.swap_ins)
         launched = time.perf_counter()
         logits = self._model.forward(batch, self.storage) if batch is not None else _NO_LOGITS
         separate = run_separate_forwards(plan.separate, self._model, self.storage) if plan.separate else []
@@ -182,7 +182,10 @@ class Engine(RequestRegistry):
 
     def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationUpdate:
         """Commit a step: append its tokens to their sequences, and its keys and values to the cache."""
-        update = self._learn(step, results, times) if self._speculates else NO_UPDATE
+        update, running = NO_UPDATE, self.scheduler.running
+        if self._speculates:
+            cost, verified = step.cost(times[2] - times[0]), results.verified
+            update = self._speculation.learn(step.plan, step.drafts, verified, results.outcomes, running, cost)
         self._decided = results.outcomes  # from here on the step has happened
         copies = self.scheduler.commit(step.plan, results.outcomes)
         if copies:
@@ -193,23 +196,6 @@ class Engine(RequestRegistry):
         for finish in results.finished:
             self._drop_state(finish.seq_id)
         return update
-
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """Carry out what a plan moves before it writes: nothing is overwritten before it has been read."""
-        storage, host = self.storage, self.scheduler.host
-        for swap in plan.swap_outs:
-            host.fill(swap.seq_id, storage.read_blocks(swap.blocks))
-        if plan.copies:
-            storage.copy_blocks(plan.copies)
-        for swap in plan.swap_ins:
-            storage.write_blocks(swap.blocks, host.data(swap.seq_id))
-
-    def _learn(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationUpdate:
-        """Let speculation learn from the step's verifications, before their sequences have the new tokens."""
-        num_rows = step.batch.num_rows if step.batch is not None else 0
-        step_ms = (times[2] - times[0]) * 1e3 - step.drafts.total_ms
-        cost, running = StepCost(num_rows, step.forward_ms, step_ms), self.scheduler.running
-        return self._speculation.learn(step.plan, step.drafts, results.verified, results.outcomes, running, cost)
 
     def _drop_state(self, seq_id: int) -> None:
         self._batch_builder.forget(seq_id)

@@ -13,6 +13,8 @@ What follows from each victim policy, where a running sequence (the requester) a
 | samples of one request | the later sample first | the later sample, of equals | the later sample, of equals |
 | a victim waits | in order of arrival, before all newer requests | the same | in its priority, by arrival |
 
+Which cached block is evicted is the prefix cache's to decide: `forge.cache.eviction`.
+
 `lifo-others` is `lifo` but for the requester, which never gives way: the newest other sequence does.
 """
 

@@ -7,13 +7,13 @@ progress.
 """
 
 from forge.cache.block_table import blocks_for
-from forge.cache.host_pool import HostEntry, HostPool
+from forge.cache.host_pool import HostEntry, HostPool, Swap
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.engine.policies import SchedulerConfig
 from forge.engine.request_queue import RequestQueue
 from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import PlanBuilder, Swap
+from forge.engine.step_plan import PlanBuilder
 from forge.reasons import HostPoolFull, NoBlocks, PoolExhausted
 from forge.trace.records import PreemptRecord
 

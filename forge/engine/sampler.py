@@ -65,9 +65,15 @@ class Sampler:
     _results: StepResults = field(default_factory=StepResults)
 
     def sample(
-        self, plan: StepPlan, logits: StepLogits, drafts: StepDrafts, separate: Items[SeparateResult]
+        self,
+        plan: StepPlan,
+        logits: StepLogits,
+        drafts: StepDrafts,
+        separate: Items[SeparateResult],
+        exhausted: Items[Sequence],
     ) -> StepResults:
-        """Choose the next tokens of every item that samples. `logits` has the rows of all items, in order."""
+        """Choose the next tokens of every item that samples, and end the `exhausted` sequences, for which the pool has
+        no more blocks. `logits` has the rows of all items, in order."""
         results, first_row = self._results, 0
         for item in plan.items:
             sequence = item.sequence
@@ -78,11 +84,8 @@ class Sampler:
             first_row = row + sum([len(proposal) + 1 for proposal in proposals]) if proposals else row + 1
         for item, result in zip(plan.separate, separate, strict=True):
             results.outcomes.append(self._separate_outcome(item, result))
+        results.outcomes += [self._ended(sequence, "length") for sequence in exhausted]
         return results
-
-    def end(self, sequence: Sequence) -> None:
-        """End a sequence for which the pool has no more blocks, with the text that it has."""
-        self._results.outcomes.append(self._ended(sequence, "length"))
 
     def _outcome(
         self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int, row: int
@@ -91,7 +94,7 @@ class Sampler:
         sequence = item.sequence
         try:
             if proposals:
-                return self._verify(item, proposals, logits, row)
+                return self.verify(item, proposals, logits, row)
             if sequence.task is not GENERATE:
                 readout = read_out(item, np.asarray(logits.rows[first_row : row + 1]))
                 return self._answer(item, readout, logits, row)
@@ -159,7 +162,7 @@ class Sampler:
         )
         return self._emit(sequence, (token,), (logits_row,))
 
-    def _verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
+    def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
         """Decide which draft tokens of an item stand; the rows of its drafts begin at `first_row`."""
         sequence, spans = item.sequence, []
         for proposal in proposals:

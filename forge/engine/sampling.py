@@ -117,7 +117,7 @@ def choose_token(
         mask = matcher.mask(history[num_prompt_tokens:])
         if params.greedy and scores is logits and mask[argmax]:
             return argmax
-        allowed, scores = _allowed(scores, mask)
+        allowed, scores = allowed_tokens(scores, mask)
         if params.greedy:
             return int(allowed[scores.argmax()])
         kept, scores = filtered(scores, params)
@@ -188,13 +188,13 @@ def penalized(
 
 def _masked(logits: np.ndarray, matcher: Matcher, output: Sequence[int]) -> np.ndarray:
     """Copy a row with -infinity for every token that may not follow `output`."""
-    allowed, kept = _allowed(logits, matcher.mask(output))
+    allowed, kept = allowed_tokens(logits, matcher.mask(output))
     scores = np.full_like(logits, -np.inf)
     scores[allowed] = kept
     return scores
 
 
-def _allowed(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def allowed_tokens(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens that may come, ascending, and their logits. Mostly they are few."""
     allowed = np.flatnonzero(mask)
     kept = logits[allowed]

@@ -52,6 +52,7 @@ class Scheduler:
         scratch: range = range(0),
         temporary_bytes: Callable[[int, int], int] = lambda rows, logit_rows: 0,
         max_logit_rows: int = _UNLIMITED,
+        preemption: Callable[..., Preemption] = Preemption,
     ):
         """scratch: blocks past the cache's own, for prefill-only sequences. temporary_bytes: what a forward of so many
         rows, so many of them with logits, needs for itself. max_logit_rows: see `PrefillOnly`."""
@@ -74,7 +75,7 @@ class Scheduler:
         self.prefill_only = PrefillOnly(
             cache, config, self.queue, self.planner, scratch, temporary_bytes, max_logit_rows
         )
-        self._preemption = Preemption(cache, config, self.queue, self.running, self.host, self.retained)
+        self.preemption = preemption(cache, config, self.queue, self.running, self.host, self.retained)
         self._admission = Admission(
             cache, config, self.queue, self.running, self.host, self.retained, self.planner, self.prefill_only
         )
@@ -177,8 +178,9 @@ class Scheduler:
         self._schedule_running(plan)
         if self.queue.sequences:
             self._admission.admit(plan)
-        if not self.config.chunked_prefill:
-            self._separate_prefill(plan)
+        if not self.config.chunked_prefill and plan.prefill_tokens:  # sequences that decode sit this step out
+            for item in [item for item in plan.items.values() if item.phase == "decode"]:
+                plan.drop(item.seq_id)
         if plan.limit - plan.budget > self._max_logit_rows:
             large = [item for item in plan.items.values() if len(item.logit_rows) > self._max_logit_rows]
             plan.separate += [plan.items.pop(item.seq_id) for item in large]
@@ -205,7 +207,7 @@ class Scheduler:
                 if copies:
                     plan.copies += copies
             except OutOfBlocks:
-                if not self._preemption.reserve(sequence, length - cache.reserved_length(seq_id), plan):
+                if not self.preemption.reserve(sequence, length - cache.reserved_length(seq_id), plan):
                     continue
             if start == length - 1 >= sequence.num_prompt_tokens:  # nearly every item of nearly every step
                 table = cache.block_table(seq_id)
@@ -218,12 +220,6 @@ class Scheduler:
                 num_tokens = min(len(sequence.token_ids) - start, plan.budget)
                 plan.add(generation_item(cache, sequence, start, num_tokens))
                 self.planner.claim(sequence, start, plan)
-
-    def _separate_prefill(self, plan: PlanBuilder) -> None:
-        """Without chunked prefill: if there are prompts to compute, leave the decoding sequences out of this step."""
-        if plan.prefill_tokens:
-            for item in [item for item in plan.items.values() if item.phase == "decode"]:
-                plan.drop(item.seq_id)
 
     # Taking the results
 

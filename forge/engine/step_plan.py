@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from forge.cache.host_pool import Swap
 from forge.cache.kv_storage import BlockCopy
 from forge.engine.sequence import Sequence
 from forge.reasons import ExecutionClass, FinishReason, Phase
@@ -51,13 +52,6 @@ class PlanItem(NamedTuple):
     """Async scheduling: the input token is the token of this row of the previous step."""
     num_published: int = 0
     """Prefill-only: tokens, from the first on, whose blocks stay cached when the step is over."""
-
-
-class Swap(NamedTuple):
-    """Move a sequence's keys and values between these blocks and the host pool."""
-
-    seq_id: int
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forge.engine.proposer import SpeculationUpdate, StepDrafts
+from forge.engine.proposer import SpeculationUpdate, StepCost, StepDrafts
 from forge.engine.readout import SeparateResult
 from forge.engine.sampler import StepResults
 from forge.engine.scheduler import Scheduler
@@ -38,6 +38,11 @@ class LaunchedStep:
     """Without the time of proposers."""
     forward_ms: float
     """Until the model returned. Async scheduling adds the time that the host then waited for the device."""
+
+    def cost(self, seconds: float) -> StepCost:
+        """What the step took, of which the proposers took a part. seconds: until its tokens were known."""
+        num_rows = self.batch.num_rows if self.batch is not None else 0
+        return StepCost(num_rows, self.forward_ms, seconds * 1e3 - self.drafts.total_ms)
 
 
 StepTimes = tuple[float, float, float]

@@ -1,12 +1,13 @@
 """What one forward pass can answer, in the words of those who ask: classify, score, embed, rerank.
 
-Each turns its inputs into requests that keep nothing and their answers into values. How they are batched, and what of
-their prompts is computed once for several, is the engine's business.
+Each turns its inputs into a `Question`: requests that keep nothing, and a function from their readouts to values. How
+they are batched, and what of their prompts is computed once for several, is the engine's business.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -15,8 +16,8 @@ from forge.errors import UsageError
 from forge.reasons import Pooling
 from forge.tokenizer import Tokenizer
 
-Answer = Callable[[Sequence[tuple[Sequence[int], Task]]], list[Readout]]
-"""Runs requests, each a prompt's tokens and what is wanted of it, and gives their results in order."""
+Value = TypeVar("Value")
+Values = TypeVar("Values")
 
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _RERANK_BEFORE = (
@@ -24,6 +25,16 @@ _RERANK_BEFORE = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 _RERANK_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True)
+class Question(Generic[Values]):
+    """What a task asks of an engine, and what it makes of the answers."""
+
+    requests: Sequence[tuple[Sequence[int], Task]]
+    """Each a prompt's tokens and what is wanted of it."""
+    finish: Callable[[Sequence[Readout]], Values]
+    """From the readouts, one per request and in their order, to the task's values."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +77,9 @@ class Score:
 
 
 def classify(
-    prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], names: Sequence[str], answer: Answer
-) -> list[Classification]:
-    """Compute the label probabilities of each prompt.
+    prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], names: Sequence[str]
+) -> Question[list[Classification]]:
+    """Ask for the label probabilities of each prompt.
 
     Labels of one token are all read off one row of logits. Where any has several, each is scored as a whole behind the
     prompt: their probabilities are those of all their tokens together, and the prompt they share is cached where the
@@ -76,32 +87,29 @@ def classify(
     """
     _check_labels(labels, names)
     if all(len(label) == 1 for label in labels):
-        task = Task(candidates=tuple(label[0] for label in labels))
-        candidates = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
-    else:
-        requests = [([*prompt, *label], Task(score_from=len(prompt))) for prompt in prompts for label in labels]
+        return _choose([label[0] for label in labels], prompts, lambda logprobs: _classified(names, logprobs))
+
+    def finish(readouts: Sequence[Readout]) -> list[Classification]:
         totals = [
-            math.fsum(_own(scores, token_id) for scores, token_id in zip(result.scores, label, strict=True))
-            for result, label in zip(answer(requests), [*labels] * len(prompts), strict=True)
+            math.fsum(_logprob(scores, token_id) for scores, token_id in zip(readout.scores, label, strict=True))
+            for readout, label in zip(readouts, [*labels] * len(prompts), strict=True)
         ]
-        candidates = [tuple(totals[first : first + len(labels)]) for first in range(0, len(totals), len(labels))]
-    return [
-        Classification(_softmax(names, logprobs), dict(zip(names, logprobs, strict=True))) for logprobs in candidates
-    ]
+        return [_classified(names, totals[first : first + len(names)]) for first in range(0, len(totals), len(names))]
+
+    return Question(
+        [([*prompt, *label], Task(score_from=len(prompt))) for prompt in prompts for label in labels], finish
+    )
 
 
-def classify_by_head(prompts: Sequence[Sequence[int]], labels: Sequence[str], answer: Answer) -> list[Classification]:
-    """Classify with the model's own classification head (`Model.labels`)."""
-    task = Task(candidates=tuple(range(max(2, len(labels)))))
-    candidates = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
-    if len(labels) == 1:
-        (name,) = labels
-        return [
-            Classification({name: math.exp(logprob)}, {name: logprob}, logprob - rest) for logprob, rest in candidates
-        ]
-    return [
-        Classification(_softmax(labels, logprobs), dict(zip(labels, logprobs, strict=True))) for logprobs in candidates
-    ]
+def classify_by_head(prompts: Sequence[Sequence[int]], labels: Sequence[str]) -> Question[list[Classification]]:
+    """Ask for the same by the model's own classification head (`Model.labels`)."""
+
+    def by_score(logprobs: Sequence[float]) -> Classification:
+        (name,), (logprob, rest) = labels, logprobs
+        return Classification({name: math.exp(logprob)}, {name: logprob}, logprob - rest)
+
+    value = by_score if len(labels) == 1 else lambda logprobs: _classified(labels, logprobs)
+    return _choose(range(max(2, len(labels))), prompts, value)
 
 
 def classify_prompt(tokenizer: Tokenizer, text: str, labels: Sequence[str], question: str | None = None) -> list[int]:
@@ -111,9 +119,9 @@ def classify_prompt(tokenizer: Tokenizer, text: str, labels: Sequence[str], ques
     return tokenizer.encode_chat(messages, add_generation_prompt=True)[1]
 
 
-def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer: Answer) -> list[Score]:
-    """Score each continuation's tokens given its prompt. A prompt may be empty: then the first token, which nothing
-    precedes, has no score."""
+def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int) -> Question[list[Score]]:
+    """Ask for a score of each continuation's tokens given its prompt. The prompt may be empty: then the first token,
+    which nothing precedes, has no score."""
     if top < 0:
         raise UsageError(f"top is a number of tokens, and not {top}")
     requests = []
@@ -121,19 +129,25 @@ def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer
         if len(prompt) + len(continuation) < 2 or not continuation:
             raise UsageError("there is nothing to score: it takes a token, and one before it")
         requests.append(([*prompt, *continuation], Task(score_from=max(1, len(prompt)), top=top)))
-    scored = []
-    for (token_ids, task), result in zip(requests, answer(requests), strict=True):
-        scored_ids = token_ids[task.score_from :]
-        logprobs = tuple(_own(scores, token_id) for scores, token_id in zip(result.scores, scored_ids, strict=True))
-        scored.append(Score(tuple(scored_ids), logprobs, tuple(scores[:top] for scores in result.scores)))
-    return scored
+
+    def finish(readouts: Sequence[Readout]) -> list[Score]:
+        scores = []
+        for (token_ids, task), readout in zip(requests, readouts, strict=True):
+            scored = tuple(token_ids[task.score_from :])
+            logprobs = tuple(_logprob(row, token_id) for row, token_id in zip(readout.scores, scored, strict=True))
+            scores.append(Score(scored, logprobs, tuple(row[:top] for row in readout.scores)))
+        return scores
+
+    return Question(requests, finish)
 
 
-def embed(prompts: Sequence[Sequence[int]], pooling: Pooling, answer: Answer) -> np.ndarray:
+def embed(prompts: Sequence[Sequence[int]], pooling: Pooling) -> Question[np.ndarray]:
     """Embed the prompts: unit vectors, float32 `[prompts, hidden]`."""
     task = Task(pooling=pooling)
-    results = answer([(prompt, task) for prompt in prompts])
-    return np.stack([result.embedding for result in results if result.embedding is not None])
+    return Question(
+        [(prompt, task) for prompt in prompts],
+        lambda readouts: np.stack([readout.embedding for readout in readouts if readout.embedding is not None]),
+    )
 
 
 def rerank_prompt(tokenizer: Tokenizer, query: str, document: str, instruction: str = RERANK_INSTRUCTION) -> list[int]:
@@ -158,11 +172,9 @@ def rerank_candidates(tokenizer: Tokenizer, labels: Sequence[str]) -> tuple[int,
     raise UsageError(f"this model classifies into {', '.join(labels)}; a reranker has one label, or yes and no")
 
 
-def rerank(prompts: Sequence[Sequence[int]], yes: int, no: int, answer: Answer) -> list[float]:
-    """Return for each prompt the probability of "yes" against "no"."""
-    task = Task(candidates=(yes, no))
-    results = answer([(prompt, task) for prompt in prompts])
-    return [1 / (1 + math.exp(min(700.0, result.candidates[1] - result.candidates[0]))) for result in results]
+def rerank(prompts: Sequence[Sequence[int]], yes: int, no: int) -> Question[list[float]]:
+    """Ask for each prompt for the probability of "yes" against "no"."""
+    return _choose((yes, no), prompts, lambda logprobs: 1 / (1 + math.exp(min(700.0, logprobs[1] - logprobs[0]))))
 
 
 def single_token(tokenizer: Tokenizer, text: str) -> int:
@@ -184,7 +196,21 @@ def _check_labels(labels: Sequence[Sequence[int]], names: Sequence[str]) -> None
                 raise UsageError(f"labels {names[earlier]!r} and {names[index]!r} are the same tokens")
 
 
-def _own(scores: Iterable[tuple[int, float]], token_id: int) -> float:
+def _choose(
+    candidates: Iterable[int], prompts: Sequence[Sequence[int]], value: Callable[[Sequence[float]], Value]
+) -> Question[list[Value]]:
+    """A value for each prompt, of the candidates' log probabilities to come next."""
+    task = Task(candidates=tuple(candidates))
+    return Question(
+        [(prompt, task) for prompt in prompts], lambda readouts: [value(readout.candidates) for readout in readouts]
+    )
+
+
+def _classified(names: Sequence[str], logprobs: Sequence[float]) -> Classification:
+    return Classification(_softmax(names, logprobs), dict(zip(names, logprobs, strict=True)))
+
+
+def _logprob(scores: Iterable[tuple[int, float]], token_id: int) -> float:
     return next(logprob for scored, logprob in scores if scored == token_id)
 
 

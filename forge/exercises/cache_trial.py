@@ -18,20 +18,6 @@ from forge.exercises.loading import line_in
 from forge.testing.caches import Oracle
 from forge.trace.records import BlockMap
 
-_RECORDED = (
-    "add",
-    "blocks_needed",
-    "reserve",
-    "commit",
-    "truncate",
-    "fork",
-    "snapshot",
-    "restore",
-    "release",
-    "remove",
-    "rename",
-)
-
 Words = Sequence[tuple[str, str]]
 """(a pattern in what the oracle says, the rule that this breaks), the first that fits."""
 
@@ -45,8 +31,8 @@ class CacheTrial(Trial):
         self.words = words
         self.state: BlockMap | None = None
         self.available, self.needed = 0, ""
-        self.cache = _observed(new_cache(), self)
-        self.oracle = Oracle(self.cache, num_blocks, self.cache.block_size)
+        self.cache = new_cache()
+        self.oracle = Oracle(self.cache, num_blocks, self.cache.block_size, call=self.record)
 
     def draw(self) -> str:
         return drawing(self.cache.block_map())
@@ -73,14 +59,14 @@ class CacheTrial(Trial):
             self.before = partial(drawing, self.state)
         return super().broken(rule, finding, line)
 
-    def record(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def record(self, name: str, *arguments: Any) -> Any:
         """Make one call of the reader's code, write it down, and check what it returns or raises."""
         self.state, self.available = self.cache.block_map(), self.cache.num_available
         self.calls.append(f"cache.{name}({', '.join(map(_literal, arguments))})")
         copies = [copied(argument) for argument in arguments]
         try:
             with time_limit():
-                returned = function(*arguments)
+                returned = getattr(self.cache, name)(*arguments)
         except OutOfBlocks as error:
             self.calls[-1] += f"  # OutOfBlocks(needed={error.needed}, free={error.free})"
             raise
@@ -100,27 +86,3 @@ class CacheTrial(Trial):
 
 def _literal(value: Any) -> str:
     return repr(list(value)) if isinstance(value, list | tuple) and not hasattr(value, "_fields") else repr(value)
-
-
-def _observed(cache: KvCache, trial: CacheTrial) -> KvCache:
-    """Give the cache a subclass of its class that records its calls; the oracle checks the kind of the cache."""
-    kind = type(cache)
-    depth = [0]
-
-    def recorded(name: str) -> Callable[..., Any]:
-        function = getattr(kind, name)
-
-        def call(self: KvCache, *arguments: Any) -> Any:
-            if depth[0] or getattr(trial, "cache", None) is not self:
-                return function(self, *arguments)
-            depth[0] += 1
-            try:
-                return trial.record(name, function.__get__(self), *arguments)
-            finally:
-                depth[0] -= 1
-
-        return call
-
-    methods = {name: recorded(name) for name in _RECORDED}
-    cache.__class__ = type(kind.__name__, (kind,), methods)
-    return cache

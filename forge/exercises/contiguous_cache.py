@@ -107,14 +107,14 @@ class ContiguousTrial(CacheTrial):
         num_blocks = _RUNS * -(-_LENGTH // _BLOCK)
         super().__init__(piece, line, lambda: _small(piece), num_blocks, _WORDS)
 
-    def record(self, name: str, function: Any, *arguments: Any) -> Any:
+    def record(self, name: str, *arguments: Any) -> Any:
         runs = len(self.cache.runs) if isinstance(self.cache, ContiguousBase) else 0
         seq_id, *more = arguments
         reserved = self.cache.reserved_length(seq_id) if name != "add" else 0
-        taken = {run.blocks.start for run in self.cache._runs()}  # type: ignore[attr-defined]
+        taken = {run.blocks.start for run in self.cache.all_runs()}  # type: ignore[attr-defined]
         per_run = self.cache.blocks_per_run  # type: ignore[attr-defined]
         try:
-            returned = super().record(name, function, *arguments)
+            returned = super().record(name, *arguments)
         except OutOfBlocks as error:
             shortage = error.needed, error.free
             if name == "add":
@@ -229,8 +229,8 @@ EXERCISE = Exercise(
     rules=RULES,
     hints=(
         "Draw the pool: runs of blocks_per_run blocks, one after another. Which block does run number i begin with?",
-        "free_run: the runs that are taken are those of self.runs and, because copies are kept too, self._runs() has "
-        "all of them. Try one start after another; the first that nothing has is free.",
+        "free_run: the runs that are taken are those of self.runs and, because copies are kept too, self.all_runs() "
+        "has all of them. Try one start after another; the first that nothing has is free.",
         "reserve can fail in one way: the sequence would be longer than max_model_len. Compare first.",
         "Two lengths: reserve moves `reserved`, commit moves `computed`, truncate cuts both, and neither may grow.",
     ),

@@ -16,13 +16,11 @@ from unittest.mock import patch
 
 from rich.text import Text
 
-from forge import llm as llm_module
 from forge.cache.block_table import blocks_for
+from forge.cache.eviction import EvictionPolicy
 from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheFactory, CacheSize, create_kv_cache
 from forge.cache.kv_cache import KvCache
-from forge.engine import engine as engine_module
 from forge.engine import policies
-from forge.engine import scheduler as scheduler_module
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
@@ -34,7 +32,7 @@ from forge.exercises.loading import load
 from forge.exercises.parts import passed_entries
 from forge.exercises.running import counted
 from forge.llm import LLM
-from forge.speculation import setup
+from forge.pieces import standing_in
 from forge.trace.records import StepRecord
 from forge.views.formatting import plural, rate
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
@@ -89,23 +87,23 @@ def assembled(folder: Path) -> Iterator[dict[str, dict[str, int]]]:
         for name in ("sampling", "attention", "verification", "streaming_text"):
             if name in parts:
                 stack.enter_context(find_entry(name).exercise().engine(parts[name]))
-        stack.enter_context(patch.object(llm_module, "create_kv_cache", _caches(parts)))
+        stack.enter_context(standing_in(kv_cache=_caches(parts)))
         if "scheduler" in parts:
-            stack.enter_context(patch.object(engine_module, "Scheduler", parts["scheduler"].MyScheduler))
+            stack.enter_context(standing_in(scheduler=parts["scheduler"].MyScheduler))
         if "preemption" in parts:
-            stack.enter_context(patch.object(scheduler_module, "Preemption", parts["preemption"].MyPreemption))
+            stack.enter_context(standing_in(preemption=parts["preemption"].MyPreemption))
             stack.enter_context(patch.dict(policies.VICTIM_POLICIES, lifo=parts["preemption"].victim))
         if "ngram_proposer" in parts:
             new = parts["ngram_proposer"].MyProposer
-            stack.enter_context(patch.object(setup, "NgramProposer", lambda *bounds: ngram_proposer.PlainIds(new())))
+            stack.enter_context(standing_in(ngram=lambda: ngram_proposer.PlainIds(new())))
         yield calls
 
 
-def _caches(parts: dict[str, ModuleType]) -> Callable[[str | CacheFactory, CacheSize], tuple[KvCache, int]]:
+def _caches(parts: dict[str, ModuleType]) -> Callable[..., tuple[KvCache, int]]:
     """Return `create_kv_cache` with the reader's caches in place of the engine's own."""
 
-    def create(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache, int]:
-        forge_cache, num_blocks = create_kv_cache(mode, size)
+    def create(mode: str | CacheFactory, size: CacheSize, evict: str | EvictionPolicy) -> tuple[KvCache, int]:
+        forge_cache, num_blocks = create_kv_cache(mode, size, evict)
         cache = _cache(forge_cache, size)
         if "verification" in parts:
             verification.roll_back_with(parts["verification"], cache)

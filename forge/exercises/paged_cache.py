@@ -142,13 +142,13 @@ class PagedTrial(CacheTrial):
         line = f"cache = piece.MyPagedCache({_BLOCKS}, {_BLOCK})"
         super().__init__(piece, line, lambda: piece.MyPagedCache(_BLOCKS, _BLOCK), _BLOCKS, _WORDS)
 
-    def record(self, name: str, function: Any, *arguments: Any) -> Any:
+    def record(self, name: str, *arguments: Any) -> Any:
         if name == "reserve":
-            return self._reserve(function, *arguments)
+            return self._reserve(*arguments)
         before = self.cache.block_map() if name == "blocks_needed" else None
         free = list(self.cache.pool.free)  # type: ignore[attr-defined]
         table = self.cache.block_table(arguments[0]) if name in ("truncate", "remove") else ()
-        returned = super().record(name, function, *arguments)
+        returned = super().record(name, *arguments)
         if before is not None:
             self.require(self.cache.block_map() == before, "asking", f"blocks_needed returned {returned!r}")
             self.require(isinstance(returned, Integral), "result", f"blocks_needed returned {returned!r}")
@@ -161,11 +161,11 @@ class PagedTrial(CacheTrial):
             self.require(freed == in_order, "last-first", f"of {table} it gave back {freed}, in this order")
         return returned
 
-    def _reserve(self, function: Any, seq_id: int, num_tokens: int) -> Any:
+    def _reserve(self, seq_id: int, num_tokens: int) -> Any:
         cache: Any = self.cache
         before, reserved, noted = cache.block_table(seq_id), cache.reserved_length(seq_id), len(cache.noted)
         is_shared = reserved % _BLOCK and num_tokens and cache.pool.reference_counts[before[-1]] > 1
-        copies = super().record("reserve", function, seq_id, num_tokens)
+        copies = super().record("reserve", seq_id, num_tokens)
         self.require(isinstance(copies, tuple), "copied", f"reserve returned {copies!r}, and not a tuple of copies")
         after, length = cache.block_table(seq_id), reserved + num_tokens
         finding = f"for {length} slots it has {len(after)} blocks of {_BLOCK}"
@@ -300,7 +300,7 @@ EXERCISE = Exercise(
     ),
     solution=(
         "forge.cache.paged.PagedKvCache.blocks_needed",
-        "forge.cache.paged.PagedKvCache._grow",
+        "forge.cache.paged.PagedKvCache.grow",
         "forge.cache.paged.PagedKvCache.fork",
     ),
     differs="The engine's `reserve` asks for the most frequent case first, a slot in a block that is the sequence's "

@@ -6,11 +6,8 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from forge.cache.kv_storage import BlockCopy
-from forge.engine import engine as engine_module
-from forge.engine import scheduler as scheduler_module
 from forge.engine.policies import VictimPolicy, lifo
 from forge.engine.preemption import Preemption
 from forge.engine.sampling_params import SamplingParams
@@ -20,6 +17,7 @@ from forge.exercises.engine_trial import GREEDY, EngineTrial
 from forge.exercises.exercise import BROKEN, Cost, Exercise, Part, Rule, Trial
 from forge.exercises.parts import passed_part
 from forge.llm import LLM
+from forge.pieces import standing_in
 from forge.reasons import NoBlocks, PoolExhausted
 from forge.trace.records import PreemptRecord
 
@@ -93,7 +91,7 @@ RULES = {
 
 def new_llm(preemption: type[Preemption], num_blocks: int, policy: VictimPolicy = lifo) -> LLM:
     """Create a small engine that preempts with this class."""
-    with patch.object(scheduler_module, "Preemption", preemption):
+    with standing_in(preemption=preemption):
         return LLM("hash", kv="paged", block_size=_BLOCK, num_blocks=num_blocks, preempt=policy)
 
 
@@ -231,9 +229,9 @@ class PreemptionTrial(EngineTrial):
         ]
         self.calls += [
             "# three sequences of two blocks run, and the plan has a copy into one block of each",
-            "scheduler._preemption._preempt(victim, requester, NoBlocks(2, 1), plan)",
+            "scheduler.preemption._preempt(victim, requester, NoBlocks(2, 1), plan)",
         ]
-        preempt: Any = partial(self.piece.MyPreemption._preempt, scheduler._preemption)
+        preempt: Any = partial(self.piece.MyPreemption._preempt, scheduler.preemption)
         try:
             self.preempting(preempt, victim, requester, NoBlocks(2, 1), plan)
         except BROKEN as error:
@@ -251,8 +249,8 @@ class PreemptionTrial(EngineTrial):
         scheduler, plan = self.llm.engine.scheduler, PlanBuilder(512, 512)
         (sequence,) = scheduler.running.values()
         sequence.length_limit = None
-        reserve = scheduler._preemption.reserve
-        done = self.call("scheduler._preemption.reserve(sequence, 100, plan)", reserve, sequence, 100, plan)
+        reserve = scheduler.preemption.reserve
+        done = self.call("scheduler.preemption.reserve(sequence, 100, plan)", reserve, sequence, 100, plan)
         finding = f"it returned {done!r}; plan.exhausted is {plan.exhausted}, length_limit {sequence.length_limit}"
         self.require(done is False and self.is_exhausted(sequence, plan), "exhausted", finding)
 
@@ -314,11 +312,8 @@ def _ask_policy(piece: ModuleType) -> None:
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
     """Use the reader's own scheduler if exercise 7 has passed."""
     part = passed_part(piece, "scheduler")
-    scheduler = scheduler_module.Scheduler if part is None else part.MyScheduler
-    with (
-        patch.object(scheduler_module, "Preemption", piece.MyPreemption),
-        patch.object(engine_module, "Scheduler", scheduler),
-    ):
+    scheduler = {} if part is None else {"scheduler": part.MyScheduler}
+    with standing_in(preemption=piece.MyPreemption, **scheduler):
         yield _OPTIONS | {"preempt": piece.victim}
 
 

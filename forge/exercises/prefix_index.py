@@ -8,14 +8,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from forge.cache.block_table import BlockTable
 from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
 from forge.cache.prefix import PrefixKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, Tokens, chain_hash
 from forge.exercises.cache_trial import CacheTrial
 from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial, search
 from forge.testing import check_cache
-from forge.trace.records import BlockEvicted
 
 _BLOCKS, _BLOCK = 6, 4
 _KINDS = {"begin": 8, "add": 2, "fill": 8, "commit": 3, "truncate": 1, "fork": 2, "remove": 7}
@@ -40,24 +38,17 @@ class IndexBase(PrefixIndex):
 class PrefixBase(PrefixKvCache):
     """Given with exercise 6: a prefix cache that asks the reader in which order to release blocks."""
 
+    def __init__(self, num_blocks: int, block_size: int):
+        super().__init__(num_blocks, block_size, evict=self._content_to_evict)
+
     def release_order(self, blocks: Sequence[int]) -> Sequence[int]:
         raise NotImplementedError("release_order")
 
     def next_to_evict(self) -> int:
         raise NotImplementedError("next_to_evict")
 
-    def _detach(self, table: BlockTable) -> None:
-        self._filled = None
-        for block in self.release_order(table.blocks):
-            self._release_block(block)
-
-    def _allocate(self, number: int) -> tuple[int, ...]:
-        while len(self.pool.free) < number:
-            oldest = self.next_to_evict()
-            self._drop_from_index(oldest)
-            self._counts["evictions"] += 1
-            self._events.append(BlockEvicted(oldest, self.block_size))
-        return super()._allocate(number)
+    def _content_to_evict(self, leaves: Iterator[Node], requests: int) -> Node:
+        return self.index.node_of[self.next_to_evict()]
 
 
 RULES = {
@@ -143,7 +134,7 @@ class IndexTrial(Trial):
                     )
                     finding = f"key {wrong} is not the hash of the key before it and its tokens"
                     self.require(wrong is None, "chained", finding)
-        self.require(not index._nodes and not index.node_of, "result", "keys has changed the index")
+        self.require(not index.nodes and not index.node_of, "result", "keys has changed the index")
         del self.calls[self.setup :]
 
         def work(blocks: int) -> Callable[[], object]:
@@ -214,7 +205,7 @@ class IndexTrial(Trial):
             alive = [
                 name
                 for name, node in theirs.items()
-                if name == "root" or (node.blocks and reference._nodes.get(node.key) is node)
+                if name == "root" or (node.blocks and reference.nodes.get(node.key) is node)
             ]
             ours, theirs = {name: ours[name] for name in alive}, {name: theirs[name] for name in alive}
             for name, node in theirs.items():
@@ -233,7 +224,7 @@ class IndexTrial(Trial):
                 self.calls.pop()
             known = (
                 self.index.node_of.keys() == reference.node_of.keys()
-                and self.index._nodes.keys() == reference._nodes.keys()
+                and self.index.nodes.keys() == reference.nodes.keys()
             )
             finding = f"indexed are blocks {sorted(self.index.node_of)}, and should be {sorted(reference.node_of)}"
             self.require(known, "as-one", finding)
@@ -268,7 +259,7 @@ class IndexTrial(Trial):
         for parent, tokens, name in ((root, (1, 2), "root, (1, 2)"), (first, (3, 4), "first, (3, 4)")):
             child = self.call(f"index.child({name})", index.child, parent, tokens)
             self.require(child is None, "lost", "it is still found")
-        rest = index.node_of, index._nodes, root.children
+        rest = index.node_of, index.nodes, root.children
         self.require(not any(rest), "lost", f"left are node_of {rest[0]}, nodes {rest[1]}, children {rest[2]}")
 
     def collide(self) -> None:
@@ -382,8 +373,8 @@ EXERCISE = Exercise(
         "Otherwise walk the tree from this node down.",
         "pool.cached is ordered by release. So the order of eviction is decided when a sequence releases its blocks.",
     ),
-    solution=("forge.cache.prefix_index.PrefixIndex.insert", "forge.cache.prefix.PrefixKvCache._allocate"),
-    differs="The engine's own also tells an subscriber what is published and evicted: a router before several engines "
+    solution=("forge.cache.prefix_index.PrefixIndex.insert", "forge.cache.eviction.lru"),
+    differs="The engine's own also tells a subscriber what is published and evicted: a router before several engines "
     "lives on these events. The order of eviction is no code of its own: blocks are released the last one first.",
     next_question="Two blocks have the same content, and a sequence reads each. Why is the second not given back at "
     "once?",

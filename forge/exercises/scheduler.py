@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
-from forge.engine import engine as engine_module
 from forge.engine.admission import generation_item
 from forge.engine.policies import VictimPolicy
 from forge.engine.sampling_params import SamplingParams
@@ -19,6 +17,7 @@ from forge.engine.step_plan import PlanBuilder, StepPlan
 from forge.exercises.engine_trial import EngineTrial
 from forge.exercises.exercise import Cost, Exercise, Part, Rule
 from forge.llm import LLM
+from forge.pieces import standing_in
 from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, WaitReason
 from forge.trace.records import PreemptRecord, WaitRecord
 
@@ -45,7 +44,7 @@ class SchedulerBase(Scheduler):
 
     def reserve(self, sequence: Sequence, plan: PlanBuilder) -> bool:
         missing = len(sequence.token_ids) - self.cache.reserved_length(sequence.seq_id)
-        return self._preemption.reserve(sequence, missing, plan)
+        return self.preemption.reserve(sequence, missing, plan)
 
     def compute(self, sequence: Sequence, num_tokens: int, plan: PlanBuilder) -> None:
         start = self.cache.computed_length(sequence.seq_id)
@@ -74,7 +73,7 @@ def first_of_others(running: Items[Sequence], requester: Sequence) -> Sequence |
 
 def new_llm(scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPolicy = "lifo") -> LLM:
     """Create a small engine that this class schedules."""
-    with patch.object(engine_module, "Scheduler", scheduler):
+    with standing_in(scheduler=scheduler):
         return LLM(
             "hash",
             kv="paged",
@@ -303,13 +302,13 @@ def _check_all(piece: ModuleType) -> None:
 
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    with patch.object(engine_module, "Scheduler", piece.MyScheduler):
+    with standing_in(scheduler=piece.MyScheduler):
         yield _OPTIONS
 
 
 def _costs(piece: ModuleType) -> list[Cost]:
     def work(kind: type[Scheduler], number: int) -> None:
-        with patch.object(engine_module, "Scheduler", kind):
+        with standing_in(scheduler=kind):
             llm = LLM("hash", kv="paged", num_blocks=4 * number, max_num_seqs=64, max_num_batched_tokens=64)
         llm.generate([[97] * 20] * number, SamplingParams(max_tokens=10, ignore_eos=True))
 

@@ -6,9 +6,9 @@ What each makes of the engine's answers is `forge.engine.tasks`', as for `LLM`; 
 import base64
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -24,28 +24,15 @@ from forge.server.service import Service
 from forge.server.streaming import leaving_client
 from forge.server.strict_json import JsonAnswer, to_json
 
-Requests = Sequence[tuple[Sequence[int], Any]]
-Work = Callable[[Callable[[Requests], list[Any]]], Any]
+Values = TypeVar("Values")
 
 MAX_TOKENS = 1 << 21
 """Of the prompts of one question, with what is scored behind them: they go to the engine's process in one piece."""
 
 
-class _Asked(Exception):
-    """Raised when a task asks its question: carries the requests out of it."""
-
-    def __init__(self, requests: Requests):
-        super().__init__()
-        self.requests = [(list(token_ids), task) for token_ids, task in requests]
-
-
-async def _run(service: Service, request: Request, work: Work, param: str) -> Any:
-    """Run `work(answer)`, where `answer` runs prefill-only requests, or none of them when the client leaves.
-
-    A task asks once, at its beginning, and waits for the answer. So it is run up to its question, which it leaves
-    behind, and from the start again when the answer is here: nothing waits in between but this coroutine.
-    """
-    requests = _requests_of(work)
+async def _ask(service: Service, request: Request, question: tasks.Question[Values], param: str) -> Values:
+    """Return the values of a question, whose requests all run, or none of them when the client leaves."""
+    requests = [(list(token_ids), task) for token_ids, task in question.requests]
     longest = max((len(token_ids) for token_ids, _ in requests), default=0)
     if longest > service.ready.max_model_len:
         raise service.reader.too_long(f"{longest} tokens with what it follows", param)
@@ -59,7 +46,7 @@ async def _run(service: Service, request: Request, work: Work, param: str) -> An
     if (exchange := current_exchange()) is not None:
         exchange.num_prompt_tokens += num_tokens
     service.metrics.take_answers([len(token_ids) for token_ids, _ in requests], time.perf_counter() - began)
-    return work(lambda asked: answers)
+    return question.finish(answers)
 
 
 def _answer(prefix: str, body: Any, model: str, prompts: Sequence[Prompt], **fields: Any) -> JsonAnswer:
@@ -70,19 +57,6 @@ def _answer(prefix: str, body: Any, model: str, prompts: Sequence[Prompt], **fie
     return JsonAnswer(to_json({**head, "model": model, **fields, "usage": usage}))
 
 
-def _requests_of(work: Work) -> list[tuple[list[int], Any]]:
-    """Return the requests of `work`. Raises what it has against its input."""
-
-    def ask(requests: Requests) -> list[Any]:
-        raise _Asked(requests)
-
-    try:
-        work(ask)
-    except _Asked as asked:
-        return asked.requests
-    raise AssertionError("a task without a question")
-
-
 def add_scores(app: FastAPI, service: Service) -> None:
     accept, prompts_of, cut_of = service.reader.accept, service.reader.prompts, service.reader.cut_of
 
@@ -91,9 +65,7 @@ def add_scores(app: FastAPI, service: Service) -> None:
         """A unit vector for each text, of the hidden states of all tokens or of the last as the model's file says."""
         model = accept(body)
         prompts = await prompts_of(body.input, "input", bos=body.add_special_tokens, cut=cut_of(body))
-        vectors = await _run(
-            service, request, lambda answer: tasks.embed(_ids(prompts), service.ready.pooling, answer), "input"
-        )
+        vectors = await _ask(service, request, tasks.embed(_ids(prompts), service.ready.pooling), "input")
         if body.dimensions is not None:
             vectors = _shortened(vectors, body.dimensions)
 
@@ -118,7 +90,7 @@ def add_scores(app: FastAPI, service: Service) -> None:
             encode = partial(tasks.rerank_prompt, tokenizer, body.query, document)
             ids = await service.reader.encoded(len(body.query) + len(document), encode, "documents")
             prompts.append(await service.reader.one_prompt(ids, "documents"))
-        scores = await _run(service, request, lambda answer: tasks.rerank(_ids(prompts), *words, answer), "documents")
+        scores = await _ask(service, request, tasks.rerank(_ids(prompts), *words), "documents")
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results = [
             {"index": index, "relevance_score": scores[index]}
@@ -135,7 +107,7 @@ def add_scores(app: FastAPI, service: Service) -> None:
         _check_number(service, "text_2", texts_2)
         firsts, seconds = await prompts_of(texts_1, "text_1"), await prompts_of(texts_2, "text_2")
         pairs = list(zip(_ids(firsts), _ids(seconds), strict=True))
-        scores = await _run(service, request, lambda answer: tasks.score(pairs, 0, answer), "text_2")
+        scores = await _ask(service, request, tasks.score(pairs, 0), "text_2")
 
         def written() -> Response:
             data = [
@@ -170,11 +142,11 @@ def add_scores(app: FastAPI, service: Service) -> None:
         if any(len(label) > 1 for label in labels):
             service.check_queue(len(prompts) * len(labels))  # each label is scored behind each prompt
 
-        def work(answer: tasks.Answer) -> list[tasks.Classification]:
-            if head_labels:
-                return tasks.classify_by_head(_ids(prompts), head_labels, answer)
-            return tasks.classify(_ids(prompts), labels, names, answer)
-
+        if head_labels:
+            question = tasks.classify_by_head(_ids(prompts), head_labels)
+        else:
+            question = tasks.classify(_ids(prompts), labels, names)
+        classified = await _ask(service, request, question, "labels")
         data = [
             {
                 "index": index,
@@ -182,7 +154,7 @@ def add_scores(app: FastAPI, service: Service) -> None:
                 "probs": [answer.probabilities[label] for label in names],
                 "num_classes": len(names),
             }
-            for index, answer in enumerate(await _run(service, request, work, "labels"))
+            for index, answer in enumerate(classified)
         ]
         return _answer("classify", body, model, prompts, data=data)
 

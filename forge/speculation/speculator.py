@@ -193,7 +193,7 @@ class Speculator:
             # As many of a sequence's proposers as the plan has slots for.
             mine = [item for item in items if source in self._sources_of(running[item.seq_id])[: 1 + len(item.forks)]]
             if mine:
-                self._ask(source, mine, running, drafts)
+                self.ask(source, mine, running, drafts)
         drafts.total_ms = sum(drafts.ms.values())
         drafts.silent = {item.seq_id for item in items} - drafts.proposals.keys()
         return drafts
@@ -213,7 +213,7 @@ class Speculator:
             return self._sources
         return tuple(source for source in self._sources if source.proposer.name in params.drafts)
 
-    def _ask(self, source: _Source, items: list[PlanItem], running: Mapping[int, Sequence], drafts: StepDrafts) -> None:
+    def ask(self, source: _Source, items: list[PlanItem], running: Mapping[int, Sequence], drafts: StepDrafts) -> None:
         """Add one proposer's draft tokens for these items. If it fails, go on without it."""
         name = source.proposer.name
         requests = [self._request(source, item, running[item.seq_id]) for item in items]

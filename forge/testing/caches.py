@@ -14,7 +14,7 @@ through its table. Tokens come from a vocabulary of two, so that prompts begin a
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, count
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -49,19 +49,23 @@ MAX_TOKENS = 9
 
 
 def check_cache(
-    new_cache: Callable[[], KvCache], num_blocks: int | None = None, lists: int = 20, finds_all: bool = True
+    new_cache: Callable[[], KvCache],
+    num_blocks: int | None = None,
+    lists: int = 20,
+    finds_all: bool = True,
+    evicts_oldest: bool = True,
 ) -> None:
     """Raise AssertionError, with the shortest list of operations that shows it, if a kind of cache breaks a promise.
 
     new_cache: makes an empty one, best a small one, so that it runs out of blocks. num_blocks: the blocks of its
     storage, if they are more than its own. lists: how many lists of 300 operations, some 20 ms each. finds_all: whether
-    a prefix cache has to find all that is there.
+    a prefix cache has to find all that is there. evicts_oldest: whether it evicts the least recently used block.
     """
     blocks = new_cache().stats().num_blocks if num_blocks is None else num_blocks
 
     def new() -> "Oracle":
         cache = new_cache()
-        return Oracle(cache, blocks, cache.block_size, finds_all)
+        return Oracle(cache, blocks, cache.block_size, finds_all, evicts_oldest)
 
     for seed in range(lists):
         failing = shortest_failure(new, random_operations(seed, LENGTH))
@@ -110,9 +114,20 @@ class Oracle:
     """A model of the seam's promises without any blocks. With the cache off, a sequence's tokens are gone once
     committed."""
 
-    def __init__(self, cache: KvCache, num_blocks: int, block_size: int, finds_all: bool = True):
-        """`finds_all`: no two contents have the same hash, so that whatever is there has to be found."""
+    def __init__(
+        self,
+        cache: KvCache,
+        num_blocks: int,
+        block_size: int,
+        finds_all: bool = True,
+        evicts_oldest: bool = True,
+        call: Callable[..., Any] | None = None,
+    ):
+        """`finds_all`: no two contents have the same hash, so that whatever is there has to be found. `evicts_oldest`:
+        the policy is lru. `call`: calls the cache's method of a name with arguments; given by those who watch."""
         self.cache, self.block_size, self.finds_all = cache, block_size, finds_all
+        self.evicts_oldest = evicts_oldest
+        self.call = call or (lambda name, *arguments: getattr(cache, name)(*arguments))
         self.slots = [[0] * block_size for _ in range(num_blocks)]
         self.sequences: dict[int, Content] = {}
         self.snapshots: dict[int, tuple[Snapshot, Content]] = {}
@@ -230,7 +245,7 @@ class Oracle:
                 # what a truncated sequence no longer has may still lie in its last block, and be found
                 assert not self.finds_all or expected <= hit.num_tokens <= limit, f"found {hit}, there is {expected}"
                 self.counts["prefix_queries"] += len(prompt)
-            num_cached = self.cache.add(seq_id, prompt, salt, limit)
+            num_cached = self.call("add", seq_id, prompt, salt, limit)
             assert num_cached == hit.num_tokens, f"lookup found {hit.num_tokens} cached tokens, and add {num_cached}"
             table = self.cache.block_table(seq_id)
             assert table == hit.blocks, f"a new sequence has the blocks of its hit, {hit.blocks}, and this one {table}"
@@ -261,16 +276,18 @@ class Oracle:
         self._commit(seq_id, 99, word)
 
     def _reserve(self, seq_id: int, count: int, _: int) -> None:
-        needed, free = self.cache.blocks_needed(seq_id, count), self.cache.num_available
+        needed, free = self.call("blocks_needed", seq_id, count), self.cache.num_available
         order = self.cache.block_map().cached
-        self.copy(self.cache.reserve(seq_id, count))
+        self.copy(self.call("reserve", seq_id, count))
         self.sequences[seq_id].reserved += count
         assert free - self.cache.num_available == needed <= free, "blocks_needed was wrong"
         evicted, left = self.count_events(), self.cache.block_map().cached
         assert len(evicted) <= max(0, needed - (free - len(order))), "evicted more than was needed"
         in_turn = [block for block in order if block in evicted or block in left]  # others lost what they stood behind
         newly_cached = [block for block in left if block not in order]  # the old one, where a cached block was copied
-        assert [*in_turn, *newly_cached] == [*evicted, *left], f"evicted {evicted} of {order}, cached are {left}"
+        staying = [block for block in in_turn if block not in evicted]
+        assert [*staying, *newly_cached] == [*left], f"evicted {evicted} of {order}, cached are {left}"
+        assert not self.evicts_oldest or in_turn[: len(evicted)] == evicted, f"evicted {evicted} of {order}"
 
     def _commit(self, seq_id: int, count: int, word: int) -> None:
         content = self.sequences[seq_id]
@@ -281,13 +298,13 @@ class Oracle:
         content.prompt = content.prompt[count:]
         for (block, slot), tag in zip(places, self.tags_of(content)[len(content.tokens) - count :], strict=False):
             self.slots[block][slot] = tag
-        self.cache.commit(seq_id, tokens)
+        self.call("commit", seq_id, tokens)
         if not self.cache.persistent:
             self.sequences[seq_id] = Content()
 
     def _truncate(self, seq_id: int, length: int, word: int) -> None:
         length += word % 3 * 4
-        self.cache.truncate(seq_id, length)
+        self.call("truncate", seq_id, length)
         content = self.sequences[seq_id]
         kept = min(content.reserved, length) if self.cache.persistent else 0
         self.sequences[seq_id] = Content(content.salt, content.tokens[:length], kept)
@@ -295,12 +312,12 @@ class Oracle:
     def _fork(self, parent: int, *_: int) -> None:
         if len(self.sequences) < MAX_HELD:
             child = self.new_id()
-            self.copy(self.cache.fork(parent, child))
+            self.copy(self.call("fork", parent, child))
             self.sequences[child] = self.sequences[parent].copy()
 
     def _snapshot(self, seq_id: int, *_: int) -> None:
         if len(self.snapshots) < MAX_HELD:
-            snapshot, copies = self.cache.snapshot(seq_id)
+            snapshot, copies = self.call("snapshot", seq_id)
             self.copy(copies)
             computed = len(self.sequences[seq_id].tokens)
             assert snapshot.length == computed, f"a snapshot of {computed} tokens says that it has {snapshot.length}"
@@ -310,21 +327,21 @@ class Oracle:
         if len(self.sequences) < MAX_HELD:
             snapshot, content = self.snapshots[name]
             seq_id = self.new_id()
-            self.copy(self.cache.restore(snapshot, seq_id))
+            self.copy(self.call("restore", snapshot, seq_id))
             self.sequences[seq_id] = content.copy()
 
     def _release(self, name: int, *_: int) -> None:
-        self.cache.release(self.snapshots[name][0])
+        self.call("release", self.snapshots[name][0])
         del self.snapshots[name]
 
     def _remove(self, seq_id: int, *_: int) -> None:
-        self.cache.remove(seq_id)
+        self.call("remove", seq_id)
         del self.sequences[seq_id]
 
     def _rename(self, seq_id: int, *_: int) -> None:
         new_id = self.new_id()
         assert seq_id in self.cache and new_id not in self.cache, f"before it is renamed there is {seq_id} alone"
-        self.cache.rename(seq_id, new_id)
+        self.call("rename", seq_id, new_id)
         assert seq_id not in self.cache and new_id in self.cache, f"after it was renamed there is {new_id} alone"
         self.sequences[new_id] = self.sequences.pop(seq_id)
 

@@ -140,11 +140,18 @@ def same_answers(runs: Sequence[JudgeRun]) -> bool:
 
 
 def judging_screen(
-    question: str, label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRun], prompt_tokens: int
+    question: str,
+    label: RunLabel,
+    names: Sequence[str],
+    runs: Sequence[JudgeRun],
+    prompt_tokens: int,
+    concurrency: int | None = None,
 ) -> Iterator[Part]:
+    """concurrency: requests that run at a time; None for all."""
     requests = plural(len(runs[0].answers), "request")
     yield title(question)
-    yield f"{requests} at once, {plural(prompt_tokens, 'prompt token')}"
+    at_a_time = " at once" if concurrency is None else f", {concurrency} at a time"
+    yield f"{requests}{at_a_time}, {plural(prompt_tokens, 'prompt token')}"
     yield f"kv {label.kv} · {label.device} ({one_line(label.device_description)}) · {one_line(label.model)}"
     deferrals = ["deferrals: {deferred:count}"] if any(run.deferred for run in runs) else []
     gains = {"requests": runs[1].requests_per_second / runs[0].requests_per_second}

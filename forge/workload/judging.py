@@ -27,6 +27,8 @@ RUBRIC = (
     "two answers seem possible, take the one that the story speaks of last. Say nothing else, and do not explain."
 )
 QUESTIONS = ("Is the ending happy or sad?", "Which place is in the story?", "Who is the hero of the story?")
+VISITOR_TOKENS = 160
+"""Tokens of a prompt that comes once."""
 HELD_OUT = Path(__file__).with_name("held_out.txt")
 """Text that the bundled models were not trained on: documents of `models/corpus` with numbers from `HELD_OUT` on, which
 training never reaches."""
@@ -86,6 +88,17 @@ def judge_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": message}], add_generation_prompt=True)
         prompts.append(tokenizer.encode(rendered, allow_special=True))
     return prompts
+
+
+def returning_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
+    """Judge prompts whose rubric is asked for now and then: after each two of them come six stories without it, each
+    from another place on, so that no two of those begin alike. UsageError for none."""
+    judged, passage = judge_prompts(tokenizer, number), tokenizer.encode("\n\n".join(held_out_stories()))
+    length = min(VISITOR_TOKENS, len(passage))
+    starts = [97 * index % (len(passage) - length + 1) for index in range(number)]
+    return [
+        judged[index] if index % 8 < 2 else list(passage[start : start + length]) for index, start in enumerate(starts)
+    ]
 
 
 @cache

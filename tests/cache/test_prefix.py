@@ -2,6 +2,7 @@
 
 import pytest
 
+from forge.cache.eviction import EVICTION_POLICIES, prefix_cost
 from forge.cache.kv_cache import NO_HIT, Hit, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.prefix import CacheInUse, PrefixKvCache
@@ -510,3 +511,72 @@ def test_nobody_is_remembered_for_a_salt_without_blocks():
         cache.remove(1000 + tenant)
 
     assert len(cache.index._roots) <= 2
+
+
+@pytest.mark.parametrize(("policy", "num_found"), [("lru", 0), ("prefix-cost", 8)])
+def test_a_beginning_that_was_shared_outlives_prompts_that_came_once(policy, num_found):
+    """Twice the same two blocks, then two prompts that came once, in a pool of four blocks."""
+    cache = PrefixKvCache(4, 4, evict=EVICTION_POLICIES[policy])
+    for seq_id in (0, 1):
+        ran(cache, seq_id, A + B)
+    ran(cache, 2, C + D)
+    ran(cache, 3, D + E)
+
+    assert cache.lookup(A + B).num_tokens == num_found
+    assert cache.lookup(D + E).num_tokens == 8
+    assert cache.stats().evictions == 2
+    cache.check_invariants()
+
+
+def test_what_was_shared_once_is_forgotten_when_it_is_no_longer_asked_for():
+    """Of two beginnings that were found as often, the one asked for longest ago is cheaper to lose, whatever its place
+    in the order of release."""
+    cache = PrefixKvCache(3, 4, evict=prefix_cost)
+    for seq_id, block in enumerate((A, A, B, B, B, C)):
+        ran(cache, seq_id, block)
+    assert cached(cache) == [0, 1, 2]
+    ran(cache, 6, D)
+    assert cache.lookup(C) == NO_HIT, "found by no request"
+    ran(cache, 7, D)
+
+    ran(cache, 8, E)
+
+    assert [cache.lookup(block).num_tokens for block in (A, B, D, E)] == [0, 4, 4, 4]
+    cache.check_invariants()
+
+
+def test_of_two_blocks_found_as_often_the_one_behind_fewer_tokens_is_cheaper_to_compute_again():
+    cache = PrefixKvCache(4, 4, evict=prefix_cost)
+    run(cache, 0, C + A + B)
+    run(cache, 1, D)
+    for seq_id in (0, 1):
+        cache.remove(seq_id)
+    cache.add(2, C + A + B)
+    cache.add(3, D)
+    for seq_id in (2, 3):
+        cache.remove(seq_id)
+    for node in cache.index.nodes.values():
+        node.last_request = 4
+
+    cache.add(4, E)
+    cache.reserve(4, 4)
+
+    assert (cache.lookup(C + A + B).num_tokens, cache.lookup(D)) == (12, NO_HIT)
+
+
+def test_a_policy_sees_leaves_alone():
+    """A block that another stands behind cannot go first, or that one could not be found."""
+    offered: list[list[int]] = []
+
+    def last_of(leaves, requests):
+        nodes = list(leaves)
+        offered.append([block for node in nodes for block in node.blocks])
+        return nodes[-1]
+
+    cache = PrefixKvCache(4, 4, evict=last_of)
+    ran(cache, 0, A + B + C)
+    ran(cache, 1, D + E + A)
+
+    assert offered == [[2], [1]]
+    assert cache.lookup(A + B + C).num_tokens == 4
+    cache.check_invariants()

@@ -148,6 +148,31 @@ def test_compare_planning_on_a_file(forge, tmp_path):
     assert on["deferred"] == 7 and off["tokens_computed"] - on["tokens_computed"] == 7 * 96
 
 
+def test_compare_eviction_policies(forge, tmp_path):
+    """A rubric that comes back after eight prompts without it, in a pool for six of them."""
+    path, rubric = tmp_path / "prompts.txt", "the same rubric for all of them, " * 3
+    prompts = [*(f"{rubric}{n}" for n in range(5)), *(letter * 96 for letter in "abcdefgh"), f"{rubric}5"]
+    path.write_text("\n".join(prompts), encoding="utf-8")
+    line = [
+        "compare",
+        "--evict",
+        "lru",
+        "vs",
+        "prefix-cost",
+        "-m",
+        "hash",
+        "--num-blocks",
+        "42",
+        "--prompts",
+        str(path),
+    ]
+    comparison = json.loads(forge(*line, "4", "--json").out)
+    oldest, cheapest = comparison["sides"]
+    assert comparison["identical"] and (oldest["value"], cheapest["value"]) == ("lru", "prefix-cost")
+    assert (oldest["tokens_cached"], cheapest["tokens_cached"]) == (4 * 96 + 12, 5 * 96 + 12)
+    assert "14 requests, 4 at a time" in forge(*line, "4").out
+
+
 def test_compare_one_prompt_in_both_classes(forge):
     found = forge("compare", "--class", "generation", "vs", "prefill-only", "once", "-m", "hash")
     assert "1 request at once" in found.out and "✓ identical" in found.out

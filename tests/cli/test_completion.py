@@ -51,6 +51,7 @@ def offered(monkeypatch, capfd):
         ("forge generate --show ", list(SHOWABLE)),
         ("forge trace-scheduler --order ", ["fcfs", "priority", "sjf", "sjf-aged"]),
         ("forge trace-scheduler --preempt ", ["lifo", "lifo-others", "least-progressed"]),
+        ("forge generate --evict ", ["lru", "prefix-cost"]),
         ("forge trace-scheduler --preemption ", ["recompute", "swap"]),
         ("forge speculation --speculate ", ["draft", "ngram"]),
         ("forge models inspect tales-q4", ["tales-q4_0"]),

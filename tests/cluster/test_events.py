@@ -29,7 +29,7 @@ def test_the_events_add_up_to_the_index_after_any_operations():
             events = log.take()
             assert not held & set(events.published) and held >= set(events.evicted), "an event that changes nothing"
             held = (held | set(events.published)) - set(events.evicted)
-            assert held == set(cache.index._nodes)
+            assert held == set(cache.index.nodes)
     assert held
 
 

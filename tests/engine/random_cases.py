@@ -20,6 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
+from forge.cache.eviction import EVICTION_POLICIES
 from forge.cache.factory import CacheSize, create_kv_cache
 from forge.engine import readout
 from forge.engine.async_scheduling import AsyncEngine
@@ -86,6 +87,7 @@ class Case:
     chunked_prefill: bool = True
     order: str = "fcfs"
     preempt: str = "lifo"
+    evict: str = "lru"
     preemption: str = "recompute"
     num_host_blocks: int = 64
     prefill_only: bool = False
@@ -201,7 +203,7 @@ def new_speculator(case: Case) -> Speculator:
 
 def new_engine(case: Case, max_model_len: int = MAX_MODEL_LEN) -> Engine:
     size = CacheSize(MAX_MODEL_LEN, case.max_num_seqs, case.block_size, 8, case.pool_blocks)
-    kv_cache, storage_blocks = create_kv_cache(case.kv, size)
+    kv_cache, storage_blocks = create_kv_cache(case.kv, size, case.evict)
     model = new_model(runs_ahead=case.runs_ahead)
     scratch = range(storage_blocks, storage_blocks + 12 * MAX_MODEL_LEN)
     storage = model.new_storage(model.kv_layout(scratch.stop, case.block_size))
@@ -258,6 +260,7 @@ def random_case(seed: int, kv: str, runs_ahead: bool = False) -> Case:
         chunked_prefill=rng.random() < 0.75,
         order=one_of("fcfs", "fcfs", *ADMISSION_ORDERS),
         preempt=one_of(*VICTIM_POLICIES),
+        evict=tuple(EVICTION_POLICIES)[seed % 2] if kv == "prefix" else "lru",
         preemption=one_of("recompute", "swap"),
         num_host_blocks=one_of(0, 2, least, 64, 64),
         prefill_only=rng.random() < 0.7,

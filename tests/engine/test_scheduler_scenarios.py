@@ -2,12 +2,13 @@
 
 import pytest
 
+from forge.cache.host_pool import Swap
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
 from forge.engine.policies import VICTIM_POLICIES, SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
-from forge.engine.step_plan import StepPlan, Swap
+from forge.engine.step_plan import StepPlan
 from forge.reasons import HostPoolFull, MaxNumSeqs, NoBlocks, NoBudget
 from forge.trace.records import PreemptRecord, Queues, WaitRecord
 from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step

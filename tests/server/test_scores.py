@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 
 from forge import LLM
 from forge.engine import tasks
-from forge.server import scores
 from forge.server.app import create_app
 from forge.server.messages import Ready
 from forge.server.metrics import Metrics
@@ -135,10 +134,10 @@ def test_reranking_encodes_no_document_behind_one_that_is_too_long(no_engine, mo
 
 
 def test_labels_times_inputs_are_counted_before_requests_are_made_of_them(no_engine, monkeypatch):
-    def make(work):
+    def make(prompts, labels, names):
         raise AssertionError("requests were made")
 
-    monkeypatch.setattr(scores, "_requests_of", make)
+    monkeypatch.setattr(tasks, "classify", make)
     no_engine.app.state.service.ready = no_engine.app.state.service.ready._replace(labels=())
     body = {"input": ["x"] * 128, "labels": [f"label {number}" for number in range(100)]}
     answer = no_engine.post("/classify", json=body)

@@ -1,4 +1,4 @@
-"""What is handed to `LLM` as it is: a cache, an order, a victim's policy, a proposer, a model."""
+"""What is handed to `LLM` as it is: a cache, an order, a policy, a proposer, a model, a piece of the engine."""
 
 import pytest
 
@@ -8,8 +8,10 @@ from forge.cache.prefix import PrefixKvCache
 from forge.cli.run_control import trace_header
 from forge.engine.policies import SchedulerConfig, lifo
 from forge.engine.proposer import Proposal, Proposer
+from forge.engine.scheduler import Scheduler
 from forge.model.hash_model import HashModel
 from forge.model.loader import LoadedModel, load_model
+from forge.pieces import Pieces, standing_in
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 
 UNENDING = {"temperature": 0.0, "ignore_eos": True}
@@ -67,6 +69,51 @@ def test_a_policy_by_name_is_called_by_it():
     assert SchedulerConfig(preempt="least-progressed").preempt_name == "least-progressed"
     assert SchedulerConfig(preempt=lifo).victim_policy == ("lifo", lifo)
     assert SchedulerConfig(order="priority", preempt=lifo).victim_policy[0] == "priority"
+
+
+def returning(evict) -> tuple[list[tuple[int, ...]], int, int]:
+    """Tokens, prompt tokens found and evictions of one beginning that comes twice, then again after four others, in a
+    pool of 12 blocks."""
+    llm = LLM("hash", kv="prefix", evict=evict, block_size=4, num_blocks=12)
+    beginning = "the same text "
+    prompts = [beginning + "1", beginning + "2", *(letter * 17 for letter in "abcd"), beginning + "3"]
+    tokens, cached = [], 0
+    for prompt in prompts:
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=4, **UNENDING))
+        tokens.append(output.outputs[0].token_ids)
+        cached += output.metrics.tokens_cached
+    llm.engine.cache.check_invariants()
+    return tokens, cached, llm.engine.cache.stats().evictions
+
+
+def test_what_is_evicted_changes_what_is_found_and_no_token():
+    oldest, cheapest = returning("lru"), returning("prefix-cost")
+
+    assert oldest[0] == cheapest[0] == returning(lambda leaves, requests: max(leaves, key=id))[0]
+    assert oldest[1:] == (12, 18) and cheapest[1:] == (24, 15)
+
+
+def test_an_unknown_eviction_policy_is_refused_with_those_there_are():
+    with pytest.raises(UsageError, match="unknown --evict 'mru'; supported: lru, prefix-cost"):
+        LLM("hash", kv="prefix", evict="mru")
+
+
+class MyScheduler(Scheduler):
+    """Another class, so that it can be told apart."""
+
+
+def test_a_piece_of_the_engine_is_given_to_one_model_or_stands_in_for_a_while():
+    def scheduler_of(llm: LLM) -> type:
+        return type(llm.engine.scheduler)
+
+    assert scheduler_of(LLM("hash", pieces=Pieces(scheduler=MyScheduler))) is MyScheduler
+    with pytest.raises(RuntimeError), standing_in(scheduler=MyScheduler):
+        assert scheduler_of(LLM("hash", kv="paged")) is MyScheduler
+        with standing_in(preemption=lambda *arguments: "mine"):
+            llm = LLM("hash", kv="paged")
+            assert scheduler_of(llm) is MyScheduler and llm.engine.scheduler.preemption == "mine"
+        raise RuntimeError
+    assert scheduler_of(LLM("hash")) is Scheduler
 
 
 class Same(Proposer):

@@ -24,7 +24,7 @@ class MyContiguousCache(ContiguousBase):
     """You have `self.runs` (a `Run` per sequence id), `self.num_blocks`, `self.blocks_per_run`, `self.max_model_len`.
 
     A `Run` has `blocks` (a range), `reserved` (slots that the sequence may write) and `computed` (slots with keys and
-    values in them). `self._runs()` are the runs that are taken: those of the sequences, and of snapshots of them.
+    values in them). `self.all_runs()` are the runs that are taken: those of the sequences, and of snapshots of them.
     """
 
     def free_run(self) -> range:

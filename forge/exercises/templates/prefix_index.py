@@ -25,15 +25,16 @@ from forge.exercises.prefix_index import IndexBase, PrefixBase
 class MyPrefixIndex(IndexBase):
     """Finds the block that holds given tokens behind given tokens.
 
-    You have `self._hash(preceding, token_ids)`, `self._nodes` (a dictionary from hash to `Node`), `self.node_of` (from
-    block to `Node`) and `self.root(salt)`. A `Node` has `key` (its hash), `parent`, `depth`, `token_ids`, `blocks`
-    (those that hold this content, the one that is served in front) and `children` (a set).
+    You have `self.hash_function(preceding, token_ids)`, `self.nodes` (a dictionary from hash to `Node`), `self.node_of`
+    (from block to `Node`) and `self.root(salt)`. A `Node` has `key` (its hash), `parent`, `depth`, `token_ids`,
+    `blocks` (those that hold this content, the one that is served in front) and `children` (a set).
     """
 
     def keys(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
-        """Return the chained hash of each full block of a prompt: `self._hash(the key before, the block's tokens)`.
+        """Return the chained hash of each full block of a prompt.
 
-        The first key before is `self.root(salt).key`. Tokens are passed as a tuple. Changes nothing.
+        It is `self.hash_function(the key before, the block's tokens)`. The first key before is `self.root(salt).key`.
+        Tokens are passed as a tuple. Changes nothing.
         """
         raise NotImplementedError("keys")
 
@@ -47,7 +48,7 @@ class MyPrefixIndex(IndexBase):
     def insert(self, parent: Node, token_ids: Tokens, block: int) -> Node | None:
         """Index a block under its content, behind other blocks that have the same; return the node.
 
-        A new `Node(key, parent, depth, token_ids)`, one deeper than its parent, is entered in `self._nodes` and in its
+        A new `Node(key, parent, depth, token_ids)`, one deeper than its parent, is entered in `self.nodes` and in its
         parent's children; the block in the node's `blocks` and in `self.node_of`, unless it is there already. Returns
         None, with nothing indexed, if another content has the same hash.
         """

@@ -4,7 +4,7 @@ from forge.exercises.contiguous_cache import ContiguousBase, Run
 
 class MyContiguousCache(ContiguousBase):
     def free_run(self):
-        taken = {run.blocks.start for run in self._runs()}
+        taken = {run.blocks.start for run in self.all_runs()}
         for start in range(0, self.num_blocks, self.blocks_per_run):
             if start not in taken:
                 return range(start, start + self.blocks_per_run)

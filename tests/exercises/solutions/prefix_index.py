@@ -7,24 +7,24 @@ class MyPrefixIndex(PrefixIndex):
         key = self.root(salt).key
         keys = []
         for start in range(0, len(token_ids) // block_size * block_size, block_size):
-            key = self._hash(key, tuple(token_ids[start : start + block_size]))
+            key = self.hash_function(key, tuple(token_ids[start : start + block_size]))
             keys.append(key)
         return tuple(keys)
 
     def child(self, parent, token_ids):
-        node = self._nodes.get(self._hash(parent.key, token_ids))
+        node = self.nodes.get(self.hash_function(parent.key, token_ids))
         if node is None or node.parent is not parent:
             return None
         return node if node.token_ids == token_ids else None
 
     def insert(self, parent, token_ids, block):
-        key = self._hash(parent.key, token_ids)
+        key = self.hash_function(parent.key, token_ids)
         node = self.child(parent, token_ids)
         if node is None:
-            if key in self._nodes:
+            if key in self.nodes:
                 return None
             node = Node(key, parent, parent.depth + 1, token_ids)
-            self._nodes[key] = node
+            self.nodes[key] = node
             parent.children.add(node)
         if block not in node.blocks:
             node.blocks.append(block)
@@ -41,7 +41,7 @@ class MyPrefixIndex(PrefixIndex):
         waiting = [node]
         while waiting:
             gone = waiting.pop()
-            del self._nodes[gone.key]
+            del self.nodes[gone.key]
             for orphan in gone.blocks:
                 del self.node_of[orphan]
                 lost.append(orphan)
