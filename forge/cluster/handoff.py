@@ -39,7 +39,8 @@ def fetch(address: Address, key: int, secret: bytes) -> KvHandoff | None:
             while data := connection.recv(_RECEIVE):
                 for update in inbox.feed(data):
                     for answer in update.answers:
-                        return answer.value
+                        computed: KvHandoff | None = answer.value
+                        return computed
         except OSError as error:
             raise Unreachable(f"the engine at {address[0]}:{address[1]} does not answer: {error}") from None
     return None

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from forge.cluster.wire import ReplicaUpdate
@@ -30,9 +31,7 @@ class ClusterMetrics:
     """
 
     def __init__(self, model_name: str, ready: Ready, front: Front):
-        self._new = lambda name: Metrics(
-            model_name, ready.max_model_len, ready.num_blocks, ready.block_size, replica=name
-        )
+        self._new = partial(Metrics, model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
         self._front, self._labels = front, f"model_name={json.dumps(model_name)}"
         self._by_replica: dict[str, Metrics] = {}
         self._gauges: dict[str, Gauges] = {}
@@ -44,7 +43,7 @@ class ClusterMetrics:
 
     def join(self, name: str) -> None:
         """Add the metrics of a replica that can be reached."""
-        self._by_replica.setdefault(name, self._new(name))
+        self._by_replica.setdefault(name, self._new(replica=name))
         self._gauges.setdefault(name, Gauges())
 
     def leave(self, name: str) -> None:

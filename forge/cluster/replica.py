@@ -153,4 +153,5 @@ def _own_name() -> str:
 def _node_address() -> str:
     import ray
 
-    return ray.util.get_node_ip_address()
+    address: str = ray.util.get_node_ip_address()
+    return address

@@ -294,8 +294,9 @@ class EngineClient(asyncio.BufferedProtocol):
                     error = ForgeError(message.message)
                     error.exit_code = message.exit_code
                     raise error
-                self._device = message.device
-                return message
+                ready: Ready = message
+                self._device = ready.device
+                return ready
 
     async def connect(self) -> None:
         """Let the running loop receive updates from now on."""
@@ -441,7 +442,8 @@ class EngineClient(asyncio.BufferedProtocol):
         caller is cancelled, the requests end before the next step."""
         question = AskTasks(next(self._numbers), requests)
         try:
-            return await self._answer_to(question, len(requests))
+            results: list[Any] = await self._answer_to(question, len(requests))
+            return results
         except BaseException:
             if not self.dead:
                 self._send(Withdraw(question.number))

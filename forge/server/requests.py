@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
@@ -40,6 +40,9 @@ _AS_GIVEN = (
 """Fields of a body that are fields of `SamplingParams`."""
 LONG_WORK = 8_192
 """Characters, tokens or log probabilities from which on a text or an answer is handled beside the loop."""
+
+
+_Result = TypeVar("_Result")
 
 
 class Cut(NamedTuple):
@@ -368,6 +371,6 @@ _BESIDE = ThreadPoolExecutor(1, "forge-beside-the-loop")
 """One thread: each that waits for the interpreter's lock makes the loop wait a switch interval longer for it."""
 
 
-async def beside_the_loop(size: int, work: Callable[[], Any]) -> Any:
+async def beside_the_loop(size: int, work: Callable[[], _Result]) -> _Result:
     """Do `work` on another thread if it takes long: `size` is in characters, tokens or log probabilities."""
     return await asyncio.get_running_loop().run_in_executor(_BESIDE, work) if size >= LONG_WORK else work()

@@ -63,7 +63,8 @@ class StoredResponse:
 
     def conversation(self) -> list[dict[str, Any]]:
         """The items of the conversation so far."""
-        return from_json(self.items)
+        items: list[dict[str, Any]] = from_json(self.items)
+        return items
 
 
 class ResponseStore:

@@ -164,7 +164,9 @@ def _shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:
     if dimensions > vectors.shape[1]:
         raise ApiError(f"this model's embeddings have {vectors.shape[1]} dimensions, ask for fewer", param="dimensions")
     first = vectors[:, :dimensions]
-    return first / np.maximum(np.linalg.norm(first, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    lengths = np.maximum(np.linalg.norm(first, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    unit: np.ndarray = first / lengths
+    return unit
 
 
 def _ids(prompts: Sequence[Prompt]) -> list[list[int]]:
