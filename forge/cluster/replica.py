@@ -147,7 +147,8 @@ def _own_name() -> str:
     """What Serve calls the replica that this runs in."""
     from ray import serve
 
-    return serve.get_replica_context().replica_id.unique_id
+    name: str = serve.get_replica_context().replica_id.unique_id
+    return name
 
 
 def _node_address() -> str:
