@@ -76,6 +76,8 @@ SHORTER = {
 
 SERVED, CLUSTER = "tests/server/test_lifecycle.py", "tests/cluster/test_serve.py"
 OPERATING = "tests/server/test_operating_page.py"
+ENGINES_CHANGE = "test_engines_come_and_go_and_a_model_that_does_not_fit_is_refused_while_streams_run"
+UPDATE = "test_an_update_to_another_file_fails_no_request_and_mixes_no_answer"
 RUN_BY = {
     "make test": "it is what runs this",
     "make fuzz": "tests/cli/test_makefile.py::test_fuzz_asks_for_more_examples",
@@ -91,6 +93,8 @@ RUN_BY = {
     "forge serve --replicas 2 --router prefix": f"{CLUSTER}::test_a_prompt_goes_where_its_beginning_is_cached_and_why",
     "forge serve --prefill-replicas 1 --decode-replicas 1": f"{CLUSTER}::test_prefill_apart_and_sigterm",
     "forge serve --replicas 2 --max-replicas 8": f"{CLUSTER}::test_serve_adds_a_replica_when_requests_pile_up",
+    "forge engines tales --replicas 4": f"{CLUSTER}::{ENGINES_CHANGE}",
+    "forge engines tales --model tales-new.gguf": f"{CLUSTER}::{UPDATE}",
     "pip install 'ray[serve]'": "make test-cluster",
     "docker build -t forge .": "needs Docker, and its first step is the installation that all tests run in",
     "docker run --rm -p 127.0.0.1:8080:8080 -e FORGE_API_KEY=sk-3f9a41 --stop-timeout 15 forge": "needs Docker",
@@ -232,7 +236,7 @@ def test_nothing_that_a_reader_is_told_to_type_is_left_out():
     assert [line for line in LINES if line not in RUN_BY and not line.startswith(kinds)] == []
     assert [line for line in LINES if line not in RUN_BY and line.startswith("make ")] == []
     assert [line for line in (*SHORTER, *RUN_BY) if line not in LINES and line not in CHAPTERS] == []
-    assert {block.language for block in BLOCKS if block.page.name != "operating.md"} == {"sh", "python"}
+    assert {block.language for block in BLOCKS if block.page.name != "operating.md"} == {"sh", "python", "yaml"}
     unfenced = [line for text in TEXTS.values() for line in FENCE.sub("", text).splitlines()]
     assert [line for line in unfenced if re.match(r"\s*(forge|make|pip|curl) ", line)] == []
 

@@ -23,4 +23,4 @@ llm = LLM("tales", kv="paged", num_blocks=24, order=shortest_first, preempt=long
 run = llm.start(["Once upon a time"] * 8, SamplingParams(max_tokens=64, ignore_eos=True))
 for step in run:
     for lost in step.preempted:
-        print(f"step {step.step}: {lost.seq_id} gives way to {lost.victim_of} ({lost.policy})")
+        print(f"step {step.step}: {lost.seq_id} gives way to {lost.victim_of} ({lost.preempt})")

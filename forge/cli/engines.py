@@ -17,7 +17,7 @@ def engines(
         str | None, typer.Option("--model", "-m", help="The model that every engine loads, one after another.")
     ] = None,
 ) -> None:
-    """Change the engines of a server that runs (Ray Serve), and wait until that is done. No request fails.
+    """Change how many engines a server has (Ray Serve), or their model. No request fails.
 
     [dim]forge engines tales --replicas 4[/dim]
     """

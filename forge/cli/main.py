@@ -76,7 +76,7 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "Serve": {
         "serve": "Serve a model over HTTP, as OpenAI's API has it.",
-        "engines": "Change the engines of a server that runs: how many there are, or which model they load.",
+        "engines": "Change how many engines a server has (Ray Serve), or their model. No request fails.",
         "watch": "Show every step of a server as it happens. Ctrl-C ends the watching; the server goes on.",
     },
 }

@@ -561,8 +561,8 @@ def _late_interrupt() -> Iterator[None]:
         yield
         return
     signals: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: signals.append((number, frame)))
     try:
+        signal.signal(signal.SIGINT, lambda number, frame: signals.append((number, frame)))
         yield
     finally:
         signal.signal(signal.SIGINT, handler)

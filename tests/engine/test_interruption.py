@@ -4,6 +4,7 @@
 runs, by way of Python's own tracing, so every place is tried and not only those that somebody thought of.
 """
 
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -50,7 +51,7 @@ def interrupted_at(line: int, call: Callable[[], object]) -> bool:
                 raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    before, handler = sys.gettrace(), signal.getsignal(signal.SIGINT)
     sys.settrace(trace)
     try:
         call()
@@ -58,6 +59,7 @@ def interrupted_at(line: int, call: Callable[[], object]) -> bool:
         return True
     finally:
         sys.settrace(before)
+        signal.signal(signal.SIGINT, handler)  # the interrupted line may be one that sets it
     return False
 
 
