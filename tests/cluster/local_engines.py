@@ -82,7 +82,7 @@ class LocalEngine:
 
     @property
     def is_idle(self) -> bool:
-        return not self.llm.engine.has_unfinished() and not self.llm.engine.cache.stats().used_blocks
+        return not self.llm.engine.scheduler.has_unfinished() and not self.llm.engine.cache.stats().used_blocks
 
 
 @asynccontextmanager

@@ -376,7 +376,7 @@ async def test_a_prefill_engine_that_dies_loses_no_request():
     p.hold_after(0)
     async with front_of(a, prefills=(p, q)) as client:
         generations = [submit(client, f"r{n}", SEEDED, [*PROMPT, n]) for n in range(4)]
-        await eventually(p.llm.engine.has_unfinished)
+        await eventually(p.llm.engine.scheduler.has_unfinished)
         p.kill()
         found = await asyncio.gather(*map(read, generations))
         assert found == [expected(SEEDED, 7, [*PROMPT, n]) for n in range(4)]
@@ -418,7 +418,7 @@ async def test_several_prompts_of_one_request_survive_too():
     async with front_of(a, b, router="round-robin") as client:
         prompts = [Prompt([*PROMPT, number]) for number in range(4)]
         generation = client.submit("r", prompts, SEEDED, stream=False)
-        await eventually(lambda: a.llm.engine.has_unfinished() and b.llm.engine.has_unfinished())
+        await eventually(lambda: a.llm.engine.scheduler.has_unfinished() and b.llm.engine.scheduler.has_unfinished())
         a.kill(), b.go_on()
         outputs = await generation.finished()
         texts = [output.outputs[0].text for output in outputs]
