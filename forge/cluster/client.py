@@ -29,7 +29,7 @@ from forge.engine.output_text import OutputText
 from forge.engine.resume import Emitted
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
-from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, RequestFailed
+from forge.server.engine_client import EngineDead, Generation, Prompt, RequestFailed, ResumableClient
 from forge.server.messages import (
     Abort,
     Answer,
@@ -115,14 +115,12 @@ class _Question:
     began: float = field(default_factory=time.perf_counter)
 
 
-class ClusterClient(EngineClient):
+class ClusterClient(ResumableClient):
     """Places requests at engines and follows them to their ends. `join` and `leave` say which engines there are."""
-
-    is_resumable = True
 
     def __init__(self, secret: bytes, router: str = "prefix", threshold: int = DEFAULT_THRESHOLD, apart: bool = False):
         """apart: whether engines of the kind `PREFILLS` compute prompts for the others."""
-        super().__init__("", {})
+        super().__init__()
         self.secret = secret
         """Of the engines that run now."""
         # What decodes comes with its blocks wherever it goes, so there prefixes decide where its prompt is computed.
@@ -157,9 +155,6 @@ class ClusterClient(EngineClient):
         self.num_resumed = 0
         """Requests that went on at another engine."""
 
-    def _start(self) -> None:
-        """Do nothing: Ray starts the engines."""
-
     async def connect(self) -> None:
         """Let replicas join from now on."""
         self._is_watching = self.on_record is not None
@@ -173,9 +168,6 @@ class ClusterClient(EngineClient):
             task.cancel()
         for _, link in list(self._links.values()):
             link.lose("this front has ended")
-
-    def close(self) -> None:
-        """Do nothing: Ray ends the engines."""
 
     @property
     def is_ready(self) -> bool:
@@ -204,12 +196,9 @@ class ClusterClient(EngineClient):
     def pid(self) -> int | None:
         return None
 
-    def is_answering(self, patience: float) -> bool:
+    def probe(self, patience: float) -> bool:
         """Return whether this front still watches its engines. `check_ready` says whether one can be reached."""
         return not any(task.done() for task in self._loop_tasks)
-
-    def end_by_force(self, after: float) -> None:
-        """Do nothing: Ray ends the engines, and has limits of its own."""
 
     def replica_of(self, request_id: str) -> str | None:
         """Return the engine that a request went to last, if that is remembered."""
@@ -343,8 +332,8 @@ class ClusterClient(EngineClient):
         priority: int = 0,
         salt: str = "",
     ) -> Generation:
-        """Resume as `EngineClient.resume` does. If an engine remembers the tokens, the prompt goes on behind them; else
-        they are all generated again, and are the same."""
+        """Resume as `ResumableClient.resume` does. If an engine remembers the tokens, the prompt goes on behind them;
+        else they are all generated again, and are the same."""
         options: dict[str, Any] = {"stream": True, "priority": priority, "salt": salt}
         request_id = f"{shown_id(seen)}~{secrets.token_hex(3)}"  # its engine may not know yet that it was left
         known = None

@@ -1,7 +1,7 @@
 """The HTTP process's end of the engine: submit requests, follow what becomes of them.
 
-`EngineClient` lives on one asyncio loop and nothing in it blocks. What the engine sends is taken in at once and merged
-per request; a reader of a `Generation` gets all that has come since it last looked. A first token, an end and a
+An `EngineClient` lives on one asyncio loop and nothing in it blocks. What the engine sends is taken in at once and
+merged per request; a reader of a `Generation` gets all that has come since it last looked. A first token, an end and a
 failure wake their reader at once. Everything else wakes all readers together, at most so often that the events of
 several streams stay below `EVENTS_PER_SECOND`: alone, every token is an event; with many, a few tokens share one.
 """
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -227,18 +228,13 @@ class Generation:
         return self._pending_chars > MAX_PENDING_CHARS
 
 
-class EngineClient(asyncio.BufferedProtocol):
-    """Starts the engine's process and talks with it.
+class EngineClient(ABC):
+    """Submits requests to what computes them, and follows them to their ends.
 
-    It is made before the loop runs, so that a bad model is a plain error.
+    `ProcessClient` has one engine, in a process beside it. A cluster's client has many.
     """
 
-    is_resumable = False
-    """Whether its streams have ids, by which a client resumes them."""
-
-    def __init__(self, model: str, options: dict[str, Any]):
-        self._model, self._options = model, options
-        self._start()
+    def __init__(self) -> None:
         self._device = ""
         """What the engine computes on."""
         self.gauges = Gauges()
@@ -248,123 +244,49 @@ class EngineClient(asyncio.BufferedProtocol):
         """For `--live`: called with every step's whole record."""
         self.on_death: Callable[[int], None] = lambda num_failed: None
         """Called with the number of choices and answers that the engine's death has failed."""
-        self._received = memoryview(bytearray(_RECEIVE))
         self._generations: dict[int, tuple[Generation, int]] = {}
         """From a key to its generation and which of its prompts it is."""
         self._keys, self._numbers = count(), count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
-        self._probe: tuple[int, float] | None = None
-        """The question that shows whether the engine's loop turns, and when it was sent."""
         self._subscribers: set[asyncio.Queue[StepRecord | None]] = set()
         self._dirty: set[Generation] = set()
         self._streams: set[Generation] = set()
         self._last_flush = 0.0
         self._flush_timer: asyncio.TimerHandle | None = None
-        self._transport: asyncio.Transport | None = None
-        self._commands: list[bytes] = []
         self.dead = False
-        self.died = asyncio.Event()
-        """Set when the engine's process is gone without `disconnect`."""
+        """True while no request would ever be answered."""
         self._is_leaving = False
 
-    def _start(self) -> None:
-        """Start a process and load the model in it."""
-        self._socket, theirs = socket.socketpair()
-        for end in (self._socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        context = multiprocessing.get_context("spawn")
-        from forge.server import engine_process
-
-        self.process = context.Process(
-            target=engine_process.main, args=(theirs, self._model, self._options), name="forge-engine", daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        self._inbox = Inbox()
-
-    def wait_until_ready(self) -> Ready:
-        """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
-        while True:
-            data = self._socket.recv(1 << 20)
-            if not data:
-                raise EngineDead
-            for message in self._inbox.feed(data):
-                if isinstance(message, LoadFailed):
-                    error = ForgeError(message.message)
-                    error.exit_code = message.exit_code
-                    raise error
-                ready: Ready = message
-                self._device = ready.device
-                return ready
-
+    @abstractmethod
     async def connect(self) -> None:
         """Let the running loop receive updates from now on."""
-        self._socket.setblocking(False)
-        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
-        if self.on_record is not None:
-            self._transport.write(frame(Watch(True)))
 
-    async def restart(self) -> None:
-        """Start the engine's process again after it died. Raises the `ForgeError` of one that does not load."""
-        await asyncio.to_thread(self.close)
-        self._start()
-        await asyncio.to_thread(self.wait_until_ready)
-        await self.connect()
-        self.dead = False
-        self.died.clear()
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Leave the loop."""
 
+    @abstractmethod
     def new_metrics(self, model_name: str, ready: Ready) -> Metrics:
-        """Create the counters of this engine's work."""
-        return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
+        """Create the counters of the engine's work."""
 
+    @abstractmethod
     def check_ready(self) -> None:
         """Raise `EngineDead` if no engine would answer a request."""
-        if self.dead:
-            raise EngineDead
-
-    def disconnect(self) -> None:
-        """Leave the loop; the engine's process ends when its socket closes."""
-        self._is_leaving = True
-        if self._transport is not None:
-            self._transport.abort()
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # a restart may wait on it in another thread
-
-    def close(self) -> None:
-        """Wait for the engine's process to end."""
-        self._socket.close()
-        self.process.join(2)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
 
     @property
+    @abstractmethod
     def pid(self) -> int | None:
         """The id of the engine's process, if it runs on this machine."""
-        return self.process.pid
 
-    def is_answering(self, patience: float) -> bool:
-        """Return whether the engine's loop turns: False when it is gone, or has not answered such a question between
-        two steps for `patience` seconds."""
-        if self.dead:
-            return False
-        if self._probe is None:
-            self._probe = next(self._numbers), time.monotonic()
-            self._send(Ask(self._probe[0], "alive"))
-        return time.monotonic() - self._probe[1] < patience
+    @abstractmethod
+    def probe(self, patience: float) -> bool:
+        """Return whether requests are still worked on, asking where that takes a question: False if none was answered
+        for `patience` seconds."""
 
-    def end_by_force(self, after: float) -> None:
-        """End both processes in `after` seconds, whatever they do then: threads that are stuck cannot be ended."""
-
-        def end() -> None:
-            time.sleep(after)
-            logger.warning("still busy: the server ends with its work undone")
-            logging.shutdown()
-            self.process.kill()
-            os._exit(0)
-
-        Thread(target=end, daemon=True).start()
+    @abstractmethod
+    def _send(self, command: Any) -> None:
+        """Send a command to the engine that it concerns."""
 
     @property
     def num_unfinished(self) -> int:
@@ -401,19 +323,6 @@ class EngineClient(asyncio.BufferedProtocol):
         if stream:
             self._streams.add(generation)
         return generation
-
-    async def resume(
-        self,
-        seen: SeenStream,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-    ) -> Generation:
-        """Begin a stream again that another connection began, without what its client has seen. Raises `UsageError` if
-        that belongs to another request."""
-        raise NotImplementedError
 
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
         """Abort a generation. What it holds is free before the next step."""
@@ -480,41 +389,7 @@ class EngineClient(asyncio.BufferedProtocol):
         for queue in self._subscribers:
             offer(queue, None)
 
-    def _send(self, command: Any) -> None:
-        """Send `command` in one piece with all other commands of this turn of the loop."""
-        if not self._commands:
-            asyncio.get_running_loop().call_soon(self._write)
-        self._commands.append(frame(command))
-
-    def _write(self) -> None:
-        commands, self._commands = self._commands, []
-        if not self.dead and self._transport is not None:
-            self._transport.write(b"".join(commands))
-
     # Updates
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._received
-
-    def buffer_updated(self, num_bytes: int) -> None:
-        for update in self._inbox.feed(self._received[:num_bytes]):
-            self._take_in(update)
-        self._flush_when_due()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.dead, self._probe = True, None
-        self.gauges = Gauges()
-        for generation, _ in self._generations.values():
-            generation.fail(EngineDead())
-        if not self._is_leaving:
-            self.on_death(sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked)
-            self.died.set()
-        self._generations.clear()
-        self._streams.clear()
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(EngineDead())
-        self.end_records()
 
     def _take_in(self, update: Update) -> None:
         find, dirty = self._generations.get, self._dirty
@@ -574,8 +449,6 @@ class EngineClient(asyncio.BufferedProtocol):
             generation.wake()
 
     def _take_answer(self, answer: Answer) -> None:
-        if self._probe is not None and answer.number == self._probe[0]:
-            self._probe = None
         future = self._questions.get(answer.number)
         if future is None or future.done():
             return
@@ -601,6 +474,181 @@ class EngineClient(asyncio.BufferedProtocol):
         for generation in self._dirty:
             generation.wake()
         self._dirty.clear()
+
+
+class ResumableClient(EngineClient):
+    """An `EngineClient` whose streams have ids, by which a client resumes them."""
+
+    @abstractmethod
+    async def resume(
+        self,
+        seen: SeenStream,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+    ) -> Generation:
+        """Begin a stream again that another connection began, without what its client has seen. Raises `UsageError` if
+        that belongs to another request."""
+
+
+class ProcessClient(EngineClient, asyncio.BufferedProtocol):
+    """Starts the engine's process and talks with it.
+
+    It is made before the loop runs, so that a bad model is a plain error.
+    """
+
+    def __init__(self, model: str, options: dict[str, Any]):
+        super().__init__()
+        self._model, self._options = model, options
+        self._received = memoryview(bytearray(_RECEIVE))
+        self._transport: asyncio.Transport | None = None
+        self._commands: list[bytes] = []
+        self._question: tuple[int, float] | None = None
+        """That of `probe` that has no answer yet, and when it was sent."""
+        self.died = asyncio.Event()
+        """Set when the engine's process is gone without `disconnect`."""
+        self._start()
+
+    def _start(self) -> None:
+        """Start a process and load the model in it."""
+        self._socket, theirs = socket.socketpair()
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        context = multiprocessing.get_context("spawn")
+        from forge.server import engine_process
+
+        self.process = context.Process(
+            target=engine_process.main, args=(theirs, self._model, self._options), name="forge-engine", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self._inbox = Inbox()
+
+    def wait_until_ready(self) -> Ready:
+        """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
+        while True:
+            data = self._socket.recv(1 << 20)
+            if not data:
+                raise EngineDead
+            for message in self._inbox.feed(data):
+                if isinstance(message, LoadFailed):
+                    error = ForgeError(message.message)
+                    error.exit_code = message.exit_code
+                    raise error
+                ready: Ready = message
+                self._device = ready.device
+                return ready
+
+    async def connect(self) -> None:
+        """Let the running loop receive updates from now on."""
+        self._socket.setblocking(False)
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
+        if self.on_record is not None:
+            self._transport.write(frame(Watch(True)))
+
+    async def restart(self) -> None:
+        """Start the engine's process again after it died. Raises the `ForgeError` of one that does not load."""
+        await asyncio.to_thread(self.close)
+        self._start()
+        await asyncio.to_thread(self.wait_until_ready)
+        await self.connect()
+        self.dead = False
+        self.died.clear()
+
+    def disconnect(self) -> None:
+        """Leave the loop; the engine's process ends when its socket closes."""
+        self._is_leaving = True
+        if self._transport is not None:
+            self._transport.abort()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # a restart may wait on it in another thread
+
+    def close(self) -> None:
+        """Wait for the engine's process to end."""
+        self._socket.close()
+        self.process.join(2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def end_by_force(self, after: float) -> None:
+        """End both processes in `after` seconds, whatever they do then: threads that are stuck cannot be ended."""
+
+        def end() -> None:
+            time.sleep(after)
+            logger.warning("still busy: the server ends with its work undone")
+            logging.shutdown()
+            self.process.kill()
+            os._exit(0)
+
+        Thread(target=end, daemon=True).start()
+
+    def new_metrics(self, model_name: str, ready: Ready) -> Metrics:
+        """Create the counters of this engine's work."""
+        return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
+
+    def check_ready(self) -> None:
+        """Raise `EngineDead` if no engine would answer a request."""
+        if self.dead:
+            raise EngineDead
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the engine's process, if it runs on this machine."""
+        return self.process.pid
+
+    def probe(self, patience: float) -> bool:
+        """Ask whether the engine's loop turns: False when it is gone, or has not answered such a question between two
+        steps for `patience` seconds."""
+        if self.dead:
+            return False
+        if self._question is None:
+            self._question = next(self._numbers), time.monotonic()
+            self._send(Ask(self._question[0], "alive"))
+        return time.monotonic() - self._question[1] < patience
+
+    def _send(self, command: Any) -> None:
+        """Send `command` in one piece with all other commands of this turn of the loop."""
+        if not self._commands:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._commands.append(frame(command))
+
+    def _write(self) -> None:
+        commands, self._commands = self._commands, []
+        if not self.dead and self._transport is not None:
+            self._transport.write(b"".join(commands))
+
+    def _take_answer(self, answer: Answer) -> None:
+        if self._question is not None and answer.number == self._question[0]:
+            self._question = None
+        super()._take_answer(answer)
+
+    # Called by the loop
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._received
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        for update in self._inbox.feed(self._received[:num_bytes]):
+            self._take_in(update)
+        self._flush_when_due()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.dead, self._question = True, None
+        self.gauges = Gauges()
+        for generation, _ in self._generations.values():
+            generation.fail(EngineDead())
+        if not self._is_leaving:
+            self.on_death(sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked)
+            self.died.set()
+        self._generations.clear()
+        self._streams.clear()
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(EngineDead())
+        self.end_records()
 
 
 def _error_of(fault: Fault) -> ForgeError:

@@ -12,7 +12,7 @@ from fastapi import Request
 from forge import __version__
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ShuttingDown
+from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ResumableClient, ShuttingDown
 from forge.server.errors import ApiError
 from forge.server.exchange import current_exchange
 from forge.server.http_metrics import HttpMetrics
@@ -69,7 +69,7 @@ class Service:
     def seen_of(self, body: ChatRequest | CompletionRequest, request: Request) -> SeenStream | None:
         """Return what the client has of a stream that it resumes. Raises `UsageError` for an id that is none."""
         event_id = request.headers.get("last-event-id")
-        if not event_id or not body.stream or not self.client.is_resumable:
+        if not event_id or not body.stream or not isinstance(self.client, ResumableClient):
             return None
         return parse_event_id(event_id)
 
@@ -78,6 +78,7 @@ class Service:
     ) -> Generation:
         self.check_queue(len(prompts))
         priority, salt = body.priority or 0, body.cache_salt or ""
+        assert isinstance(self.client, ResumableClient), "`seen_of` found no stream of this server"
         return await self.client.resume(seen, prompts, params, priority=priority, salt=salt)
 
     def submit(
@@ -128,7 +129,7 @@ class Service:
         """Raise an error if no request will be answered any more."""
         if self.client.dead:
             raise EngineDead
-        if not self.client.is_answering(self.limits.step_timeout):
+        if not self.client.probe(self.limits.step_timeout):
             message = f"the engine has not ended a step for {self.limits.step_timeout:g} s"
             raise ApiError(message, 503, code="engine_hung", retry_after=5)
 

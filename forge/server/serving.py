@@ -22,7 +22,7 @@ import uvicorn
 
 from forge.errors import ForgeError, UsageError
 from forge.server.app import create_app
-from forge.server.engine_client import EngineClient, ShuttingDown
+from forge.server.engine_client import EngineClient, ProcessClient, ShuttingDown
 from forge.server.exchange import Exchanges, WithRequestId, access
 from forge.server.http_protocol import HttpProtocol
 from forge.server.keys import Keys
@@ -70,7 +70,7 @@ def serve(
     model that cannot be loaded, or an address that cannot be had.
     """
     listening = listen(settings)
-    client = EngineClient(model, options)
+    client = ProcessClient(model, options)
     try:
         ready = client.wait_until_ready()
         client.on_record = live(ready) if live is not None else None
@@ -182,8 +182,9 @@ async def serve_client(
     loop.add_signal_handler(signal.SIGHUP, _load_keys, service.keys)
     tasks = [
         asyncio.create_task(_log_throughput(client, service, settings.log_interval)),
-        asyncio.create_task(_follow_engine(client, server, settings.on_engine_death)),
     ]
+    if isinstance(client, ProcessClient):
+        tasks.append(asyncio.create_task(_follow_engine(client, server, settings.on_engine_death)))
     if on_ready is not None:
         host, port = listening.getsockname()[:2]
         scheme = "http" if settings.ssl_certfile is None else "https"
@@ -229,11 +230,16 @@ class _Ending:
     def begin(self) -> None:
         if self._task is not None:
             self._hurry.set()
-            self._client.end_by_force(_END_BY_FORCE)
+            self._end_by_force(_END_BY_FORCE)
             return
         self._service.draining.begun = True
-        self._client.end_by_force(self._grace + _END_BY_FORCE)
+        self._end_by_force(self._grace + _END_BY_FORCE)
         self._task = asyncio.create_task(self._end())
+
+    def _end_by_force(self, after: float) -> None:
+        """End this process and the engine's in `after` seconds. Of a cluster Ray ends the processes."""
+        if isinstance(self._client, ProcessClient):
+            self._client.end_by_force(after)
 
     @property
     def _num_running(self) -> int:
@@ -263,7 +269,7 @@ def _load_keys(keys: Keys) -> None:
         logger.error("%s: the keys stay as they were", error)
 
 
-async def _follow_engine(client: EngineClient, server: uvicorn.Server, on_death: str) -> None:
+async def _follow_engine(client: ProcessClient, server: uvicorn.Server, on_death: str) -> None:
     """Wait for the death of the engine's process: log it in one line, then end the server or start another engine."""
     while True:
         await client.died.wait()

@@ -94,7 +94,7 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(forge, monkeypa
     def load(*args):
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr("forge.server.serving.EngineClient", load)
+    monkeypatch.setattr("forge.server.serving.ProcessClient", load)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         found = forge("serve", "-m", "hash", "--port", str(taken.getsockname()[1]))
     assert found.status == 2 and "Address already in use" in found.err.splitlines()[-1]

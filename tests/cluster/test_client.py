@@ -226,9 +226,9 @@ async def test_a_request_that_every_engine_fails_at_ends_with_an_error_and_is_co
             await read(submit(client, "r", SEEDED))
         assert 'finished_reason="error"} 1' in client.metrics.text(client.gauges)
         assert not client.is_ready and not client._requests
-        assert client.is_answering(1.0), "the front itself lives"
+        assert client.probe(1.0), "the front itself lives"
         client._loop_tasks[0].cancel()
-        await eventually(lambda: not client.is_answering(1.0))
+        await eventually(lambda: not client.probe(1.0))
     a.kill()
 
 
