@@ -162,8 +162,15 @@ def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     groups = q.reshape(num_kv_heads, -1, q.shape[-1])  # the query heads that read each key/value head
     out = np.empty_like(groups)
     for kv_head in range(num_kv_heads):
-        scores = groups[kv_head] @ keys[:, kv_head].T * np.float32(q.shape[-1] ** -0.5)  # [group, n]
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))  # minus the maximum: no overflow
-        weights /= weights.sum(axis=-1, keepdims=True)
-        out[kv_head] = weights @ values[:, kv_head]
+        out[kv_head] = attention_weights(groups[kv_head], keys[:, kv_head]) @ values[:, kv_head]
     return out.reshape(q.shape)
+
+
+def attention_weights(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return softmax(q · Kᵀ / sqrt(head_dim)): what the query heads of one row take of each token.
+
+    q `[group, head_dim]`; keys `[n, head_dim]` of the KV head that they share → `[group, n]`.
+    """
+    scores = q @ keys.T * np.float32(q.shape[-1] ** -0.5)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))  # minus the maximum: no overflow
+    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))

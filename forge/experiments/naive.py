@@ -1,32 +1,42 @@
 """1. A forward pass, token by token, and where its time goes.
 
 [dim]forge naive --only run "Once upon a time" 32[/dim]
+[dim]forge naive --only run --heads "Once upon a time" 10[/dim]
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.text import Text
 
 from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import RepeatedRun, StepSubscriber, drive, exit_status, run_label
+from forge.cli.run_control import RepeatedRun, StepSubscriber, create_llm, drive, exit_status, run_label
+from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
+from forge.errors import UsageError
+from forge.model.catalog import is_hash_model
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
 from forge.views.generation import run_parts, watching
 from forge.views.json_output import climb_object, run_object
-from forge.views.palette import ACCENT
+from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
 from forge.views.screen import Part, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
 from forge.views.terminal import open_console
+from forge.views.text import quoted
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from forge.model.backend import OperationTime
 
 MAX_TOKENS = 128
@@ -40,11 +50,14 @@ _BAR = 28
 def naive(
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
+    heads: Annotated[bool, typer.Option("--heads", help="Show what each head of a layer looks at.")] = False,
     *,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="off")],
     output: Annotated[OutputArgs, Takes("trace step")],
 ) -> Experiment:
     subscriber = StepSubscriber(output.trace, output.step)
+    if heads:
+        return Experiment(lambda: heads_report(options.read_prompt(prompt), max_tokens, engine))
     return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, engine, subscriber), subscriber.is_on)
 
 
@@ -209,3 +222,139 @@ def layers_sentence(layers: Sequence[Share], outside: float) -> str:
     spread = layers_spread(layers)
     alike = "the layers cost alike" if spread < 1.25 else f"the slowest layer takes {spread:.1f} times the fastest"
     return f"{percent(inside / (inside + outside))} of the time is spent in the layers, and {alike}."
+
+
+TOKENS_SHOWN, _NAME = 14, 12
+"""Tokens of the picture, the last ones, and characters of their names."""
+SHADES = " ░▒▓█"
+"""Of a weight below a fifth, below two fifths, …"""
+HEADS_QUESTION = "What does each head look at?"
+
+
+@dataclass(frozen=True)
+class HeadsResult:
+    """The attention weights of one layer: that in which the heads differ most."""
+
+    model: str
+    layer: int
+    pieces: tuple[str, ...]
+    weights: "np.ndarray"
+    """`[query heads, tokens, tokens]`: what each token takes of itself and of each token before it."""
+    num_kv_heads: int
+
+    def apart(self, first: int, second: int) -> float:
+        """Return the share of their weights that two heads put on different tokens, on average over all tokens."""
+        return float(abs(self.weights[first] - self.weights[second]).sum(axis=-1).mean() / 2)
+
+    @property
+    def group(self) -> int:
+        """The query heads that share a KV head."""
+        return len(self.weights) // self.num_kv_heads
+
+
+def heads_report(prompt: str, max_tokens: int, engine: EngineArgs) -> Report:
+    """Generate a text, and look at its attention weights in one pass of the reference backend over all of it."""
+    if is_hash_model(str(engine.model)):
+        raise UsageError("the hash model has no attention heads: --heads needs a model with layers")
+    llm = create_llm(engine, kv="basic")
+    [output] = llm.generate([prompt], SamplingParams(max_tokens=max_tokens))
+    token_ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    reference = create_llm(engine, device="reference", threads=None)
+    layers = attention_of(reference.model, llm.kv_dtype, token_ids)
+    pieces, kv_heads = tuple(map(llm.tokenizer.token_text, token_ids)), llm.kv_layout.num_kv_heads
+    every = (HeadsResult(llm.model_name, index, pieces, layer, kv_heads) for index, layer in enumerate(layers))
+    result = max(every, key=lambda result: mean(_distances(result, range(len(result.weights))) or [0.0]))
+    return report(heads_object(result), lambda: heads_screen(result))
+
+
+def attention_of(model: Any, kv_dtype: str, token_ids: list[int]) -> "list[np.ndarray]":
+    """Return each layer's weights `[query heads, tokens, tokens]`, from one pass of the reference over the tokens."""
+    import numpy as np
+
+    from forge.backends.reference import ReferenceOperations, attention_weights
+    from forge.bench.cases import BLOCK_SIZE
+    from forge.bench.forge_worker import batch_of
+
+    layers: list[np.ndarray] = []
+
+    class WatchedOperations(ReferenceOperations):
+        def attention(self, q, storage, layer, batch):  # type: ignore[no-untyped-def]
+            keys, _ = storage.gather(layer, batch.block_tables[0], len(q))
+            rows = q.reshape(len(q), keys.shape[1], -1, keys.shape[2])  # [tokens, KV heads, query heads of each, dim]
+            weights = np.zeros((keys.shape[1], rows.shape[2], len(q), len(q)), np.float32)
+            for row, head in np.ndindex(rows.shape[:2]):
+                weights[head, :, row, : row + 1] = attention_weights(rows[row, head], keys[: row + 1, head])
+            layers.append(weights.reshape(-1, len(q), len(q)))
+            return super().attention(q, storage, layer, batch)
+
+    blocks = -(-len(token_ids) // BLOCK_SIZE)
+    storage = model.new_storage(model.kv_layout(blocks, BLOCK_SIZE, kv_dtype))
+    model.hidden_rows(WatchedOperations(), batch_of([token_ids], 0, blocks), storage)
+    return layers
+
+
+def _distances(result: HeadsResult, heads: Sequence[int]) -> list[float]:
+    return [result.apart(*pair) for pair in combinations(heads, 2)]
+
+
+def heads_object(result: HeadsResult) -> dict[str, Any]:
+    """Return the picture as facts: of each head the weights, and how much of them lies on the token before."""
+    groups = [range(first, first + result.group) for first in range(0, len(result.weights), result.group)]
+    within = [distance for group in groups for distance in _distances(result, group)]
+    return {
+        "model": result.model,
+        "layer": result.layer,
+        "num_kv_heads": result.num_kv_heads,
+        "tokens": list(result.pieces),
+        "apart_in_group": mean(within) if within else None,
+        "heads": [
+            {
+                "head": head,
+                "kv_head": head // result.group,
+                "before": float(weights.diagonal(-1).mean()) if len(weights) > 1 else None,
+                "weights": weights.tolist(),
+            }
+            for head, weights in enumerate(result.weights)
+        ],
+    }
+
+
+def heads_screen(result: HeadsResult) -> Iterator[Part]:
+    """Draw a triangle for each head: a line for each token, a column for each token that it looks at."""
+    yield title(HEADS_QUESTION)
+    yield f"{result.model}, layer {result.layer}: of all layers that in which the heads differ most"
+    yield None
+    yield lambda width: _triangles(result, width)
+    yield None
+    legend = "  ".join(f"{character} from {index * 20} %" for index, character in enumerate(SHADES) if index)
+    earlier = max(0, len(result.pieces) - TOKENS_SHOWN)
+    left_out = f" {plural(earlier, 'earlier token')} not shown." if earlier else ""
+    yield f"A line for each token, a column for each token that it looks at: {legend}.{left_out}"
+
+
+def _triangles(result: HeadsResult, width: int) -> Iterator[Text]:
+    """Yield the lines of as many heads as fit beside one another."""
+    tokens = range(max(0, len(result.pieces) - TOKENS_SHOWN), len(result.pieces))
+    names = [quoted(result.pieces[token]) for token in tokens]
+    names = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in names]
+    edge, column = max(map(len, names)), max(len(tokens), len("KV head 0")) + 3
+    heads = range(min(len(result.weights), max(1, (width - edge) // column)))
+
+    def line(name: str, cells: "Iterable[str]", style: str = "") -> Text:
+        coloured = [
+            (f"{cell:<{column}}", f"{style} {sequence_style(head // result.group)}")
+            for head, cell in zip(heads, cells, strict=True)
+        ]
+        text = Text.assemble((f"{name:>{edge}}  ", QUIET), *coloured)
+        text.rstrip()
+        return text
+
+    yield line("", (f"head {head}" for head in heads), TITLE)
+    yield line("", (f"KV head {head // result.group}" for head in heads))
+    for row, name in zip(tokens, names, strict=True):
+        weights = result.weights[:, row, tokens.start : row + 1]
+        yield line(name, ("".join(map(shade, weights[head])) for head in heads))
+
+
+def shade(weight: float) -> str:
+    return SHADES[min(int(weight * len(SHADES)), len(SHADES) - 1)]

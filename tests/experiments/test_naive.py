@@ -1,18 +1,25 @@
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from forge.experiments.kv_cache import KvShape, cache_sentences
 from forge.experiments.kv_cache import screen as kv_cache_screen
 from forge.experiments.naive import (
+    HeadsResult,
+    attention_of,
     climb_sentences,
+    heads_object,
+    heads_screen,
     layers_sentence,
     operations_sentence,
     shares_by_layer,
     shares_by_operation,
 )
 from forge.experiments.naive import screen as naive_screen
+from forge.llm import LLM
 from forge.views.screen import draw
+from tests.small_models import write_small_qwen3
 from tests.views.records import climbing, flat, piped, run_of, written
 
 
@@ -103,3 +110,35 @@ def test_a_run_too_short_to_show_anything_says_so(forwards):
         console = piped()
         print_page(console)
         assert "Too few forwards" in written(console)
+
+
+def weights_of(*heads: list[list[float]]) -> HeadsResult:
+    return HeadsResult("small", 3, ("Once", " upon", " a"), np.array(heads, np.float32), 1)
+
+
+def test_heads_are_apart_by_the_weight_that_lies_on_different_tokens():
+    before = [[1, 0, 0], [1, 0, 0], [0, 1, 0]]
+    itself = [[1, 0, 0], [0, 1, 0], [0, 0.25, 0.75]]
+    result = weights_of(before, itself)
+    assert result.apart(0, 1) == pytest.approx((0 + 1 + 0.75) / 3) and result.apart(0, 0) == 0
+    facts = heads_object(result)
+    assert facts["apart_in_group"] == result.apart(0, 1)
+    assert [head["before"] for head in facts["heads"]] == [1.0, 0.125]
+
+
+def test_a_head_is_a_triangle_that_is_as_dark_as_its_weights():
+    console = piped(80)
+    draw(console, heads_screen(weights_of([[1, 0, 0], [0.5, 0.5, 0], [0.1, 0.3, 0.6]])))
+    lines = written(console).splitlines()
+    assert [line.rstrip() for line in lines[5:8]] == [' "Once"  █', '" upon"  ▒▒', '   " a"   ░▓']
+
+
+def test_the_weights_are_those_with_which_the_reference_attends(tmp_path, monkeypatch):
+    llm = LLM(write_small_qwen3(tmp_path / "small.gguf"), device="reference")
+    layers = attention_of(llm.model, llm.kv_dtype, [5, 6, 7, 8])
+    assert len(layers) == llm.model.num_layers
+    for layer in layers:
+        assert layer.sum(axis=-1) == pytest.approx(1) and (np.triu(layer, 1) == 0).all()
+    uniform = lambda q, keys: np.full((len(q), len(keys)), 1 / len(keys), np.float32)  # noqa: E731
+    monkeypatch.setattr("forge.backends.reference.attention_weights", uniform)
+    assert attention_of(llm.model, llm.kv_dtype, [5, 6, 7, 8])[-1][:, -1] == pytest.approx(0.25)
