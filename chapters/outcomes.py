@@ -86,6 +86,7 @@ def _rendered(block: Block, measured: Mapping[str, Any]) -> Iterator[Rendered]:
 def _of_prediction(predict: Predict, measured: Mapping[str, Any]) -> Iterator[Rendered]:
     question = predict.short_question
     expressions = [predict.expression] if predict.answer else []
+    expressions += [predict.condition] if predict.condition else []
     expressions += [outcome.condition for outcome in predict.outcomes if outcome.condition]
     expressions += [choice.condition for choice in predict.choices if choice.condition]
 

@@ -96,6 +96,8 @@ class Predict:
     """The question as its verdict repeats it; by default its sentences that end with a question mark."""
     untold: str = ""
     """What is said where the run does not tell the answer."""
+    condition: str = ""
+    """An expression. Where it does not hold, the run does not tell."""
 
     @property
     def expression(self) -> str:
@@ -112,7 +114,8 @@ class Predict:
         """The runs that its answer depends on."""
         choices = [choice.condition for choice in self.choices if choice.condition]
         outcomes = [outcome.condition for outcome in self.outcomes if outcome.condition]
-        expressions = [*choices, *outcomes, *expressions_in(self.answer)]
+        condition = [self.condition] if self.condition else []
+        expressions = [*choices, *outcomes, *condition, *expressions_in(self.answer)]
         return set().union(*map(names_in, expressions)) - {ANSWER, *GIVEN}
 
 
@@ -239,7 +242,7 @@ def expressions_of(block: Block) -> list[str]:
     if isinstance(block, Predict):
         texts = [block.question, block.answer, block.why, block.restated, block.untold]
         texts += [text for choice in block.choices for text in (choice.text, choice.why)]
-        conditions = [choice.condition for choice in block.choices]
+        conditions = [block.condition, *(choice.condition for choice in block.choices)]
     elif isinstance(block, Check):
         texts = [text for claim in block.claims for text in (claim.sentence, claim.otherwise, claim.unclaimed)]
         conditions = [condition for claim in block.claims for condition in (claim.expression, claim.condition)]
@@ -396,7 +399,7 @@ def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
     last = keys["question"]
     for text in body:
         match, choice = _KEY.match(text), _CHOICE.match(text)
-        if match and match["key"] in ("answer", "restated", "why", "else"):
+        if match and match["key"] in ("answer", "restated", "why", "if", "else"):
             last = keys.setdefault(match["key"], [])
             last.append(match["value"])
         elif match and match["key"] in _OUTCOMES:
@@ -413,6 +416,11 @@ def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
         raise ValueError("an answer is one placeholder, such as {{climb.last_over_second:times}}")
     if choices and [choice["word"] for choice, _ in choices].count("otherwise") != 1:
         raise ValueError("of the choices one ends with ', otherwise': it is right where no condition holds")
+    condition = " ".join(keys.get("if", [])).strip()
+    if condition:
+        check_expression(condition)
+        if "else" not in keys:
+            raise ValueError("a prediction's 'if: CONDITION' has an 'else: SENTENCE' for where the run does not tell")
     return Predict(
         _paragraph(keys["question"]),
         answer,
@@ -421,6 +429,7 @@ def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
         _outcomes(outcomes) if outcomes else (),
         _paragraph(keys.get("restated", [])),
         _paragraph(keys.get("else", [])),
+        condition,
     )
 
 

@@ -259,6 +259,8 @@ def chosen(outcomes: Sequence[Outcome], measured: Mapping[str, Any], touch: Touc
 
 def right_choice(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> int | None:
     try:
+        if predict.condition and not evaluate(predict.condition, measured, touch):
+            return None
         holds = [
             choice.condition is not None and bool(evaluate(choice.condition, measured, touch))
             for choice in predict.choices
@@ -271,6 +273,8 @@ def right_choice(predict: Predict, measured: Mapping[str, Any], touch: Touch | N
 
 def right_answer(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> float | int | None:
     try:
+        if predict.condition and not evaluate(predict.condition, measured, touch):
+            return None
         value = evaluate(predict.expression, measured, touch)
     except Unmeasured:
         return None

@@ -1,10 +1,12 @@
 import pytest
 
-from forge.book.chapter import Choice, Claim, Finding, Outcome, Predict, Run, parse_chapter
+from forge.book.chapter import ChapterError, Choice, Claim, Finding, Outcome, Predict, Run, Verdict, parse_chapter
+from forge.book.drawing import draw_block
 from forge.book.other_load import OtherLoad
 from forge.book.session import Guess, Session, closeness, parse_guess
 from forge.errors import UsageError
 from forge.views.report import Report
+from tests.views.records import piped, written
 
 RUN = Run("a", "forge naive --only run")
 HOW_LONG = Predict("How long?", "{{a.ms:ms}}", (), "")
@@ -153,3 +155,27 @@ def test_what_depends_on_a_run_that_is_left_out_is_left_out_too():
     made.given = ("model",)
     assert not made.unperformed(made.steps())
     assert [type(block).__name__ for step in made.steps() for block in step] == ["Run", "Prose", "Recap"]
+
+
+def test_a_prediction_whose_condition_does_not_hold_is_neither_answered_nor_scored():
+    told = Predict("How long?", "{{a.ms:ms}}", (), "", untold="It cannot tell.", condition="a.steady")
+    which = Predict("Which?", "", WHICH.choices, "", untold="It cannot tell.", condition="a.steady")
+    for predict in (told, which):
+        assert predict.names() == {"a"}
+        steady, shaken = session(ms=4.0, steady=True), session(ms=4.0, steady=False)
+        for made in (steady, shaken):
+            made.guesses[predict] = Guess("2", 1)
+        assert steady.verdict(predict) is not None and steady.score()[1] == 1
+        assert shaken.verdict(predict) is None and shaken.score() == (0, 0)
+        console = piped(80)
+        draw_block(console, Verdict(predict), shaken)
+        assert "It cannot tell." in written(console)
+
+
+def test_a_predictions_condition_says_what_is_told_where_it_does_not_hold():
+    text = (
+        "# T\n\n```forge run a\nforge naive\n```\n\n```forge predict\nHow long?\n\nanswer: {{a.ms:ms}}\nif: a.steady\n"
+    )
+    assert any(isinstance(block, Predict) for block in parse_chapter(f"{text}else: No.\n```\n").blocks)
+    with pytest.raises(ChapterError, match="'else: SENTENCE'"):
+        parse_chapter(f"{text}```\n")
