@@ -7,6 +7,7 @@ Every text is one line. Text that came with a request (a stop string, an error) 
 A new kind of reason is added to `Reason`; `assert_never` then makes mypy name each place that has to tell it.
 """
 
+import math
 from collections.abc import Callable
 from typing import assert_never
 
@@ -45,6 +46,13 @@ def _seq(seq_id: int) -> str:
 def class_name(phase: Phase | ExecutionClass) -> str:
     """Return what screens call a phase or a class of steps."""
     return "prefill-only" if phase == "prefill_only" else phase
+
+
+def two_digits(value: float) -> str:
+    """`12.3`, `2.1`, `0.21`, `0.021`: one decimal, and two significant digits below 1."""
+    size = abs(value)
+    decimals = 1 if size >= 0.95 or size == 0 else min(4, 1 - math.floor(math.log10(size)))
+    return f"{value:,.{decimals}f}"
 
 
 # A step's lines
@@ -110,7 +118,7 @@ def explain_cycle(cycle: SpecCycle) -> str:
     caches = [f"KV {' > '.join(map(str, cycle.target_positions))}"]
     if cycle.draft_positions is not None:
         caches.append(f"draft's {' > '.join(map(str, cycle.draft_positions))}")
-    return f"{text}; {', '.join(caches)}; {cycle.draft_ms:.1f} + {cycle.target_ms:.1f} ms"
+    return f"{text}; {', '.join(caches)}; {two_digits(cycle.draft_ms)} + {two_digits(cycle.target_ms)} ms"
 
 
 def explain_undrafted(undrafted: Undrafted) -> str:
@@ -181,7 +189,7 @@ def explain_wait(wait: Wait, seq_id: int) -> str:
     """Explain a wait: `waited 12 steps (31.0 ms): queued behind seq 32, which needed 8 blocks and 2 were free`."""
     again = " again" if wait.after == "preemption" else ""
     verb = "waited" if wait.ended else "has waited"
-    begin = f"{verb}{again} {_plural(wait.num_steps, 'step')} ({wait.seconds * 1e3:,.1f} ms)"
+    begin = f"{verb}{again} {_plural(wait.num_steps, 'step')} ({two_digits(wait.seconds * 1e3)} ms)"
     texts = [_because(cause, seq_id) for cause in wait.causes]
     if len(texts) > 1:
         pairs = zip(wait.causes, texts, strict=True)

@@ -4,9 +4,10 @@ Milliseconds have one decimal, and below 1 two significant digits; counts have t
 in powers of 1000.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from forge.trace.explain import two_digits
 
 NOTHING = "–"
 """Stands where there is no figure: a run without a first token has no time to it."""
@@ -15,13 +16,6 @@ NOTHING = "–"
 def ms(value: float | None) -> str:
     """Milliseconds as `two_digits` has them, without the unit."""
     return NOTHING if value is None else two_digits(value)
-
-
-def two_digits(value: float) -> str:
-    """`12.3`, `2.1`, `0.21`, `0.021`: one decimal, and two significant digits below 1."""
-    size = abs(value)
-    decimals = 1 if size >= 0.95 or size == 0 else min(4, 1 - math.floor(math.log10(size)))
-    return f"{value:,.{decimals}f}"
 
 
 def count(value: int) -> str:

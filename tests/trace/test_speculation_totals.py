@@ -34,7 +34,7 @@ def test_a_rollback_is_told_as_positions_in_both_caches():
     own = cycle("small", 2)
     assert own.target_positions == CachedPositions(9, 14, 12)
     assert own.draft_positions == CachedPositions(9, 13, 12)
-    assert explain_cycle(own) == "small 2 of 4; KV 9 > 14 > 12, draft's 9 > 13 > 12; 0.5 + 1.0 ms"
+    assert explain_cycle(own) == "small 2 of 4; KV 9 > 14 > 12, draft's 9 > 13 > 12; 0.50 + 1.0 ms"
     lost = cycle("small", 2, won=False)
     assert lost.target_positions == CachedPositions(9, 14, 9) and "another draft won" in explain_cycle(lost)
     everything = cycle("small", 4)

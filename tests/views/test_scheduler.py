@@ -128,7 +128,7 @@ def test_guesses_are_shown_with_their_acceptance_and_the_rollback_in_both_caches
     )
     record = replace(RUN.steps[3], items=(ItemRecord(2, "decode", 9, 1, 0, 4),), cycles=(cycle,))
     for text in shown(record):
-        assert "decode 1 seq + 4 guesses" in text and "small 1 of 4; KV 9 > 14 > 11; 0.5 + 1.0 ms" in text
+        assert "decode 1 seq + 4 guesses" in text and "small 1 of 4; KV 9 > 14 > 11; 0.50 + 1.0 ms" in text
     console, own = piped(), history((*RUN.steps[:3], record))
     print_serving(console, own, own.requests())
     assert "small guesses 1 of 4 accepted (25 %; by position 100 0 0 0), 0.50 ms" in written(console)

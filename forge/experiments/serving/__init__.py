@@ -245,7 +245,7 @@ def screen(result: Crowded, facts: dict[str, Any]) -> Iterator[Part]:
     yield from (*_strips(result), None)
     clients = [client | {"number": number} for number, client in enumerate(facts["clients"][:ROWS_SHOWN], 1)]
     columns = ["client: {number} {kind}", "TTFT, ms: {first_ms:ms}", "TPOT, ms: {per_token_ms:ms}"]
-    columns += ["longest: {longest_gap_ms:ms}", "all, ms: {end_to_end_ms:.0f}", "tokens: {tokens:count}"]
+    columns += ["longest: {longest_gap_ms:ms}", "all, ms: {end_to_end_ms:,.0f}", "tokens: {tokens:count}"]
     yield Table.of(clients, *columns, "events: {events:count}", "ended: {finish_reason}", lefts=(7,))
     if (left := len(result.visits) - ROWS_SHOWN) > 0:
         yield f"… and {plural(left, 'more reader')}"
@@ -279,8 +279,8 @@ def _sentences(facts: dict[str, Any]) -> list[Text]:
         ),
         (
             "late",
-            f"all was there after {late['done_after_ms'] or 0:.0f} ms, it read from "
-            f"{late['began_to_read_after_ms']:.0f} ms on",
+            f"all was there after {late['done_after_ms'] or 0:,.0f} ms, it read from "
+            f"{late['began_to_read_after_ms']:,.0f} ms on",
         ),
         (
             "overload",
