@@ -3,7 +3,7 @@
 [dim]forge prefix --only run --branches 5 --requests 8[/dim]
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
-from forge.trace.records import BlockSplit, PrefixHit
+from forge.trace.records import BlockEvicted, BlockSplit, PrefixHit, StepRecord
 from forge.views.blocks import BlockScreen
 from forge.views.formatting import count, plural
 from forge.views.json_output import as_object
@@ -55,7 +55,7 @@ FORK_QUESTION = "What does a story cost that begins as another did?"
 RUBRIC_QUESTION = "What does a rubric cost that every request begins with?"
 LEADS_ON = "Your own prompts, one to a line:\n  forge compare --kv paged vs prefix --prompts FILE"
 NAMES = ("paged", "prefix")
-_BAR = 40
+_BAR, _EVICTIONS = 40, 4
 _SHOWN = 160
 """Characters of a text that are worth seeing."""
 
@@ -64,7 +64,7 @@ _SHOWN = 160
 class Sizes:
     """The numbers of continuations and requests, and where the continuations branch."""
 
-    branches: int = option(3, "Ways in which the story goes on.", _SIZES)
+    branches: int = option(3, "Ways in which the story goes on; 0 leaves it out.", _SIZES)
     branch_at: int | None = option(
         None,
         "Output tokens that the branches share with the story.",
@@ -87,7 +87,7 @@ def prefix(
     json: options.JsonOption = False,
 ) -> Experiment:
     branches, branch_at, requests = sizes.branches, sizes.branch_at, sizes.requests
-    for name, value, least in (("--branches", branches, 1), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):
+    for name, value, least in (("--branches", branches, 0), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):
         if value < least:
             raise UsageError(f"{name} is at least {least}, and {value} is less")
     if branch_at is not None and not 0 < branch_at < max_tokens:
@@ -102,14 +102,14 @@ def prefix(
             from forge.experiments.snapshot import snapshot_report
 
             return snapshot_report(llm, text, max_tokens, place)
-        fork = _fork_story(llm, text, max_tokens, branches, place, output.pace, json)
+        fork = _fork_story(llm, text, max_tokens, branches, place, output.pace, json) if branches else None
         texts = [shared + QUESTIONS[number % len(QUESTIONS)] for number in range(requests)]
         with_index = _share_rubric(llm, texts, output.pace, json)
         alone = _share_rubric(create_llm(engine, kv="paged"), texts, 0.0, quiet=True)
         result = PrefixExperiment(text, fork, len(llm.tokenizer.encode(shared)), alone, with_index)
         return report(prefix_object(result), lambda: screen(result))
 
-    return Experiment(run, alone=sizes.snapshot)
+    return Experiment(run, alone=sizes.snapshot or not branches)
 
 
 def _fork_story(
@@ -185,11 +185,45 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class Eviction:
+    """A cached block that was evicted, and its place in the last table that had it."""
+
+    step: int
+    block: int
+    seq_id: int
+    place: int
+    """Counted from 1."""
+    num_full: int
+    """The full blocks of that table: only these are cached."""
+
+    @property
+    def text(self) -> str:
+        return (
+            f"step {self.step:>3}  block {self.block} evicted: number {self.place} of the "
+            f"{plural(self.num_full, 'full block')} that seq {self.seq_id} had"
+        )
+
+
+def evictions(records: Sequence[StepRecord]) -> list[Eviction]:
+    """Return the evictions of a run that was recorded with its blocks."""
+    had: dict[int, tuple[int, int, int]] = {}
+    found = []
+    for step, record in enumerate(records, start=1):
+        evicted = [event.block for event in record.events if isinstance(event, BlockEvicted)]
+        found += [Eviction(step, block, *had[block]) for block in evicted if block in had]
+        for table in record.blocks.tables if record.blocks is not None else ():
+            num_full = table.computed // record.cache.block_size
+            had |= {block: (table.owner, place, num_full) for place, block in enumerate(table.blocks, start=1)}
+    return found
+
+
+@dataclass(frozen=True)
 class PrefixExperiment:
     """The results of `forge prefix`."""
 
     prompt: str
-    fork: Fork
+    fork: Fork | None
+    """None where no branch was asked for."""
     rubric_tokens: int
     alone: WatchedRun
     """With `paged`: every request computes the rubric."""
@@ -205,31 +239,12 @@ class PrefixExperiment:
 def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
     """Return the experiment as facts."""
     fork, alone, shared = experiment.fork, experiment.alone, experiment.shared
-    story, branches = fork.result.outputs
     return {
-        "model": fork.result.label.model,
+        "model": shared.timed.label.model,
         "prompt": experiment.prompt,
         "block_size": shared.figures.block_size,
         "num_blocks": shared.figures.num_blocks,
-        "story": {
-            "text": story.outputs[0].text,
-            "tokens": len(story.prompt_token_ids) + len(story.outputs[0].token_ids),
-            "branch_at": fork.branch_at,
-            "beginning": fork.beginning,
-            "beginning_tokens": len(branches.prompt_token_ids),
-            "branches": [sample.text for sample in branches.outputs],
-            "hit_tokens": fork.hit.num_tokens if fork.hit else 0,
-            "hit_blocks": list(fork.hit.blocks) if fork.hit else [],
-            "splits": [
-                {"sequence": fork.screen.names.number(split.seq_id), **as_object(split, without=("seq_id",))}
-                for split in fork.splits
-            ],
-            "copies": len(fork.splits),
-            "num_branches": len(branches.outputs),
-            "most_blocks_saved": fork.most_saved,
-            "tokens_computed": fork.result.tokens_computed,
-            "tokens_without_sharing": fork.tokens_without,
-        },
+        "story": None if fork is None else _fork_object(fork),
         "rubric": {
             "tokens": experiment.rubric_tokens,
             "requests": [
@@ -244,9 +259,33 @@ def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
             "paged": _run_object(alone),
             "prefix": _run_object(shared),
             "hit_rate": shared.figures.hit_rate,
+            "evicted": [as_object(eviction) for eviction in evictions(shared.watched.records)],
             "fewer_tokens": alone.timed.tokens_computed / shared.timed.tokens_computed,
         },
         "identical": experiment.identical,
+    }
+
+
+def _fork_object(fork: Fork) -> dict[str, Any]:
+    story, branches = fork.result.outputs
+    return {
+        "text": story.outputs[0].text,
+        "tokens": len(story.prompt_token_ids) + len(story.outputs[0].token_ids),
+        "branch_at": fork.branch_at,
+        "beginning": fork.beginning,
+        "beginning_tokens": len(branches.prompt_token_ids),
+        "branches": [sample.text for sample in branches.outputs],
+        "hit_tokens": fork.hit.num_tokens if fork.hit else 0,
+        "hit_blocks": list(fork.hit.blocks) if fork.hit else [],
+        "splits": [
+            {"sequence": fork.screen.names.number(split.seq_id), **as_object(split, without=("seq_id",))}
+            for split in fork.splits
+        ],
+        "copies": len(fork.splits),
+        "num_branches": len(branches.outputs),
+        "most_blocks_saved": fork.most_saved,
+        "tokens_computed": fork.result.tokens_computed,
+        "tokens_without_sharing": fork.tokens_without,
     }
 
 
@@ -260,7 +299,9 @@ def _run_object(run: WatchedRun) -> dict[str, Any]:
 
 def screen(experiment: PrefixExperiment) -> Iterator[Part]:
     """Draw the fork with the moment of its first split, then the rubric request by request, then both caches."""
-    yield from (*_fork_parts(experiment.fork), None, *_rubric_parts(experiment), leads_on(LEADS_ON))
+    if experiment.fork is not None:
+        yield from (*_fork_parts(experiment.fork), None)
+    yield from (*_rubric_parts(experiment), leads_on(LEADS_ON))
 
 
 def _fork_parts(fork: Fork) -> Iterator[Part]:
@@ -300,6 +341,8 @@ def _rubric_parts(experiment: PrefixExperiment) -> Iterator[Part]:
     yield lambda width: _request_lines(shared, min(_BAR, max(8, width - 44)))
     first, second = (run.timed.time_to_first_token_ms for run in (alone, shared))
     gains = {"first token, median": first / second if first is not None and second else None}
+    if evicted := evictions(shared.watched.records):
+        yield from (None, *sentences(eviction.text for eviction in evicted[:_EVICTIONS]))
     yield from (None, sides(NAMES, (alone, shared), *_ROWS, gains=gains), None)
     told = plural(sum(map(len, shared.timed.token_ids)), "token")
     yield verdict(experiment.identical, f"{told} of {requests}", "the answers differ")
@@ -331,6 +374,7 @@ _ROWS = (
     "blocks used at once: {figures.most_blocks:count}",
     "blocks saved at once: {figures.most_blocks_saved:count}",
     "copied on write: {figures.copy_on_write:count}",
+    "evicted: {figures.evictions:count}",
 )
 
 

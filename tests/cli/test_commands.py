@@ -307,6 +307,20 @@ def test_prefix_forks_a_story_and_shares_a_rubric(forge, small, tmp_path):
         assert expected in found.out
 
 
+def test_prefix_without_branches_says_which_blocks_a_small_pool_evicts_and_in_which_order(forge, small, tmp_path):
+    (tmp_path / "rubric.txt").write_text("Read the story of the fox and answer.\n")
+    line = ("prefix", "Once", "16", "--block-size", "4", "--branches", "0", "--requests", "6", "--num-blocks", "32")
+    line = (*line, *small, "--rubric", str(tmp_path / "rubric.txt"))
+    found = forge(*line)
+    assert found.status == 0 and "── 5 ·" not in found.out and "began as a fork" not in found.out
+    facts = json.loads(forge(*line, "--json").out)
+    assert facts["story"] is None and facts["identical"]
+    evicted = facts["rubric"]["evicted"]
+    assert len(evicted) == facts["rubric"]["prefix"]["evictions"] > 1
+    assert f"block {evicted[0]['block']} evicted: number {evicted[0]['place']} of the" in found.out
+    assert evicted[0]["place"] == evicted[0]["num_full"], "a sequence releases its last block first"
+
+
 def test_prefix_shows_what_a_snapshot_holds(forge, small):
     line = ("prefix", "Once", "16", "--block-size", "4", "--branch-at", "7", "--snapshot", *small)
     found = forge(*line)
