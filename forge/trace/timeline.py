@@ -1,22 +1,23 @@
-"""The timeline of every request: its times, waits, preemptions, forwards and draft cycles, read from `StepRecord`s.
+"""The timeline of every request, read from `StepRecord`s: its times, waits, preemptions, forwards and draft cycles.
+
+A timeline enters what a record says with the sequence that it names, and keeps which sequences each step refused. A
+wait is a range of steps, and its causes are what these steps say: why they refused the sequence or, where they do not
+name it, the front of the queue.
 
 The engine writes what happens into the `journal` and calls no reader; a timeline reads the journal when it is asked.
 The server, the views, replay and the exports read records by the same class, so a recorded run has the timeline that
 the run itself had.
-
-Why did a sequence wait? One tally for the whole queue counts the steps in which its front waited for each kind of
-reason. A wait notes the tally when it begins, and advances its note in steps in which the sequence had a reason of its
-own; the difference at the end is what it waited for behind others.
 """
 
 import signal
 import threading
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 from forge.reasons import AGING_TOKENS, Deferred, FinishReason, WaitReason
 from forge.trace.records import (
@@ -25,11 +26,12 @@ from forge.trace.records import (
     CachedPositions,
     EndRecord,
     FinishRecord,
+    ItemRecord,
     PreemptRecord,
     RequestMetrics,
     RequestTimes,
-    SpecCycle,
     StepRecord,
+    TokenRecord,
     WaitRecord,
 )
 
@@ -68,7 +70,7 @@ class Wait:
     """The first step that left the sequence out."""
     num_steps: int
     seconds: float
-    causes: tuple[Cause, ...]
+    causes: tuple[Cause, ...] = ()
     """In the order in which they last held."""
     ended: bool = True
     """Whether the sequence was admitted. A wait that has not ended counts up to the last step."""
@@ -106,44 +108,51 @@ class DraftCycle:
     target_positions: CachedPositions
     draft_positions: CachedPositions | None
 
-    @classmethod
-    def of(cls, cycle: SpecCycle, step: int) -> "DraftCycle":
-        """Take the numbers from a cycle of one step."""
-        counts = len(cycle.proposed), cycle.num_accepted, len(cycle.emitted)
-        return cls(step, cycle.proposer, *counts, cycle.won, cycle.target_positions, cycle.draft_positions)
 
-
-@dataclass(frozen=True)
+@dataclass
 class RequestTimeline(RequestTimes):
     """The history of one sequence of a request (one of its samples) so far. Seconds on the engine's clock."""
 
     seq_id: int
-    request_id: str | None
-    """None where the records begin after its arrival, as for the next three."""
-    sample: int
-    num_prompt_tokens: int | None
-    arrived: float | None
-    admitted: float | None
+    entered: int
+    """The first step after it was known."""
+    request: ArriveRecord | None = None
+    """None where the records begin after its arrival, as for what follows from it."""
+    sample: int = 0
+    place: int = 0
+    """Its request's place in the order of arrival."""
+    arrived: float | None = None
+    admitted: float | None = None
     """When it first began to run."""
-    first_token: float | None
-    """When the first output token was known."""
-    last_token: float | None
-    num_output_tokens: int
-    tokens_cached: int
+    first_token: float | None = None
+    """When the first output token was known. This and the next two are set when the timeline is asked for."""
+    last_token: float | None = None
+    num_output_tokens: int = 0
+    tokens_cached: int = 0
     """Tokens found in the cache at the first admission."""
-    forwards: tuple[StepSpan, ...]
+    forwards: list[StepSpan] = field(default_factory=list)
     """The steps that it took part in."""
-    rows: tuple[int, ...]
+    rows: list[int] = field(default_factory=list)
     """Its rows in each of them, draft tokens included."""
-    token_steps: tuple[StepSpan, ...]
+    token_steps: list[StepSpan] = field(default_factory=list)
     """The step of each output token."""
-    finish: FinishRecord | None
+    finish: FinishRecord | None = None
     """How it ended; None if it has not."""
-    finished_step: int | None
-    admissions: tuple[Admission, ...]
-    waits: tuple[Wait, ...]
-    preemptions: tuple[Preemption, ...]
-    cycles: tuple[DraftCycle, ...]
+    finished_step: int | None = None
+    admissions: list[Admission] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
+    cycles: list[DraftCycle] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str | None:
+        """The id of its request, where that is known."""
+        return None if self.request is None else self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        """The length of its prompt, where that is known."""
+        return None if self.request is None else self.request.num_prompt_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -163,81 +172,12 @@ class RequestTimeline(RequestTimes):
     @property
     def tokens_recomputed(self) -> int:
         """The number of tokens that were computed before a preemption and again after it."""
-        return sum(preemption.tokens_recomputed for preemption in self.preemptions)
+        return sum([preemption.tokens_recomputed for preemption in self.preemptions])
 
     @property
     def steps_waited(self) -> int:
         """The number of steps that it spent in the queue, over all its waits."""
         return sum(wait.num_steps for wait in self.waits)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """The steps in which the front of the queue waited for one kind of reason, over the whole run."""
-
-    front: WaitRecord
-    """As of the last of these steps."""
-    previous: WaitRecord
-    """Of the sequence that was at the front before that one."""
-    steps: int = 0
-    changes: int = 0
-    """How often another sequence came to the front."""
-    last_step: int = 0
-
-    def add(self, front: WaitRecord, step: int) -> bool:
-        """Count a step; return whether another sequence has come to the front."""
-        changed = self.front.seq_id != front.seq_id or not self.steps
-        if changed:
-            self.previous = self.front
-        self.front, self.last_step = front, step
-        self.steps, self.changes = self.steps + 1, self.changes + changed
-        return changed
-
-
-@dataclass(slots=True)
-class _OpenWait:
-    """A wait that has not ended."""
-
-    after: QueuedAfter
-    first_step: int
-    since: float
-    before: dict[type, tuple[int, int]]
-    """By kind of reason: the steps and changes of the tally that are not this wait's."""
-    by_kind: dict[type, tuple[WaitRecord, int, int]] = field(default_factory=dict)
-    """By kind: the sequence's own reason, in how many steps it had one, and the last of them."""
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """The state of a sequence's timeline."""
-
-    seq_id: int
-    request: ArriveRecord | None = None
-    """None for one that is met before its arrival, in a trace from the middle of a run."""
-    sample: int = 0
-    arrival: int = 0
-    """Its request's place in the order of arrival."""
-    admitted: float | None = None
-    tokens_cached: int = 0
-    forwards: list[StepSpan] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    token_steps: list[StepSpan] = field(default_factory=list)
-    finish: FinishRecord | None = None
-    finished_step: int | None = None
-    admissions: list[Admission] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
-    preemptions: list[Preemption] = field(default_factory=list)
-    tokens_lost: int = 0
-    """By the last preemption, until the sequence is admitted again and the cache says how many it still has."""
-    cycles: list[DraftCycle] = field(default_factory=list)
-
-    @property
-    def first_token(self) -> float | None:
-        return self.token_steps[0].ended if self.token_steps else None
-
-    @property
-    def last_token(self) -> float | None:
-        return self.token_steps[-1].ended if self.token_steps else None
 
 
 class Timeline:
@@ -249,21 +189,18 @@ class Timeline:
     def __init__(self) -> None:
         self.journal: deque[StepRecord | ArriveRecord | FinishRecord] = deque()
         """What the engine wrote and has not been read: steps, and what happened between them."""
-        self._sequences: dict[int, _Sequence] = {}
-        self._without_admission: set[int] = set()
-        """Sequences that begin without an `AdmitRecord`: samples after a request's first, and unknown ones."""
+        self._sequences: dict[int, RequestTimeline] = {}
+        self._waiting: dict[int, tuple[QueuedAfter, int, float]] = {}
+        """Of each queued sequence: after what, the first step that leaves it out, and since when it waits."""
+        self._running: dict[int, RequestTimeline] = {}
+        """In the order of admission."""
+        self._refused: list[tuple[int, tuple[WaitRecord, ...]]] = []
+        """Each step that refused sequences, and which, back to the arrival of the oldest sequence that is known."""
         self._told: set[int] = set()
         """The first sequence of each request that `arrive` told of and no step's record has named yet."""
         self._seq_ids: dict[str, tuple[int, ...]] = {}
         """By request id."""
-        self._num_arrived = 0
-        self._waiting: dict[int, _OpenWait] = {}
-        """The queue, in the order in which sequences came to it."""
-        self._running: dict[int, None] = {}
-        """In the order of admission."""
-        self._tallies: dict[type, _Tally] = {}
-        self._step = 0
-        self._now = 0.0
+        self._num_arrived, self._step, self._now = 0, 0, 0.0
 
     # Records in
 
@@ -273,25 +210,23 @@ class Timeline:
         Ctrl-C takes effect at the end. After another exception in between the next call goes on: an arrival or an end
         is taken in again, which changes nothing; of a step, times and counts may be missing.
         """
-        if not self.journal:
-            return
-        with _late_interrupt():
+        with _late_interrupt() if self.journal else nullcontext():
             while self.journal:
                 entry = self.journal[0]
-                if isinstance(entry, StepRecord):
-                    self.add(self.journal.popleft())  # type: ignore[arg-type]
-                    continue
-                if isinstance(entry, ArriveRecord):
-                    self.arrive(entry)
-                else:
-                    self.end(entry.seq_id, entry.reason)
+                match entry:
+                    case ArriveRecord():
+                        self.arrive(entry)
+                    case FinishRecord():
+                        self.end(entry.seq_id, entry.reason)
                 self.journal.popleft()
+                if isinstance(entry, StepRecord):
+                    self.add(entry)
 
     def arrive(self, request: ArriveRecord) -> None:
         """Take in a request as soon as it is queued. The next step's record names it again, which changes nothing, even
         if it has ended and been forgotten meanwhile."""
         self._told.add(request.seq_ids[0])
-        self._arrive(request, self._step + 1)
+        self._enter(request, self._step + 1)
 
     def add(self, record: StepRecord) -> None:
         """Take in the next step."""
@@ -299,27 +234,33 @@ class Timeline:
             if request.seq_ids[0] in self._told:
                 self._told.discard(request.seq_ids[0])
             else:
-                self._arrive(request, record.step)
+                self._enter(request, record.step)
         for admission in record.admitted:
             self._admit(admission, record)
         for preemption in record.preempted:
-            self._preempt(preemption, record)
-        if record.execution_class == "prefill_only" or (record.items and record.items[-1].phase == "prefill_only"):
-            self._begin_prefill_only(record)  # they come last
+            self._known(preemption.seq_id).preemptions.append(Preemption(record.step, preemption))
+            self._leave(preemption.seq_id)
+            self._waiting[preemption.seq_id] = ("preemption", record.step, record.started)
         if record.waiting:
-            self._count_waits(record.waiting, record)
-        self._step, self._now = record.step, record.ended
-        sequences, span = self._sequences, StepSpan(record.step, record.started, record.ended, record.forward_ms)
-        for seq_id, _, _, num_tokens, _, num_draft_tokens in record.items:  # by place: there may be thousands
-            sequence = sequences.get(seq_id) or self._unknown(seq_id)
+            self._refused.append((record.step, record.waiting))
+            for wait in record.waiting:
+                if wait.seq_id not in self._waiting:  # its arrival was not recorded
+                    self._known(wait.seq_id)
+                    self._waiting[wait.seq_id] = ("arrival", record.step, record.started)
+        running, span = self._running, StepSpan(record.step, record.started, record.ended, record.forward_ms)
+        for item in record.items:
+            seq_id, _, _, num_tokens, _, num_draft_tokens = item  # by place: there may be thousands
+            sequence = running.get(seq_id) or self._begin_unadmitted(item, record)
             sequence.forwards.append(span)
             sequence.rows.append(num_tokens + num_draft_tokens)
         for token in record.tokens:
-            (sequences.get(token.seq_id) or self._unknown(token.seq_id)).token_steps.append(span)
-        if self._without_admission:
-            self._begin_without_admission(record)
+            (running.get(token.seq_id) or self._begin_sample(token, record)).token_steps.append(span)
+        self._step, self._now = record.step, record.ended
         for cycle in record.cycles:
-            self._known(cycle.seq_id).cycles.append(DraftCycle.of(cycle, record.step))
+            counts = len(cycle.proposed), cycle.num_accepted, len(cycle.emitted)
+            positions = cycle.target_positions, cycle.draft_positions
+            draft_cycle = DraftCycle(record.step, cycle.proposer, *counts, cycle.won, *positions)
+            self._known(cycle.seq_id).cycles.append(draft_cycle)
         for finish in record.finished:
             self._finish(finish)
 
@@ -335,13 +276,15 @@ class Timeline:
                 self.end(seq_id, reason)
 
     def forget(self, seq_id: int) -> None:
-        """Drop a sequence."""
+        """Drop a sequence, and the refusals that no other one asks for."""
         self.read()
         sequence = self._sequences.pop(seq_id, None)
-        request = sequence.request if sequence is not None else None
-        if request is not None and self._seq_ids.get(request.request_id) == request.seq_ids:
-            del self._seq_ids[request.request_id]
         self._leave(seq_id)
+        if sequence is not None and sequence.request is not None:
+            self._seq_ids.pop(sequence.request.request_id, None)
+        if self._refused:
+            oldest = next(iter(self._sequences.values()), None)
+            del self._refused[: len(self._refused) if oldest is None else self._index_of(oldest.entered)]
 
     # Timelines out
 
@@ -362,31 +305,13 @@ class Timeline:
         return tuple(sorted(self._waiting, key=lambda seq_id: self._queue_key(seq_id, order))[:most])
 
     def request(self, seq_id: int) -> RequestTimeline:
-        """Return the timeline of one sequence so far. Raises `KeyError` for one that is not known."""
+        """Return a copy of the timeline of one sequence so far. Raises `KeyError` for one that is not known."""
         self.read()
-        sequence, waiting = self._sequences[seq_id], self._wait(seq_id, self._step, self._now, ended=False)
-        request = sequence.request
-        return RequestTimeline(
-            seq_id=seq_id,
-            request_id=request.request_id if request else None,
-            sample=sequence.sample,
-            num_prompt_tokens=request.num_prompt_tokens if request else None,
-            arrived=request.arrived if request else None,
-            admitted=sequence.admitted,
-            first_token=sequence.first_token,
-            last_token=sequence.last_token,
-            num_output_tokens=len(sequence.token_steps),
-            tokens_cached=sequence.tokens_cached,
-            forwards=tuple(sequence.forwards),
-            rows=tuple(sequence.rows),
-            token_steps=tuple(sequence.token_steps),
-            finish=sequence.finish,
-            finished_step=sequence.finished_step,
-            admissions=tuple(sequence.admissions),
-            waits=(*sequence.waits, *([waiting] if waiting else ())),
-            preemptions=tuple(sequence.preemptions),
-            cycles=tuple(sequence.cycles),
-        )
+        sequence = self._sequences[seq_id]
+        waits = [*sequence.waits, *self._wait(seq_id, self._step, self._now, ended=False)]
+        lists: dict[str, Any] = {name: value[:] for name, value in vars(sequence).items() if isinstance(value, list)}
+        lists["waits"] = [replace(wait, causes=self._causes(seq_id, wait)) for wait in waits]
+        return replace(sequence, **_token_times(sequence), **lists)
 
     def requests(self) -> tuple[RequestTimeline, ...]:
         """Return the timelines of all sequences, in the order of their ids."""
@@ -400,86 +325,69 @@ class Timeline:
         assert sequence.request is not None, f"no arrival of sequence {seq_id}"
         return RequestMetrics(
             num_prompt_tokens=sequence.request.num_prompt_tokens,
-            num_output_tokens=len(sequence.token_steps),
             arrived=sequence.request.arrived,
-            first_token=sequence.first_token,
-            last_token=sequence.last_token,
             forward_ms=tuple([span.forward_ms for span in sequence.forwards]),
             forward_tokens=tuple(sequence.rows),
             admitted=sequence.admitted,
-            times_preempted=len(sequence.preemptions),
-            tokens_recomputed=sum([preemption.tokens_recomputed for preemption in sequence.preemptions]),
+            times_preempted=sequence.times_preempted,
+            tokens_recomputed=sequence.tokens_recomputed,
             tokens_cached=sequence.tokens_cached,
+            **_token_times(sequence),
         )
 
-    # Arrivals, admissions, preemptions, ends
+    # Arrivals, admissions, ends
 
-    def _known(self, seq_id: int) -> _Sequence:
-        return self._sequences.get(seq_id) or self._unknown(seq_id)
+    def _known(self, seq_id: int) -> RequestTimeline:
+        """Return a sequence. Enters one whose arrival is not in the records."""
+        return self._sequences.get(seq_id) or self._sequences.setdefault(seq_id, RequestTimeline(seq_id, self._step))
 
-    def _unknown(self, seq_id: int) -> _Sequence:
-        """Enter a sequence whose arrival is not in the records."""
-        self._without_admission.add(seq_id)
-        sequence = self._sequences[seq_id] = _Sequence(seq_id)
-        return sequence
-
-    def _arrive(self, request: ArriveRecord, first_step: int) -> None:
+    def _enter(self, request: ArriveRecord, first_step: int) -> None:
         """Enter a request: its first sample waits in the queue; further ones begin when their prompt has been
         computed."""
         self._seq_ids[request.request_id] = request.seq_ids
         self._num_arrived += 1
         for sample, seq_id in enumerate(request.seq_ids):
-            self._sequences[seq_id] = _Sequence(seq_id, request, sample, self._num_arrived)
-        self._without_admission.update(request.seq_ids[1:])
-        self._waiting[request.seq_ids[0]] = self._open_wait("arrival", first_step, request.arrived)
+            place = self._num_arrived
+            self._sequences[seq_id] = RequestTimeline(seq_id, first_step, request, sample, place, request.arrived)
+        self._waiting[request.seq_ids[0]] = ("arrival", first_step, request.arrived)
 
     def _admit(self, admission: AdmitRecord, record: StepRecord) -> None:
-        sequence = self._known(admission.seq_id)
-        self._begin(sequence, record, admission.num_cached)
-        self._running[admission.seq_id] = None
+        sequence = self._begin(self._known(admission.seq_id), record, admission.num_cached)
+        last = sequence.admissions[-1].step if sequence.admissions else 0
         sequence.admissions.append(Admission(record.step, admission))
-        if sequence.tokens_lost:
-            recomputed = max(0, sequence.tokens_lost - admission.num_cached)
-            sequence.preemptions[-1] = replace(sequence.preemptions[-1], tokens_recomputed=recomputed)
-            sequence.tokens_lost = 0
+        if sequence.preemptions and (preemption := sequence.preemptions[-1]).step > last:
+            recomputed = max(0, preemption.record.tokens_lost - admission.num_cached)
+            sequence.preemptions[-1] = replace(preemption, tokens_recomputed=recomputed)
 
-    def _begin(self, sequence: _Sequence, record: StepRecord, num_cached: int) -> None:
-        """Take a sequence out of the queue: it begins with this step."""
-        self._close_wait(sequence, record.step - 1, record.started, ended=True)
+    def _begin(self, sequence: RequestTimeline, record: StepRecord, num_cached: int) -> RequestTimeline:
+        """Move a sequence from the queue to the batch: it runs from this step on."""
+        sequence.waits += self._wait(sequence.seq_id, record.step - 1, record.started, ended=True)
         self._leave(sequence.seq_id)
+        if sequence.finish is None:
+            self._running[sequence.seq_id] = sequence
         if sequence.admitted is None:
             sequence.admitted, sequence.tokens_cached = record.started, num_cached
+        return sequence
 
-    def _begin_prefill_only(self, record: StepRecord) -> None:
-        """Begin prefill-only requests, which end in the same step and need no admission."""
-        for item in record.items:
-            sequence = self._known(item.seq_id)
-            if item.phase == "prefill_only" and sequence.admitted is None:
-                self._begin(sequence, record, item.start)
+    def _begin_unadmitted(self, item: ItemRecord, record: StepRecord) -> RequestTimeline:
+        """Begin a sequence that computes rows without an `AdmitRecord`: a prefill-only request, which ends in the same
+        step, a further sample, or one that ran before the records began."""
+        sequence = self._known(item.seq_id)
+        if sequence.admitted is not None:
+            self._waiting.pop(item.seq_id, None)  # a sample that had a slot and sat steps out was in no queue
+        return self._begin(sequence, record, item.start if item.phase == "prefill_only" else 0)
 
-    def _begin_without_admission(self, record: StepRecord) -> None:
-        """Begin a further sample: it has its first token when the prompt is computed, and runs from its first own row
-        on."""
-        without = self._without_admission
-        for token in record.tokens:
-            if token.seq_id in without and self._sequences[token.seq_id].admitted is None:
-                self._sequences[token.seq_id].admitted = record.started
-                self._waiting[token.seq_id] = self._open_wait("arrival", record.step + 1, record.ended)
-        for item in record.items:
-            if item.seq_id in without:
-                self._leave(item.seq_id)
-                self._running[item.seq_id] = None
-
-    def _preempt(self, preemption: PreemptRecord, record: StepRecord) -> None:
-        sequence = self._known(preemption.seq_id)
-        sequence.preemptions.append(Preemption(record.step, preemption))
-        sequence.tokens_lost = preemption.tokens_lost
-        self._leave(preemption.seq_id)
-        self._waiting[preemption.seq_id] = self._open_wait("preemption", record.step, record.started)
+    def _begin_sample(self, token: TokenRecord, record: StepRecord) -> RequestTimeline:
+        """Begin a further sample: it has its first token when the prompt is computed, and waits until it computes."""
+        sequence = self._known(token.seq_id)
+        if sequence.admitted is None:
+            sequence.admitted = record.started
+            self._waiting[token.seq_id] = ("arrival", record.step + 1, record.ended)
+        return sequence
 
     def _finish(self, finish: FinishRecord) -> None:
         sequence = self._known(finish.seq_id)
-        self._close_wait(sequence, self._step, self._now, ended=False)
+        sequence.waits += self._wait(finish.seq_id, self._step, self._now, ended=False)
         self._leave(finish.seq_id)
         if sequence.finish is None or sequence.finish == FinishRecord(finish.seq_id, finish.reason):
             sequence.finish, sequence.finished_step = finish, self._step  # a step's record may say more than `end` did
@@ -488,69 +396,51 @@ class Timeline:
         """Take a sequence out of the queue and out of the batch, wherever it is."""
         self._waiting.pop(seq_id, None)
         self._running.pop(seq_id, None)
-        self._without_admission.discard(seq_id)
 
     # Waits
 
     def _queue_key(self, seq_id: int, order: str) -> tuple[int, float, int]:
-        sequence = self._sequences[seq_id]
-        request = sequence.request
+        request, place = self._sequences[seq_id].request, self._sequences[seq_id].place
         if request is None:
             return 0, -1.0, seq_id  # it came before the records began
         tokens = request.num_prompt_tokens + request.max_output_tokens
-        aged = tokens + AGING_TOKENS * sequence.arrival
-        return {"priority": request.priority, "sjf": tokens, "sjf-aged": aged}.get(order, 0), request.arrived, seq_id
+        keys = {"priority": request.priority, "sjf": tokens, "sjf-aged": tokens + AGING_TOKENS * place}
+        return keys.get(order, 0), request.arrived, seq_id
 
-    def _open_wait(self, after: QueuedAfter, first_step: int, since: float) -> _OpenWait:
-        before = {kind: (tally.steps, tally.changes) for kind, tally in self._tallies.items()}
-        return _OpenWait(after, first_step, since, before)
+    def _wait(self, seq_id: int, last_step: int, until: float, ended: bool) -> list[Wait]:
+        """Return the wait of a queued sequence up to `last_step`, without causes; none if every step computed it."""
+        after, first_step, since = self._waiting.get(seq_id, ("arrival", last_step + 1, until))
+        num_steps = last_step - first_step + 1
+        return [Wait(after, first_step, num_steps, max(0.0, until - since), ended=ended)] if num_steps > 0 else []
 
-    def _close_wait(self, sequence: _Sequence, last_step: int, until: float, ended: bool) -> None:
-        wait = self._wait(sequence.seq_id, last_step, until, ended)
-        if wait is not None:
-            sequence.waits.append(wait)
+    def _index_of(self, step: int) -> int:
+        """Return the index of the first refusals at `step` or later."""
+        return bisect_left(self._refused, step, key=lambda refused: refused[0])
 
-    def _count_waits(self, waits: Sequence[WaitRecord], record: StepRecord) -> None:
-        """Count the step for the queue, except for the sequences that had reasons of their own.
+    def _causes(self, seq_id: int, wait: Wait) -> tuple[Cause, ...]:
+        """Group a wait's steps by the kind of reason: the sequence's own, else that of the queue's front. A deferred
+        sequence lets others pass, so it is never the front that they wait for."""
+        groups: dict[tuple[type, bool], list[WaitRecord]] = {}
+        first, end = self._index_of(wait.first_step), self._index_of(wait.first_step + wait.num_steps)
+        for _, refused in self._refused[first:end]:
+            front = next((record for record in refused if not isinstance(record.reason, Deferred)), None)
+            record = next((record for record in refused if record.seq_id == seq_id), front)
+            if record is not None:
+                kind = type(record.reason), record.seq_id == seq_id
+                group = groups[kind] = groups.pop(kind, [])  # the kind that held last comes last
+                group.append(record)
+        return tuple(
+            [
+                Cause(group[-1].reason, group[-1].seq_id, len(group), len({record.seq_id for record in group}) > 1)
+                for group in groups.values()
+            ]
+        )
 
-        A deferred sequence lets others pass, so it is never the front that they wait for."""
-        front = next((wait for wait in waits if not isinstance(wait.reason, Deferred)), None)
-        for named in waits:
-            if named.seq_id not in self._waiting:  # its arrival was not recorded
-                self._known(named.seq_id)
-                self._waiting[named.seq_id] = self._open_wait("arrival", record.step, record.started)
-        changed = False
-        if front is not None:
-            tally = self._tallies.setdefault(type(front.reason), _Tally(front, front))
-            changed = tally.add(front, record.step)
-        for named in waits:
-            wait, kind = self._waiting[named.seq_id], type(named.reason)
-            _, num_steps, _ = wait.by_kind.get(kind, (named, 0, 0))
-            wait.by_kind[kind] = named, num_steps + 1, record.step
-            if front is not None:
-                steps, changes = wait.before.get(type(front.reason), (0, 0))
-                wait.before[type(front.reason)] = steps + 1, changes + changed
 
-    def _wait(self, seq_id: int, last_step: int, until: float, ended: bool) -> Wait | None:
-        """Return the open wait of a sequence up to `last_step`; None if every step computed it."""
-        wait = self._waiting.get(seq_id)
-        if wait is None or last_step < wait.first_step:
-            return None
-        num_steps = last_step - wait.first_step + 1
-        return Wait(wait.after, wait.first_step, num_steps, max(0.0, until - wait.since), self._causes(wait), ended)
-
-    def _causes(self, wait: _OpenWait) -> tuple[Cause, ...]:
-        """Return the reasons of the queue's front that are this wait's, and the sequence's own, in the order of their
-        last steps."""
-        causes = [(step, 1, Cause(named.reason, named.seq_id, steps)) for named, steps, step in wait.by_kind.values()]
-        fronts = {named.seq_id for named, _, _ in wait.by_kind.values()}
-        for kind, tally in self._tallies.items():
-            steps, changes = wait.before.get(kind, (0, 0))
-            if tally.steps > steps:
-                front = tally.previous if tally.front.seq_id in fronts else tally.front
-                cause = Cause(front.reason, front.seq_id, tally.steps - steps, tally.changes - changes > 1)
-                causes.append((tally.last_step, 0, cause))
-        return tuple([cause for _, _, cause in sorted(causes, key=lambda entry: entry[:2])])
+def _token_times(sequence: RequestTimeline) -> dict[str, Any]:
+    steps = sequence.token_steps
+    first, last = (steps[0].ended, steps[-1].ended) if steps else (None, None)
+    return {"first_token": first, "last_token": last, "num_output_tokens": len(steps)}
 
 
 @contextmanager

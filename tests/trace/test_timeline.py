@@ -132,7 +132,7 @@ def test_before_it_runs_a_request_has_metrics_and_a_wait():
     timeline = timeline_of([step(1, (0,), arrived=(0,))])
     timeline.arrive(arrival(1, 1.6))
     assert timeline.metrics(1) == RequestMetrics(4, 0, 1.6, None, None)
-    assert timeline.queue() == (1,) and timeline.request(1).waits == ()
+    assert timeline.queue() == (1,) and timeline.request(1).waits == []
     timeline.add(step(2, (0,), waiting=(WaitRecord(1, MaxNumSeqs(1)),)))
     (wait,) = timeline.request(1).waits
     assert (wait.first_step, wait.num_steps, wait.ended) == (2, 1, False)
@@ -148,8 +148,8 @@ def test_what_is_forgotten_takes_no_memory():
     for one in timeline.requests():
         timeline.end(one.seq_id, "abort")
         timeline.forget(one.seq_id)
-    assert [len(getattr(timeline, name)) for name in ("_sequences", "_seq_ids", "_waiting", "_running")] == [0] * 4
-    assert not timeline._without_admission
+    for name in ("_sequences", "_seq_ids", "_waiting", "_running", "_refused"):
+        assert not getattr(timeline, name), name
 
 
 def test_an_id_that_an_old_trace_uses_twice_has_the_timeline_of_its_last_request():
@@ -182,7 +182,7 @@ def test_a_plain_step_calls_one_function():
 def test_every_output_token_has_its_step_and_every_forward_its_rows():
     found = timeline_of([step(1, (0,), arrived=(0,)), step(2), step(3, (0,))]).request(0)
     assert [one.step for one in found.token_steps] == [one.step for one in found.forwards] == [1, 3]
-    assert found.rows == (1, 1) and found.token_steps[1].forward_ms == 7.0 and found.token_steps[1].ended == 3.5
+    assert found.rows == [1, 1] and found.token_steps[1].forward_ms == 7.0 and found.token_steps[1].ended == 3.5
 
 
 def test_draft_cycles_are_kept_in_numbers():
@@ -228,7 +228,7 @@ def test_a_sequence_behind_the_front_of_the_queue_waits_for_it():
     assert (first.num_steps, first.seconds, first.causes) == (2, 2.5, (Cause(NoBlocks(8, 2), 1, 2),))
     assert (second.num_steps, second.seconds) == (3, 3.5)
     assert second.causes == (Cause(NoBlocks(8, 2), 1, 2), Cause(NoBlocks(3, 1), 2, 1))
-    assert waits_of(steps, 0) == ()
+    assert waits_of(steps, 0) == []
 
 
 def test_a_deferred_sequence_holds_up_no_other_and_waits_for_its_owner_alone():
@@ -242,6 +242,34 @@ def test_a_deferred_sequence_holds_up_no_other_and_waits_for_its_owner_alone():
     assert waits_of(steps, 2)[0].causes == (Cause(NoBlocks(8, 2), 2, 1), Cause(NoBlocks(2, 1), 1, 1))
     (last,) = waits_of(steps, 3)
     assert (last.num_steps, last.causes) == (3, (Cause(NoBlocks(2, 1), 1, 2, others_before=True),))
+
+
+def test_causes_stand_in_the_order_in_which_they_last_held_and_say_who_was_in_front_before():
+    def refused(seq_id: int, reason) -> dict:
+        return {"waiting": (WaitRecord(seq_id, reason),)}
+
+    steps = [
+        step(1, (0,), arrived=(0, 1), **refused(1, NoBlocks(8, 2))),
+        step(2, (0,), arrived=(2, 3), **refused(1, NoBlocks(8, 2))),
+        step(3, (0,), **refused(1, MaxNumSeqs(1))),
+        step(4, (0, 1), admitted=(AdmitRecord(1, "new", 0, 8),), **refused(2, NoBlocks(3, 1))),
+    ]
+    (wait,) = waits_of(steps, 3)
+    assert wait.causes == (Cause(MaxNumSeqs(1), 1, 1), Cause(NoBlocks(3, 1), 2, 2, others_before=True))
+
+
+def test_refusals_are_kept_as_long_as_a_sequence_may_ask_for_them():
+    refused = (WaitRecord(1, MaxNumSeqs(1)),)
+    steps = [
+        step(1, (0,), arrived=(0, 1), waiting=refused),
+        step(2, (0,), waiting=refused),
+        step(3, (1, 2), arrived=(2,), admitted=(AdmitRecord(1, "new", 0, 1), AdmitRecord(2, "new", 0, 1))),
+    ]
+    timeline = timeline_of(steps)
+    timeline.forget(0)
+    assert timeline.request(1).waits[0].causes == (Cause(MaxNumSeqs(1), 1, 2),)
+    timeline.forget(1)
+    assert not timeline._refused and timeline.request(2).waits == []
 
 
 def test_what_a_preemption_cost_is_known_at_the_next_admission():
