@@ -49,7 +49,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "speculation": (
         "", "--temperature 0.9", "--temperature 0.9 --seed 3", "--temperature 0.9 --acceptance rejection", "--k 1",
-        "--k 12", '"The fox" 2', "Once 1", "--kv prefix", "--speculate ngram", "--speculate-fixed", "--seed 4",
+        "--k 12", '"The fox" 2', "Once 1", "--kv prefix", "--speculate ngram", "--speculate-fixed",
         "--model hash --draft hash:0.5",
         "--draft tales-bad-draft", "--draft tales-draft --draft tales-bad-draft", "--threads 1",
         "--draft tales-draft --draft tales-bad-draft --temperature 0.9 --acceptance rejection",
