@@ -8,7 +8,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,9 @@ from forge.trace.records import ItemRecord, StepRecord
 from forge.views.formatting import count, ms, plural
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.screen import Fitting, Hanging, Part, Table, draw
 from forge.views.terminal import print_hanging
-from forge.views.text import quoted
+from forge.views.text import one_line, quoted, tail
 
 QUESTION = "Where does one request go?"
 StepsOf = Callable[[str], Iterator[StepRecord]]
@@ -37,6 +38,11 @@ PATH = "/v1/completions"
 HTTP, ENGINE = "HTTP process", "engine process"
 _BAR = "   │  "
 _WIDTH = 96
+_STEPS = 16
+"""Lines of the picture: the first and the last steps."""
+_PICTURE = "The same request, a line for each of its steps (queue and forward in ms)"
+_COLUMNS = 40
+"""Columns of the picture that its numbers and the space between them take."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +81,38 @@ class Visit:
 
 
 @dataclass(frozen=True)
+class TourStep:
+    """A line of the picture: what one step did with the request."""
+
+    step: int
+    queued_ms: float | None
+    """What the request had waited when the step began; None for one that it did not wait for."""
+    held: int
+    """Tokens in its blocks when the step was over."""
+    block_size: int
+    rows: int
+    forward_ms: float
+    token: str
+    """What was chosen."""
+    text: str
+    """What the client has read by then."""
+
+    @property
+    def slots(self) -> str:
+        """Its last block, slot by slot, behind the number of full ones: `2 + ███░░░`."""
+        full = max(0, self.held - 1) // self.block_size
+        used = self.held - full * self.block_size
+        drawn = "█" * used + "░" * (self.block_size - used)
+        return f"{full} + {drawn}" if full else drawn
+
+
+@dataclass(frozen=True)
 class Tour:
     """The stations of one request, in order."""
 
     model: str
     prompt: str
+    steps: tuple[TourStep, ...]
     stations: tuple[Station, ...]
     first_text_ms: float
     last_text_ms: float
@@ -159,10 +192,23 @@ def tour_of(visit: Visit) -> Tour:
     return Tour(
         visit.model,
         str(visit.body["prompt"]),
+        tuple(_steps(visit)),
         tuple(_stations(visit)),
         (texts[0][0] - visit.sent) * 1e3,
         (texts[-1][0] - visit.sent) * 1e3,
     )
+
+
+def _steps(visit: Visit) -> Iterator[TourStep]:
+    text = ""
+    for number, record in enumerate(visit.records, start=1):
+        (item,) = record.items
+        token = "".join(token.text for token in record.tokens)
+        text += token
+        waited = [(record.started - arrival.arrived) * 1e3 for arrival in record.arrived]
+        held, size = item.start + item.num_tokens, record.cache.block_size
+        queued = max(0.0, waited[0]) if waited else None
+        yield TourStep(number, queued, held, size, item.num_tokens, record.forward_ms, token, text)
 
 
 def _stations(visit: Visit) -> Iterator[Station]:
@@ -272,8 +318,26 @@ def print_tour(console: Console, tour: Tour) -> None:
         for line in (Text(station.where, ACCENT), Text(station.text)):
             _print_indented(console, line)
     console.print()
+    draw(console, _picture(tour.steps, console.width))
+    console.print()
     first, last = ms(tour.first_text_ms), ms(tour.last_text_ms)
     print_hanging(console, Text(f"The first text came after {first} ms, the last after {last} ms."), 0)
+
+
+def _picture(steps: Sequence[TourStep], width: int) -> Iterator[Part]:
+    """Draw the request's steps as a picture that grows by a line and a token with each."""
+    shown = steps if len(steps) <= _STEPS else (*steps[: _STEPS // 2], *steps[-_STEPS // 2 :])
+    room = max(8, width - max(len(step.slots) + len(quoted(step.token)) for step in shown) - _COLUMNS)
+    formats = {"quoted": quoted, "end": lambda text: tail(one_line(text), room)}
+    columns = ["step: {step}", "queue: {queued_ms:ms}", "blocks: {slots}", "rows: {rows}", "forward: {forward_ms:ms}"]
+    stream = ["sampler: {token:quoted}", "stream: {text:end}"]
+    styles = {2: ACCENT}
+    tables = [
+        Table.of(shown, *columns, *last, formats=formats, styles=styles, lefts=(2, 5, 6))
+        for last in (stream, stream[1:])
+    ]
+    yield Hanging(Text(_PICTURE, TITLE), 0)
+    yield Fitting([[table] for table in tables])
 
 
 def _print_indented(console: Console, text: Text) -> None:

@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -71,6 +73,18 @@ def test_the_poster_fits_and_its_times_never_go_back(toured, width):
     times = [station.at_ms for station in tour.stations if station.at_ms is not None]
     assert times == sorted(times) and len(times) == 6
     assert json.dumps(tour.as_json())
+
+
+def test_the_picture_grows_by_a_line_and_a_token_with_each_step(toured):
+    tour, _ = toured
+    assert [step.rows for step in tour.steps] == [tour.steps[0].held, 1, 1, 1]
+    assert [step.held - tour.steps[0].held for step in tour.steps] == [0, 1, 2, 3]
+    assert tour.steps[0].queued_ms is not None and [step.queued_ms for step in tour.steps[1:]] == [None] * 3
+    for before, after in pairwise(tour.steps):
+        assert after.text == before.text + after.token
+        assert after.slots.count("█") == before.slots.count("█") + 1
+    full = replace(tour.steps[0], held=32, block_size=16)
+    assert full.slots == "1 + " + "█" * 16 and replace(full, held=33).slots == "2 + █" + "░" * 15
 
 
 def test_the_command_follows_a_request_through_a_real_server(forge, tmp_path):
