@@ -48,6 +48,7 @@ test-cluster: $(INSTALLED_DEV)
 	$(PIP) install --quiet --editable ".[cluster]"
 	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
 
+test-gpu: export FORGE_ALL_TESTS = 1
 test-gpu: $(INSTALLED_DEV)
 	@if $(BIN)/python -c "import torch, sys; sys.exit(not torch.cuda.is_available())"; then \
 	  $(BIN)/python -m pytest -m gpu tests/backends/cuda $(PYTEST_ARGS); \

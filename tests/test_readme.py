@@ -260,6 +260,7 @@ def test_every_target_of_make_is_there(target, tmp_path, reader):
         assert main(shlex.split(line)[1:]) == 0
 
 
+@pytest.mark.slow
 def test_the_readme_needs_nothing_but_the_ordinary_installation(reader, hub, server, tmp_path):
     """Its commands in the order in which they stand, with every package hidden that `make demo` does not install."""
     lines = [
@@ -418,6 +419,7 @@ def test_commands_fit_the_page():
     assert [line for block in SHELL for line in block.text.splitlines() if len(line) > COLUMNS] == []
 
 
+@pytest.mark.slow
 def test_the_pictures_are_what_forge_draws(tmp_path):
     """Each is drawn again, in a process of its own: the figures are another run's, the commands are the same."""
     drawing = [sys.executable, "-m", "chapters.draw_pictures", str(tmp_path)]

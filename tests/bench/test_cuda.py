@@ -227,6 +227,7 @@ def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
     assert all(0 < first <= end for first, end in zip(answer["first_token"], answer["end"], strict=True))
 
 
+@pytest.mark.slow
 def test_the_server_is_asked_over_http_and_gone_afterwards(tmp_path):
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")

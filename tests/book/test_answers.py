@@ -37,6 +37,7 @@ def facts(capfd, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_chapter_1(facts):
     rows, keys, threads = exercises(1)
     found = facts(rows)
@@ -81,6 +82,7 @@ def test_chapter_3(facts, monkeypatch):
     assert facts(coarse)["identical"] is False
 
 
+@pytest.mark.slow
 def test_chapter_4(facts):
     larger_blocks, small_pool, wrong_order = exercises(4)
     plain, larger = facts("forge paged --only run"), facts(larger_blocks)

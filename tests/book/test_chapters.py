@@ -45,7 +45,7 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PARTS = ("What is still wrong", "What production engines do differently", "Exercises", "Answers", "References")
 
 each_chapter = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.command)
-LONG = ("batching", "cluster", "constrained", "oneshot", "prefix", "serving", "speculation")
+LONG = ("batching", "cluster", "constrained", "kernels", "oneshot", "paged", "prefix", "serving", "speculation")
 """Chapters that take long as a reader runs them. `tests.book.test_claims` runs every one with small models."""
 each_whole_chapter = pytest.mark.parametrize(
     "entry",

@@ -127,6 +127,7 @@ def test_ctrl_c_leaves_the_terminal_sane(naive, where):
         assert "Traceback" not in terminal.written
 
 
+@pytest.mark.slow
 def test_the_reader_is_brought_back_to_the_page_that_was_left(naive, state_home):
     with Terminal(*naive) as terminal:
         terminal.wait_for("[q]uit")
@@ -146,6 +147,7 @@ def test_the_reader_is_brought_back_to_the_page_that_was_left(naive, state_home)
         assert terminal.finish() == 0 and "page 2 of" in terminal.page
 
 
+@pytest.mark.slow
 def test_a_servers_steps_are_shown_while_its_clients_are_there():
     with Terminal("serving", "--only", "run", "-m", "hash", "-n", "3", "--every", "100") as terminal:
         assert "running" in terminal.wait_for("Who runs, who waits, and why?")

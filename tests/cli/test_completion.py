@@ -11,6 +11,7 @@ from forge.cli.main import command_named
 from forge.cli.options import SHOWABLE
 from tests.cli.conftest import ROOT, environment
 from tests.cli.test_imports import modules_after
+from tests.slow import mostly_slow
 
 HEAVY = ("torch", "numba", "llvmlite", "transformers", "tokenizers")
 
@@ -119,7 +120,12 @@ def test_the_two_options_are_not_listed_but_named_at_the_end(forge):
     assert found.index("--install-completion") > found.index("Serve")
 
 
-@pytest.mark.parametrize("line", ["forge generate -m ", "forge generate --kv ", "forge trace-scheduler --preempt "])
+@pytest.mark.parametrize(
+    "line",
+    mostly_slow(
+        ["forge generate -m ", "forge generate --kv ", "forge trace-scheduler --preempt "], quick=["forge generate -m "]
+    ),
+)
 def test_completing_loads_nothing_heavy(line):
     setup = (
         "import os; os.environ.update("

@@ -62,9 +62,9 @@ def test_help_that_was_not_read_to_its_end_is_a_success(args):
     ("redirection", "args", "status", "expected"),
     [
         (">&-", ("generate", "Once", "2"), 0, b""),
-        ("<&-", ("generate", "-", "2"), 2, b"prompt is empty"),
+        pytest.param("<&-", ("generate", "-", "2"), 2, b"prompt is empty", marks=pytest.mark.slow),
         ("<&-", ("chat",), 0, b""),
-        ("2>&-", ("generate", "Once", "2", "--kv", "no"), 2, b""),
+        pytest.param("2>&-", ("generate", "Once", "2", "--kv", "no"), 2, b"", marks=pytest.mark.slow),
     ],
 )
 def test_a_standard_stream_that_is_closed_leads_to_nothing(small, redirection, args, status, expected):
@@ -289,6 +289,7 @@ def press_ctrl_c(terminal: Terminal, until: Callable[[], bool]) -> None:
                 return
 
 
+@pytest.mark.slow
 def test_ctrl_c_clears_the_line_of_a_conversation_and_a_second_one_ends_it(tmp_path):
     line = ("chat", "-m", str(write_chat_model(tmp_path)), "--device", "reference", "--max-tokens", "4")
     with Terminal(*line) as terminal:

@@ -12,6 +12,7 @@ from forge.trace.recorder import TraceWriter, read_trace
 from tests.cli.conftest import ROOT, environment
 from tests.cli.test_imports import HEAVY, modules_after
 from tests.engine.scripted import muddled, new_engine
+from tests.slow import mostly_slow
 from tests.trace.runs import HEADER
 
 FEW = ("-n", "4", "--prompt-tokens", "6:12", "--max-tokens", "8")
@@ -225,6 +226,7 @@ def test_the_two_victim_policies_choose_different_victims(forge, options, recomp
     assert other < lost if recomputed == "fewer" else other > lost
 
 
+@pytest.mark.slow
 def test_the_shortest_job_first_starves_and_aging_does_not(forge):
     line = ("trace-scheduler", "-m", "hash", "--max-num-seqs", "2", "--arrival", "every:3")
     found = {order: forge(*line, "--order", order, "--no-lines").out for order in ("fcfs", "sjf", "sjf-aged")}
@@ -240,7 +242,7 @@ def test_a_run_draws_its_throughput_over_time(forge):
     assert "Throughput over time" not in forge(*line).out
 
 
-@pytest.mark.parametrize("rule", ["least-progressed", "lifo-others"])
+@pytest.mark.parametrize("rule", mostly_slow(["least-progressed", "lifo-others"], quick=["lifo-others"]))
 def test_compare_has_the_workloads_in_which_victim_rules_differ(forge, rule):
     workload = ("-n", "12", "--num-blocks", "16", "--arrival", "every:3", "--output-tokens", "16:64")
     facts = json.loads(forge("compare", "--preempt", "lifo", "vs", rule, "-m", "hash", *workload, "--json").out)

@@ -141,6 +141,7 @@ def test_labels_that_are_none_are_refused(llm, labels, message):
         llm.classify(PROMPTS, labels)
 
 
+@pytest.mark.slow
 def test_the_bundled_model_answers_held_out_questions_as_its_card_says():
     tales = LLM("tales", kv="prefix")
     for kind, share in CARD.items():

@@ -92,7 +92,7 @@ def _mutants(name: str, share: int) -> list[tuple[str, str]]:
     return list(mutants(right(name)))[share // 6 :: share]
 
 
-@pytest.fixture(scope="module", params=[30, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.fixture(scope="module", params=[60, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 def judgements(request) -> Judgements:
     share = request.param
     sources = {(entry.name, entry.template.read_text(encoding="utf-8")) for entry in available()}

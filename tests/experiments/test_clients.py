@@ -39,6 +39,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line():
     assert server._process.poll() == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_server_too():
     started = (sys.executable, "-m", "forge", "serving", "--only", "run", *FEW[:-1], "1000")
     process = subprocess.Popen(started, stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment())

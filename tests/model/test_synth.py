@@ -27,6 +27,7 @@ from forge.model.synth import (
 )
 from forge.model.synthetic_vocabulary import MIN_VOCABULARY, synthetic_vocabulary
 from forge.tokenizer import Tokenizer, TokenType, spec_from_gguf
+from tests.slow import mostly_slow
 
 
 def small(**sizes):
@@ -121,7 +122,7 @@ def test_a_shape_that_no_model_can_have_is_refused(sizes):
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("quantization", list(QUANTIZATIONS))
+@pytest.mark.parametrize("quantization", mostly_slow(QUANTIZATIONS, quick=["F16", "Q8_0", "Q4_K_M"]))
 def test_every_type_makes_a_file_that_loads_and_computes(tmp_path, quantization, tie):
     path = tmp_path / "m.gguf"
     written = synth(path, small(tie_word_embeddings=tie, vocab_size=512), quantization)
@@ -148,7 +149,7 @@ def test_weights_have_mean_zero_and_the_deviation_that_was_asked_for(ggml_type):
     assert 0.9 < values.std() / 0.03 < 1.1
 
 
-@pytest.mark.parametrize("quantization", ["F16", "Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("quantization", mostly_slow(["F16", "Q8_0", "Q4_K_M"], quick=["Q4_K_M"]))
 def test_the_bytes_depend_on_the_seed_and_on_nothing_else(tmp_path, quantization):
     files = {}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -241,6 +242,7 @@ def full_spec(tmp_path_factory):
         return spec_from_gguf(file)
 
 
+@pytest.mark.slow
 def test_at_full_size_qwen_s_own_tokens_have_qwen_s_ids(full_spec):
     ids = {"!": 0, "<|endoftext|>": 151_643, "<|im_start|>": 151_644, "<|im_end|>": 151_645, "<|image_pad|>": 151_655}
     ids |= {"<tool_call>": 151_657, "<think>": 151_667, "</think>": 151_668, "[PAD151669]": 151_669}

@@ -147,7 +147,7 @@ def lines_of(server: Server, request_id: str) -> list[dict]:
     return [head.groupdict() | dict(re.findall(r"(\w+)=(\S+)", line)) for head, line in zip(heads, lines, strict=True)]
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "streamed"])
 def test_the_access_log_has_one_line_for_a_request_with_tokens_and_times(logging_server, stream):
     request_id = f"mine-{stream}"
     headers = {"x-request-id": request_id, "authorization": "Bearer sk-two"}

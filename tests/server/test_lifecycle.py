@@ -66,6 +66,7 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(long_model):
     assert refused.startswith("HTTP/1.1 503") and "shutting_down" in refused
 
 
+@pytest.mark.slow
 def test_a_subscriber_does_not_hold_up_the_end(long_model):
     server = Server("-m", long_model)
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
@@ -77,6 +78,7 @@ def test_a_subscriber_does_not_hold_up_the_end(long_model):
     assert not [line for line in server.log if "ERROR" in line]
 
 
+@pytest.mark.slow
 def test_after_the_grace_time_a_stream_ends_with_an_error(long_model):
     server = Server("-m", long_model, "--grace", "0.1")
     raw = begin_stream(server, LONG | {"n": 4, "temperature": 1})
@@ -98,6 +100,7 @@ def test_a_dead_engine_ends_what_runs_and_the_server_with_one_line(long_model):
     assert not [line for line in server.log if "Traceback" in line]
 
 
+@pytest.mark.slow
 def test_a_dead_engine_is_started_again_where_asked_and_its_requests_count_as_errors(long_model):
     server = Server("-m", long_model, "--on-engine-death", "restart")
     raw = begin_stream(server)
@@ -117,6 +120,7 @@ def test_a_dead_engine_is_started_again_where_asked_and_its_requests_count_as_er
     assert len([line for line in server.log if "died (signal 9)" in line]) == 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_load_again_ends_the_server(tmp_path, alone):
     from tests.small_models import write_small_qwen3
 
@@ -164,6 +168,7 @@ def test_a_full_queue_is_alive_and_not_ready(long_model):
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_closes_is_alive_and_not_ready(long_model):
     server = Server("-m", long_model)
     idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
@@ -333,6 +338,7 @@ def test_a_limit_that_has_no_meaning_is_one_line(forge, option, value):
     assert f"{option} is" in found.err and f"not {value}" in found.err
 
 
+@pytest.mark.slow
 def test_without_files_to_spare_connections_are_refused_in_a_few_lines(long_model):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -396,6 +402,7 @@ def test_a_server_of_full_connections_answers_probes_and_nothing_else(long_model
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_https_is_served_with_a_certificate_and_a_wrong_one_is_one_line(forge, long_model, tmp_path):
     certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
@@ -431,6 +438,7 @@ def test_a_public_address_without_a_key_warns(caplog):
     assert not caplog.text
 
 
+@pytest.mark.slow
 def test_live_prints_every_step(long_model):
     from tests.cli.conftest import start
 
@@ -446,6 +454,7 @@ def test_live_prints_every_step(long_model):
     assert "prefill" in out and "decode 1" in out
 
 
+@pytest.mark.slow
 def test_watch_shows_the_steps_of_a_server_elsewhere(long_model):
     from tests.cli.conftest import environment, start
 

@@ -11,6 +11,7 @@ from forge.llm import Run
 from forge.speculation.leases import lease_model
 from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine
 from tests.engine.test_interruption import interrupted_at, lines_of, results
+from tests.slow import mostly_slow
 from tests.speculation.proposers import scripted_draft, speculator, wrong_now_and_then
 
 REQUESTS = {
@@ -50,7 +51,7 @@ def assert_nothing_held_by_drafts(engine: Engine) -> None:
         assert proposer.cache.stats().used_blocks == 0
 
 
-@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
+@pytest.mark.parametrize("kv", mostly_slow(["off", "basic", "paged", "prefix"], quick=["prefix"]))
 @pytest.mark.parametrize("several", [False, True], ids=["one draft", "two drafts"])
 def test_an_interrupted_cycle_can_be_gone_on_from_as_if_nothing_had_happened(kv, several):
     expected = uninterrupted(kv, several)
@@ -97,7 +98,7 @@ def test_interrupted_again_and_again_it_still_comes_to_the_same_end(kv):
         assert_nothing_held_by_drafts(engine)
 
 
-@pytest.mark.parametrize("who", ["draft", "target"])
+@pytest.mark.parametrize("who", mostly_slow(["draft", "target"], quick=["draft"]))
 def test_a_revocation_may_be_interrupted_too(who):
     def revoke_and_step(engine: Engine) -> None:
         lease_model(engine if who == "target" else engine.speculation.proposers[0], who).revoke()

@@ -19,6 +19,7 @@ from forge.backends.cpu.op_layout import QUANTIZE
 from forge.backends.cpu.packing import Q4, Q8
 from forge.model.manual_batch import one_prefill
 from tests.backends.cpu.models import ThreadedBackend, run_python, small_model
+from tests.slow import mostly_slow
 
 QUICK = ("kernels", "quantize", QUANTIZE)
 """A kernel that compiles in a second."""
@@ -185,7 +186,7 @@ FOUR = ("quantize", "rms_norm", "matmul_f16", "swiglu")
 """Kernels that compile quickly, as many as are worth a helper process."""
 
 
-@pytest.mark.parametrize("python", ["sys.executable", "no such file", "/bin/false"])
+@pytest.mark.parametrize("python", mostly_slow(["sys.executable", "no such file", "/bin/false"], quick=["/bin/false"]))
 def test_another_process_helps_to_compile_and_is_done_without_if_it_fails(fresh_cache, python, monkeypatch):
     monkeypatch.setattr(compilation, "usable_cpus", lambda: 2)
     if python != "sys.executable":
@@ -284,6 +285,7 @@ print(cache_folder())
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_a_folder_runs_its_threads(tmp_path):
     (tmp_path / "file").write_text("")
     result = run_python(["-c", WORKS_WITHOUT_A_FOLDER], XDG_CACHE_HOME=str(tmp_path / "file"))
@@ -301,6 +303,7 @@ print(seen)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_compile_at_once_leave_whole_files_and_a_third_compiles_nothing(tmp_path):
     def run(_=None):
         result = run_python(["-c", COMPILE_QUICKLY], XDG_CACHE_HOME=str(tmp_path))

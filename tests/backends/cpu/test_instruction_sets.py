@@ -20,6 +20,7 @@ from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS, NeonDot
 from forge.backends.cpu.packing import LAYOUT_OF_TYPE, Q4, Q5M, Q6K, Q8
 from forge.backends.cpu.tiles import TILE_ARGUMENTS, emit_tile
 from tests.backends.cpu.models import run_python
+from tests.slow import mostly_slow
 
 LAYOUTS = sorted(set(LAYOUT_OF_TYPE.values()), key=lambda layout: layout.name)
 PATHS = runnable()
@@ -118,7 +119,7 @@ def foreign_assembly(name: str, layout, triple: str | None = None) -> str:
 
 
 @x86_only
-@pytest.mark.parametrize("layout", [Q8, Q4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", mostly_slow([Q8, Q4], quick=[Q8]), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("name", ["avx512-vnni", "avx-vnni", "avx2"])
 def test_the_assembly_of_tiles_has_the_instruction_that_the_path_is_named_for(name, layout, monkeypatch):
     """Also of paths that this machine cannot run: compiled for the processor that they stand for."""
@@ -133,7 +134,7 @@ def test_the_assembly_of_tiles_has_the_instruction_that_the_path_is_named_for(na
     assert "vpmaddubsw" not in assembly
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, quick=[Q8, Q4]), ids=lambda layout: layout.name)
 def test_neon_tiles_compile_for_arm_with_its_dot_product(layout):
     assembly = tile_assembly(NeonDot(), layout, "aarch64-linux-gnu")
     for rows in range(1, 9):
@@ -143,6 +144,7 @@ def test_neon_tiles_compile_for_arm_with_its_dot_product(layout):
     assert not re.search(r"\bbl\t", assembly), "a call out of a tile"
 
 
+@pytest.mark.slow
 def test_portable_tiles_compile_for_arm():
     assembly = foreign_assembly("portable", Q4, "aarch64-linux-gnu")
     assert "sdot" not in assembly
@@ -175,7 +177,7 @@ class OneTile:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("layout", [Q8, Q6K, Q5M, Q4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", mostly_slow([Q8, Q6K, Q5M, Q4], quick=[Q8, Q6K]), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("activation", [127, -127, -128])
 @pytest.mark.parametrize("weight", ["largest", "smallest", "alternating"])
 def test_extreme_weights_times_extreme_activations_are_exact(path, layout, weight, activation):

@@ -42,6 +42,7 @@ def test_decodes_and_chunks_that_end_at_the_edges_of_blocks(end, head_dim, devic
     check(device, 2, 1, head_dim, [(0, end), (max(0, end - 3), end)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tuning", [Tuning(), Tuning(round_splits_up=True, new_key_last=True)], ids=["as it is", "splits rounded up"]
 )

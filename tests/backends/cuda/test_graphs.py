@@ -58,6 +58,7 @@ def decode_batch(lengths, block_size=4):
     return flat_batch(parts, block_size)
 
 
+@pytest.mark.slow
 def test_a_shape_is_run_eagerly_once_then_captured_then_replayed(backend_with_graphs, device):
     backend = backend_with_graphs
     model = small_model(backend, "F32", seed=1, num_layers=1)
@@ -100,6 +101,7 @@ def test_a_replay_for_fewer_rows_and_other_blocks_leaves_the_padding_out(backend
     assert backend.execution.mode == "graph" and backend.execution.rows == 4
 
 
+@pytest.mark.slow
 def test_prefills_of_other_lengths_share_a_token_bucket(backend_with_graphs, device):
     backend = backend_with_graphs
     model = small_model(backend, "F32", seed=1, num_layers=1)
@@ -115,6 +117,7 @@ def test_prefills_of_other_lengths_share_a_token_bucket(backend_with_graphs, dev
             assert backend.execution.mode == mode
 
 
+@pytest.mark.slow
 def test_captures_are_dropped_when_something_they_read_moves(backend_with_graphs):
     backend = backend_with_graphs
     model = small_model(backend, "F32", seed=1, num_layers=1)
@@ -132,6 +135,7 @@ def test_captures_are_dropped_when_something_they_read_moves(backend_with_graphs
     assert np.array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_each_storage_has_its_own_captures_and_takes_them_with_it(backend_with_graphs):
     backend = backend_with_graphs
     model = small_model(backend, "F32", seed=1, num_layers=1)
@@ -269,6 +273,7 @@ def test_no_garbage_is_collected_during_a_capture_if_it_is_paused(pause, monkeyp
     assert during == [not pause] and gc.isenabled()
 
 
+@pytest.mark.slow
 def test_the_last_graph_is_that_of_the_step_before(backend_with_graphs):
     model = small_model(backend_with_graphs, "F32", seed=1, num_layers=1)
     storage = new_storage(model, 4, 4)

@@ -35,7 +35,7 @@ def in_several_steps(model: Qwen3, tokens: list[int], kv_dtype: str = "float32")
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], quick=["float32"]))
-@pytest.mark.parametrize("tensor_type", [*FLOATS, *QUANTIZED])
+@pytest.mark.parametrize("tensor_type", mostly_slow([*FLOATS, *QUANTIZED], quick=["F32", "BF16", "Q8_0", "Q4_K"]))
 def test_plain_operations_give_the_references_logits(tensor_type, dtype, device):
     tokens = tokens_of(30)
     want = one_prefill(small_model(ReferenceBackend(), tensor_type, seed=2, tie=False), tokens)
@@ -54,7 +54,7 @@ def test_plain_operations_give_the_references_logits(tensor_type, dtype, device)
         pytest.param("F32", "float32", {}, id="F32 in float32", marks=pytest.mark.slow),
         pytest.param("F32", "float32", ODD_SIZES, id="odd sizes"),
         pytest.param("BF16", "bfloat16", {}, id="BF16 in bfloat16", marks=pytest.mark.slow),
-        pytest.param("Q4_0", "bfloat16", {"num_layers": 1}, id="Q4_0 in bfloat16"),
+        pytest.param("Q4_0", "bfloat16", {"num_layers": 1}, id="Q4_0 in bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_fused_kernels_give_the_references_logits(tensor_type, dtype, sizes, device):
@@ -68,6 +68,7 @@ def test_fused_kernels_give_the_references_logits(tensor_type, dtype, sizes, dev
     assert error < MODEL_TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [True, False], ids=["dense copies", "multiplied out each time"])
 def test_many_rows_of_a_packed_model_go_through_dense_products(copies, device):
     tokens = tokens_of(66)
@@ -81,7 +82,7 @@ def test_many_rows_of_a_packed_model_go_through_dense_products(copies, device):
     assert relative_error(got, want[[40, 65]]) < MODEL_TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", mostly_slow(["float16", "bfloat16"], quick=["float16"]))
 def test_keys_and_values_are_rounded_to_the_storages_dtype(kv_dtype, device):
     tokens = tokens_of(21)
     reference = small_model(ReferenceBackend(), "F32", seed=2, num_layers=1)

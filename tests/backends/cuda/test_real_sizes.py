@@ -6,7 +6,6 @@ same runs interpreted at toy sizes, twice.
 """
 
 from dataclasses import dataclass
-from itertools import product
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from tests.backends.cuda.conftest import HAS_GPU
 from tests.backends.cuda.drawn_model import drawn_matrix
 from tests.backends.cuda.models import TOLERANCE, launches
 from tests.backends.cuda.test_attention import Setting
+from tests.slow import mostly_slow
 
 EPS = 1e-6
 ALL_SWITCHES = Tuning(tile_rows=128, split_k=True, prefetch=True, round_splits_up=True, new_key_last=True)
@@ -86,7 +86,8 @@ def over_nan(run, source: torch.Tensor, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("tuning", [Tuning(), ALL_SWITCHES], ids=["as it is", "all switches"])
 @pytest.mark.parametrize("kind", [DENSE, Q8], ids=["BF16", "Q8_0"])
-@pytest.mark.parametrize(("model", "name"), list(product(MODELS, ("qkv", "output", "gate_up", "down", "output_head"))))
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(["qkv", "output", "gate_up", "down", "output_head"], quick=["qkv"]))
 @pytest.mark.parametrize("dependent", LAUNCHES)
 def test_products(dependent, model, name, kind, tuning, device):
     torch.manual_seed(0)

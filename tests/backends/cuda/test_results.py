@@ -87,6 +87,7 @@ def test_a_step_takes_its_tokens_from_the_step_before_unseen(model):
     assert model.backend.execution.mode == "graph"
 
 
+@pytest.mark.slow
 def test_results_can_be_read_after_any_number_of_later_steps(model):
     storage = new_storage(model, 8, 4)
     tokens = np.random.default_rng(2).integers(0, 288, (2, 8)).tolist()
@@ -118,6 +119,7 @@ def test_released_logits_keep_their_argmax_and_are_not_copied(model, monkeypatch
     assert [each.argmax_rows() for each in held] == wanted and len(held[0]) == 2
 
 
+@pytest.mark.slow
 def test_a_pass_that_ends_in_hidden_states_gives_those(model, device):
     plain = small_model(CudaBackend(device, kernels="torch", dtype="float32"), "F32", seed=1, num_layers=1)
     tokens = np.random.default_rng(3).integers(0, 288, 9).tolist()
@@ -134,6 +136,7 @@ def test_plain_operations_do_not_run_ahead(device):
     assert CudaBackend(device).runs_ahead == (device == "cuda")
 
 
+@pytest.mark.slow
 def test_a_step_takes_tokens_that_were_drawn_on_the_device_unseen(model):
     """The same seeds draw the same tokens, whether the host reads them before the next step or after it."""
     known, ahead = (new_storage(model, 8, 4) for _ in range(2))

@@ -13,7 +13,7 @@ from forge.engine.rng import gumbel_argmax, token_words
 from forge.engine.sampling import choose_token, filtered
 from forge.engine.sampling_params import SamplingParams
 from forge.model.logits import Draw
-from tests.slow import mostly_slow
+from tests.slow import SLOW, mostly_slow
 
 VOCABULARY = 203
 """Not a multiple of 4."""
@@ -31,7 +31,10 @@ def name_of(draw: Draw) -> tuple[int, int, int]:
     return draw.seed, draw.sample_index, len(draw.history)
 
 
-@pytest.mark.parametrize("name", [(0, 0, 0), (2**64 - 1, 3, 40_959), (1 << 32, 0, 5), (7, 2**31, 0)])
+@pytest.mark.parametrize(
+    "name",
+    [(2**64 - 1, 3, 40_959), *(pytest.param(name, marks=SLOW) for name in ((0, 0, 0), (1 << 32, 0, 5), (7, 2**31, 0)))],
+)
 def test_every_token_has_its_noise_of_seed_sample_and_position(name, device):
     """Of each two neighbours the one with more noise is drawn."""
     seed, sample_index, position = name
@@ -89,12 +92,12 @@ def test_tokens_are_those_of_the_engine_whatever_is_beside_them(seed, device):
 @pytest.mark.parametrize(
     "params",
     [
-        {},
+        pytest.param({}, marks=SLOW),
         {"top_k": 40},
-        {"top_p": 0.9},
-        {"min_p": 0.01},
+        pytest.param({"top_p": 0.9}, marks=SLOW),
+        pytest.param({"min_p": 0.01}, marks=SLOW),
         {"top_k": 300, "top_p": 0.8, "temperature": 2.0},
-        {"top_p": 0.999, "min_p": 1e-4, "temperature": 1.3},
+        pytest.param({"top_p": 0.999, "min_p": 1e-4, "temperature": 1.3}, marks=SLOW),
     ],
 )
 def test_many_rows_of_a_large_vocabulary_get_the_engines_tokens(params, device, monkeypatch):
