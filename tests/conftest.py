@@ -1,8 +1,9 @@
 """Which tests run, and how far they look.
 
 Tests marked `slow` run with FORGE_ALL_TESTS (`make test-all`), and are deselected without it; the summary counts them.
-What each of them checks, a quicker test checks on fewer cases. Hypothesis: the default profile is small and
-deterministic; FORGE_HYPOTHESIS_PROFILE=fuzz looks far, at random.
+They are the long cases of what a quicker test checks, servers and terminals of their own, other instruction sets, and
+whole chapters. Hypothesis: the default profile is small and deterministic; FORGE_HYPOTHESIS_PROFILE=fuzz looks far, at
+random.
 """
 
 import os

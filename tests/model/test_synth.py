@@ -262,6 +262,7 @@ def test_it_is_sound_byte_level_bpe(full_spec):
     ]
 
 
+@pytest.mark.slow
 def test_text_survives_it_and_every_encoder_agrees(full_spec):
     texts = [
         "Once upon a time, there was a fox.",

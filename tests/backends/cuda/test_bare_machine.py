@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.backends.cuda.bare_machine import bare_environment, refused_packages
 
 GENERATE = """
@@ -23,6 +25,7 @@ with repaired_interpreter():
 """
 
 
+@pytest.mark.slow
 def test_the_core_path_needs_no_package_but_numpy_torch_and_triton(tmp_path):
     """Prefills and decodes, greedy and drawn. A draw looks for llvmlite, to run in machine code, and goes without."""
     assert {"gguf", "numba", "tokenizers", "typer", "rich"} <= refused_packages()

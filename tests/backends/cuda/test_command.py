@@ -37,6 +37,7 @@ def on_a_gpu_of_sorts(monkeypatch, device):
     monkeypatch.setattr(cuda, "planned_steps", lambda config: ())  # it takes a while, and has tests of its own
 
 
+@pytest.mark.slow
 def test_three_runs_say_the_same_and_say_how_they_were_launched(on_a_gpu_of_sorts, tmp_path, capsys):
     model = str(write_small_qwen3(tmp_path / "m.gguf", num_layers=1))
 

@@ -51,6 +51,7 @@ def test_fused_kernels_say_what_the_reference_says(engine_on, device):
     assert tokens_of(engine_on(CudaBackend(device, dtype="float32"))) == want
 
 
+@pytest.mark.slow
 def test_with_one_tiling_the_logits_bits_are_the_same_in_every_cache_and_batch(engine_on, device, rows_alike):  # noqa: F811
     def logits(kv: str, prompts) -> list[np.ndarray]:
         run = engine_on(CudaBackend(device, invariant=True), kv).start(list(prompts), GREEDY, keep_logits=True)
@@ -65,6 +66,7 @@ def test_with_one_tiling_the_logits_bits_are_the_same_in_every_cache_and_batch(e
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(got, want, strict=True)), kv
 
 
+@pytest.mark.slow
 def test_steps_launched_before_the_tokens_are_known_say_the_same(engine_on, device, monkeypatch):
     """Sequences end at different steps, so some rows are wasted; and some draw their tokens, on the device."""
     if device == "cpu":
@@ -93,6 +95,7 @@ def test_steps_launched_before_the_tokens_are_known_say_the_same(engine_on, devi
     assert planned_ahead == {True: 7, False: 0}
 
 
+@pytest.mark.slow
 def test_each_record_says_how_its_step_was_launched(engine_on, device, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(backend_module, "Graphs", StandIn)

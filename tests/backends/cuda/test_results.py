@@ -68,6 +68,7 @@ def decode(tokens: list[list[int]], position: int, order=(0, 1)):
     return flat_batch(parts, 4)
 
 
+@pytest.mark.slow
 def test_a_step_takes_its_tokens_from_the_step_before_unseen(model):
     """Once told its tokens, once only whose they are: the sequences change places, and graphs are replayed."""
     known, ahead = (new_storage(model, 8, 4) for _ in range(2))

@@ -17,6 +17,7 @@ from tests.backends.cpu.models import ROOT, run_python, small_model
 from tests.slow import mostly_slow
 
 
+@pytest.mark.slow
 def test_what_processes_compile_is_what_a_launch_finds(tmp_path):
     found = run_python(
         ["tests/backends/cuda/compile_in_parallel.py"],
