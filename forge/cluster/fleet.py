@@ -6,7 +6,7 @@ Prefixes are what cache events told. Both trail the engine by the time that an u
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from forge.cluster.events import CacheEvents
 from forge.errors import ForgeError
 from forge.trace.records import RouteRecord
 
-_TOKENS, _ROUTED = attrgetter("tokens"), attrgetter("routed_tokens")
+_LOAD = attrgetter("tokens", "routed_tokens")
 SEQUENCE_TOKENS = 16
 """Prompt tokens that a running sequence counts for: a prompt of some hundred tokens, computed in a few chunks, shares
 each of those steps with one row of every sequence."""
@@ -41,11 +41,16 @@ class Load(NamedTuple):
     """Prompt tokens that are not yet computed, without those that are cached."""
     sequences: int = 0
     """Sequences that run or wait."""
+    given: int = 0
+    """Prompt tokens of all requests that it was ever given, without those that were cached."""
 
     @property
     def work(self) -> int:
         """Both numbers as one, in prompt tokens. How long answers may become is not in it: no client knows."""
         return self.tokens + SEQUENCE_TOKENS * self.sequences
+
+
+NO_LOAD = Load()
 
 
 @dataclass(frozen=True)
@@ -75,19 +80,20 @@ class Replica:
     tokens: int = 0
     """Its load: `Load.work` of what its engine reported, and of the requests on the way to it."""
     routed_tokens: int = 0
-    """Of all requests that it was ever given. Decides between replicas of equal load."""
+    """Of all requests that it was ever given, by any router. Decides between replicas of equal load."""
     reported: Load = field(default_factory=Load)
     version: str = ""
     """Of its model. Two versions run side by side while a server is updated."""
 
+    def count(self, load: Load, times: int = 1) -> None:
+        self.requests += times * load.sequences
+        self.tokens += times * load.work
+        self.routed_tokens += times * load.given
 
-def least_busy(replicas: Sequence[Replica]) -> Replica:
-    """Return the replica with the least load, of equals the one that was given the fewest tokens so far. Written for a
-    thousand replicas and thousands of decisions a second."""
-    least = min(replicas, key=_TOKENS)
-    fewest = least.tokens
-    equals = [replica for replica in replicas if replica.tokens == fewest]
-    return min(equals, key=_ROUTED) if len(equals) > 1 else least
+
+def least_busy(replicas: Iterable[Replica]) -> Replica:
+    """Return the replica with the least load, of equals the one that was given the fewest tokens so far."""
+    return min(replicas, key=_LOAD)
 
 
 class PrefixMap:
@@ -168,7 +174,10 @@ class Fleet:
     _by_index: list[Replica | None] = field(default_factory=list)
     _suspended: set[str] = field(default_factory=set)
     """Replicas that no request goes to while there is another."""
-    _on_the_way: dict[str, tuple[Replica, int]] = field(default_factory=dict)
+    _healthy: list[Replica] = field(default_factory=list)
+    """The candidates of most requests, and their bits; empty after a change, until they are asked for."""
+    _healthy_mask: int = 0
+    _on_the_way: dict[str, tuple[Replica, Load]] = field(default_factory=dict)
     """From the id of a request that no report counts yet to its replica and the load that it counts for."""
 
     def join(self, name: str, version: str = "") -> Replica:
@@ -178,6 +187,7 @@ class Fleet:
             replica = self.replicas[name] = Replica(name, index, version=version)
             self._by_index[index : index + 1] = [replica]
             self.mask |= 1 << index
+            self._forget_healthy()
         return self.replicas[name]
 
     def _free_index(self) -> int:
@@ -194,6 +204,7 @@ class Fleet:
             self._by_index[replica.index] = None
             self.mask &= ~(1 << replica.index)
             self.prefixes.forget(replica.index)
+            self._forget_healthy()
 
     def set_to(self, names: Sequence[str]) -> None:
         """Make these replicas the only ones."""
@@ -205,9 +216,14 @@ class Fleet:
     def suspend(self, name: str) -> None:
         """Send requests to other replicas for now, if there are any."""
         self._suspended.add(name)
+        self._forget_healthy()
 
     def resume(self, name: str) -> None:
         self._suspended.discard(name)
+        self._forget_healthy()
+
+    def _forget_healthy(self) -> None:
+        self._healthy, self._healthy_mask = [], 0
 
     @property
     def num_healthy(self) -> int:
@@ -217,23 +233,35 @@ class Fleet:
     def candidates(self, avoid: frozenset[str] = frozenset(), version: str | None = None) -> list[Replica]:
         """The replicas to choose among, of one version if that is given: those that are neither suspended nor in
         `avoid`, if there are any; else those that are not suspended, else all. Raises `NoReplica` where none runs."""
-        running = list(self.replicas.values())
         if version is not None:
-            running = [replica for replica in running if replica.version == version]
-        if not running:
+            chosen = self._not_suspended([one for one in self.replicas.values() if one.version == version])
+        else:
+            chosen = self._healthy = self._healthy or self._not_suspended(list(self.replicas.values()))
+        if not chosen:
             raise NoReplica
-        healthy = running
-        if self._suspended:
-            healthy = [replica for replica in running if replica.name not in self._suspended] or running
-        return ([replica for replica in healthy if replica.name not in avoid] if avoid else healthy) or healthy
+        if self.replicas.keys() & avoid:  # an engine that has died is no longer among them
+            return [replica for replica in chosen if replica.name not in avoid] or chosen
+        return chosen
 
-    def holders(self, mask: int) -> Iterator[Replica]:
-        """Return the replicas of a mask."""
-        while mask:
-            replica = self._by_index[(mask & -mask).bit_length() - 1]
-            if replica is not None:
-                yield replica
-            mask &= mask - 1
+    def _not_suspended(self, replicas: list[Replica]) -> list[Replica]:
+        return [replica for replica in replicas if replica.name not in self._suspended] or replicas
+
+    def mask_of(self, candidates: Sequence[Replica]) -> int:
+        """Return the bits of the candidates."""
+        if candidates is not self._healthy:
+            return sum([1 << replica.index for replica in candidates])
+        self._healthy_mask = self._healthy_mask or sum([1 << replica.index for replica in candidates])
+        return self._healthy_mask
+
+    def replicas_of(self, mask: int, start: int) -> Iterator[Replica]:
+        """Return the replicas of a mask, those with the bit `start` and above first."""
+        above = mask >> start << start
+        for part in (above, mask ^ above):
+            while part:
+                replica = self._by_index[(part & -part).bit_length() - 1]
+                if replica is not None:
+                    yield replica
+                part &= part - 1
 
     def apply(self, name: str, events: CacheEvents) -> None:
         """Apply a replica's cache events. Those of a replica that has left mean nothing."""
@@ -248,8 +276,8 @@ class Fleet:
         """Store a replica's load, which counts the requests that its engine has accepted."""
         replica = self.replicas.get(name)
         if replica is not None:
-            replica.tokens += load.work - replica.reported.work
-            replica.requests += load.sequences - replica.reported.sequences
+            replica.count(replica.reported, -1)
+            replica.count(load)
             replica.reported = load
 
     def begin(self, request: RouteRequest, decision: RouteRecord) -> None:
@@ -257,16 +285,12 @@ class Fleet:
         self.end(request.request_id)
         replica = self.replicas[decision.replica]
         tokens = max(0, request.num_prompt_tokens - decision.cached_tokens)
-        work = Load(tokens, 1).work
-        replica.requests += 1
-        replica.tokens += work
-        replica.routed_tokens += tokens
-        self._on_the_way[request.request_id] = replica, work
+        self._on_the_way[request.request_id] = replica, load = replica, Load(tokens, 1, tokens)
+        replica.count(load)
 
     def end(self, request_id: str) -> None:
         """Stop counting a request: its engine's reports count it from now on, or it has ended before. Does nothing for
         another request."""
-        replica, work = self._on_the_way.pop(request_id, (None, 0))
+        replica, load = self._on_the_way.pop(request_id, (None, NO_LOAD))
         if replica is not None:
-            replica.requests -= 1
-            replica.tokens -= work
+            replica.count(load, -1)

@@ -15,8 +15,11 @@ class LoadMeter:
         self._scheduler = scheduler
         self._expected: dict[int, int] = {}
         """Of waiting sequences, the tokens that their router expects to be cached."""
+        self._given = 0
 
-    def expect(self, seq_id: int, cached_tokens: int) -> None:
+    def take(self, seq_id: int, cached_tokens: int) -> None:
+        """Count a request that has been queued. cached_tokens: as its router expects."""
+        self._given += max(0, len(self._scheduler.queue.sequences[seq_id].token_ids) - cached_tokens)
         if cached_tokens:
             self._expected[seq_id] = cached_tokens
 
@@ -30,7 +33,7 @@ class LoadMeter:
             sequences += len(sequence.waiting_samples)
         if not scheduler.queue.sequences:
             self._expected.clear()
-            return Load(tokens, sequences)
+            return Load(tokens, sequences, self._given)
         expected, self._expected = self._expected, {}
         for seq_id, sequence in scheduler.queue.sequences.items():
             if (cached := expected.get(seq_id, 0)) and not sequence.times_preempted:
@@ -38,4 +41,4 @@ class LoadMeter:
                 tokens -= min(cached, len(sequence.token_ids) - 1)
             tokens += len(sequence.token_ids)
             sequences += 1 + len(sequence.waiting_samples)
-        return Load(tokens, sequences)
+        return Load(tokens, sequences, self._given)

@@ -118,7 +118,7 @@ class LocalCluster:
         decision = self.router.route(RouteRequest(request_id, keys, len(prompt), size))
         name = self._where[request_id] = decision.replica
         (seq_id, *_) = self.engines[name].add_request(request_id, prompt, params)
-        self.meters[name].expect(seq_id, decision.cached_tokens)
+        self.meters[name].take(seq_id, decision.cached_tokens)
         self.fleet.end(request_id)
         self.fleet.report(name, self.meters[name].load())
         return decision

@@ -1,5 +1,6 @@
 """The engines of one kind as a front sees them: a link to each, their breakers, and the router that chooses."""
 
+import secrets
 from collections import OrderedDict
 
 from forge.cluster.breaker import Breaker
@@ -16,7 +17,7 @@ class Pool:
 
     def __init__(self, router: str, threshold: int = DEFAULT_THRESHOLD):
         self.fleet = Fleet()
-        self.router = new_router(router, self.fleet, threshold)
+        self.router = new_router(router, self.fleet, threshold, secrets.randbits(32))
         self.breakers: dict[str, Breaker] = {}
         """Of every replica that Ray runs, whether it can be reached or not."""
         self.decisions: OrderedDict[str, RouteRecord] = OrderedDict()

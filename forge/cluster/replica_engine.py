@@ -277,7 +277,7 @@ class ReplicaEngine(EngineServer):
                 self._places[key] = place  # until it has ended
         if place is not None:
             cached = handoff.position if handoff is not None else place.cached_tokens
-            self._meter.expect(seq_ids[0], cached)
+            self._meter.take(seq_ids[0], cached)
         return seq_ids
 
     def _add_handed_over(self, handoff: KvHandoff, *arguments: Any, **options: Any) -> tuple[int, ...]:

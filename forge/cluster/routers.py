@@ -2,14 +2,14 @@
 
 A router changes nothing but its own turn or draw; `Fleet.begin` counts the request afterwards. The same classes run
 in a server's front, in the simulation and in the experiment. To add one, write a class and enter it in
-`ROUTERS`.
+`ROUTERS`. Loads are those of all replicas, or of `COMPARED` drawn ones where there are more.
 
 | | looks at | good at | bad at |
 | --- | --- | --- | --- |
 | `round-robin` | nothing | equal requests | requests of different length; a conversation visits every cache |
 | `p2c` | requests of two random replicas | many routers at once: each needs two numbers | the same; as above |
-| `least-tokens` | the load of all replicas | requests of different length | as above |
-| `prefix` | cache events, the load of all | conversations, shared system prompts | prompts that share nothing |
+| `least-tokens` | loads | requests of different length | as above |
+| `prefix` | cache events, loads | conversations, shared system prompts | prompts that share nothing |
 | `prefix-estimate` | what it routed before | the same, without events | caches that evict |
 """
 
@@ -17,6 +17,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from forge.cluster.fleet import Fleet, Replica, RouteRequest, least_busy
 from forge.errors import UsageError
@@ -26,6 +27,8 @@ DEFAULT_THRESHOLD = 512
 """Prompt tokens by which the holder of a prefix may be busier than the least busy replica."""
 ESTIMATED_BLOCKS = 1 << 16
 """Blocks that an estimate remembers in all."""
+COMPARED = 16
+"""Replicas whose loads one decision compares, at most: of more, so many are drawn."""
 
 
 class Router(ABC):
@@ -36,11 +39,19 @@ class Router(ABC):
     """Whether it reads cache events."""
 
     def __init__(self, fleet: Fleet):
-        self.fleet = fleet
+        self.fleet, self.random = fleet, random.Random(0)
 
     @abstractmethod
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         """One of the candidates, which are never none."""
+
+    def compared(self, candidates: Sequence[Replica]) -> Sequence[Replica]:
+        """Return the candidates, or `COMPARED` of many. A decision then takes as long with a thousand replicas as with
+        a few, and fronts whose loads are a little old do not all choose the same replica."""
+        number, draw = len(candidates), self.random.random
+        if number <= COMPARED:
+            return candidates
+        return [candidates[int(draw() * number)] for _ in range(COMPARED)]
 
     def route(self, request: RouteRequest) -> RouteRecord:
         """Choose, and count the request there. Raises `NoReplica` if none runs."""
@@ -63,7 +74,7 @@ class RoundRobin(Router):
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         chosen = candidates[self._turn % len(candidates)]
         self._turn += 1
-        least = min([replica.requests for replica in candidates])
+        least = min([replica.requests for replica in self.compared(candidates)])
         return RouteRecord(request.request_id, self.name, chosen.name, "turn", len(candidates), chosen.requests, least)
 
 
@@ -72,12 +83,8 @@ class PowerOfTwoChoices(Router):
 
     name = "p2c"
 
-    def __init__(self, fleet: Fleet, seed: int = 0):
-        super().__init__(fleet)
-        self._random = random.Random(seed)
-
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
-        two = self._random.sample(candidates, min(2, len(candidates)))
+        two = self.random.sample(candidates, min(2, len(candidates)))
         chosen = min(two, key=lambda replica: replica.requests)
         least = min([replica.requests for replica in two])
         return RouteRecord(request.request_id, self.name, chosen.name, "fewer_requests", 2, chosen.requests, least)
@@ -89,7 +96,7 @@ class LeastOutstandingTokens(Router):
     name = "least-tokens"
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
-        chosen = least_busy(candidates)
+        chosen = least_busy(self.compared(candidates))
         return RouteRecord(
             request.request_id, self.name, chosen.name, "fewer_tokens", len(candidates), chosen.tokens, chosen.tokens
         )
@@ -107,13 +114,12 @@ class PrefixRouter(Router):
         self.threshold = threshold
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
-        fleet, least = self.fleet, least_busy(candidates)
-        is_all = len(candidates) == len(fleet.replicas)
-        among = fleet.mask if is_all else sum([1 << replica.index for replica in candidates])
-        blocks, mask = fleet.prefixes.longest(request.keys, among)
+        fleet, least = self.fleet, least_busy(self.compared(candidates))
+        blocks, mask = fleet.prefixes.longest(request.keys, fleet.mask_of(candidates))
         if not blocks:
             return self._decision(request, least, "no_prefix", candidates, least, 0, None, 0)
-        holder = least_busy(list(fleet.holders(mask)))
+        start = self.random.randrange(mask.bit_length())
+        holder = least_busy(islice(fleet.replicas_of(mask, start), COMPARED))
         held = blocks * request.block_size
         if holder.tokens - least.tokens <= self.threshold:
             return self._decision(request, holder, "prefix", candidates, least, held, holder, held)
@@ -179,12 +185,13 @@ ROUTERS: dict[str, Callable[[Fleet], Router]] = {
 }
 
 
-def new_router(name: str, fleet: Fleet, threshold: int = DEFAULT_THRESHOLD) -> Router:
-    """The router that `name` means. threshold: of those that know prefixes. Raises `UsageError` listing those there
-    are."""
+def new_router(name: str, fleet: Fleet, threshold: int = DEFAULT_THRESHOLD, seed: int = 0) -> Router:
+    """The router that `name` means. threshold: of those that know prefixes. seed: of its draws, another one for each
+    front. Raises `UsageError` listing those there are."""
     if name not in ROUTERS:
         raise UsageError(f"unknown router {name!r}; there are {', '.join(ROUTERS)}")
     router = ROUTERS[name](fleet)
+    router.random.seed(seed)
     if isinstance(router, PrefixRouter):
         router.threshold = threshold
     return router

@@ -151,7 +151,7 @@ class SimulatedReplica:
         )
         self.turns[seq_id] = turn, arrived
         self.scheduler.add(sequence)
-        self.meter.expect(seq_id, cached_tokens)
+        self.meter.take(seq_id, cached_tokens)
         self.num_requests += 1
 
     def begin_step(self) -> float:
@@ -195,10 +195,10 @@ class Simulation:
         self.options = options
         self.replicas = {str(number): SimulatedReplica(str(number), options) for number in range(options.replicas)}
         self.routers: list[Router] = []
-        for _ in range(options.fronts):
+        for front in range(options.fronts):
             fleet = Fleet()
             fleet.set_to(list(self.replicas))
-            new = router(fleet) if router is not None else new_router(options.router, fleet, options.threshold)
+            new = router(fleet) if router is not None else new_router(options.router, fleet, options.threshold, front)
             self.routers.append(new)
         self.result = SimulationResult(options)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []

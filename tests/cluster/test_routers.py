@@ -5,7 +5,7 @@ import random
 import pytest
 
 from forge.cluster.events import CacheEvents
-from forge.cluster.fleet import SEQUENCE_TOKENS, Fleet, Load, NoReplica, PrefixMap, RouteRequest
+from forge.cluster.fleet import SEQUENCE_TOKENS, Fleet, Load, NoReplica, PrefixMap, Replica, RouteRequest
 from forge.cluster.routers import ROUTERS, new_router
 from forge.errors import UsageError
 
@@ -110,6 +110,43 @@ def test_a_suspended_replica_gets_requests_only_while_there_is_no_other():
     assert router.route(request(5)).replica == "a" and not fleet.num_healthy
     fleet.resume("b")
     assert router.route(request(6)).replica == "b"
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_decision_among_a_thousand_replicas_reads_as_many_loads_as_one_among_a_hundred(name: str, monkeypatch):
+    read: list[str] = []
+    get = object.__getattribute__
+    monkeypatch.setattr(Replica, "__getattribute__", lambda one, key: read.append(key) or get(one, key))
+    reads = []
+    for number in (100, 1000):
+        fleet = fleet_of(*map(str, range(number)))
+        for replica in range(0, number, 2):
+            fleet.apply(str(replica), CacheEvents(published=(1, 2)))
+        router = new_router(name, fleet)
+        router.route(request(0, (1, 2)))
+        read.clear()
+        for index in range(1, 50):
+            router.route(request(index, (1, 2)))
+        reads.append(len(read))
+    assert reads[1] < 1.3 * reads[0]
+
+
+def test_a_draw_among_many_finds_one_of_the_least_busy_and_fills_all():
+    router = new_router("least-tokens", fleet_of(*map(str, range(200))))
+    for number in range(2000):
+        router.route(request(number))
+    requests = [replica.requests for replica in router.fleet.replicas.values()]
+    assert sum(requests) == 2000 and min(requests) >= 7 and max(requests) <= 12
+
+
+def test_of_idle_replicas_the_one_is_chosen_that_all_fronts_together_gave_least():
+    router = new_router("least-tokens", fleet_of("a", "b", "c"))
+    for name, given in (("a", 300), ("b", 100), ("c", 200)):
+        router.fleet.report(name, Load(given=given))
+    assert router.route(request(0, tokens=150)).replica == "b"
+    router.fleet.end("r0")
+    router.fleet.report("b", Load(given=250))  # that request, which has ended
+    assert router.route(request(1)).replica == "c"
 
 
 def test_a_replica_that_failed_at_a_request_is_avoided_if_there_is_another():

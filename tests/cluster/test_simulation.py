@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from forge.cluster.routers import ROUTERS
-from forge.cluster.simulation import SimulationOptions, simulate
+from forge.cluster.simulation import SimulationOptions, StepTime, simulate
 from forge.workload.conversations import TraceShape
 
 TRACE = TraceShape(num_requests=400)
@@ -37,6 +37,14 @@ def test_several_fronts_see_each_others_requests():
     options = SimulationOptions(replicas=8, router="least-tokens", trace=TRACE)
     one, eight = simulate(options), simulate(replace(options, fronts=8))
     assert eight.balance < 1.3 and eight.ttft_ms(0.99) < 1.5 * one.ttft_ms(0.99)
+
+
+def test_sixteen_fronts_spread_requests_nearly_as_one():
+    """They know what all of them gave to an engine."""
+    options = SimulationOptions(
+        replicas=64, step_time=StepTime(0.3, 0.005, 0.01), trace=replace(TRACE, num_requests=800)
+    )
+    assert simulate(replace(options, fronts=16)).balance < 1.5 * simulate(options).balance
 
 
 def test_prefix_routing_computes_less_than_taking_turns():
