@@ -59,7 +59,7 @@ def shortest_job_first_aged(sequence: Sequence) -> tuple[Any, ...]:
 
 
 def lifo(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """Choose the most recently admitted sequence, which has the least to lose; it may be the requester."""
+    """Choose the most recently admitted sequence, which has usually computed the least; it may be the requester."""
     return running[-1] if len(running) > 1 else None
 
 
