@@ -10,6 +10,7 @@ from forge import LLM, UsageError
 from forge.engine.tasks import rerank_candidates, rerank_prompt
 from forge.gguf import GGMLType, GGUFFile
 from forge.gguf.writer import NewTensor, write_gguf
+from forge.mapped_file import ModelFileError
 from forge.model.hf_directory import ModelFolderError
 from forge.model.loader import open_weights
 from tests.model.raw_safetensors import CONFIG, random_tensors, write_folder
@@ -140,7 +141,7 @@ def test_a_model_without_an_output_head_generates_nothing_and_says_so(tmp_path):
 
 
 def test_a_lost_output_head_is_not_taken_for_a_bare_model(tmp_path):
-    with pytest.raises(Exception, match=r"'lm_head\.weight': the model needs this tensor"):
+    with pytest.raises(ModelFileError, match=r"'lm_head\.weight': the model needs this tensor"):
         open_weights(write_folder(tmp_path / "m", random_tensors(), tie_word_embeddings=False))
     assert CONFIG.tie_word_embeddings
 
