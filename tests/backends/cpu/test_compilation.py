@@ -3,6 +3,7 @@
 import ctypes
 import os
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -180,6 +181,27 @@ def test_only_what_is_wanted_and_missing_is_compiled(fresh_cache):
 
     assert progress == [(0, 1), (1, 1)]
     assert not (compilation.cache_folder() / f"{TileSet(Q8).name}.o").exists()
+
+
+def test_two_threads_that_first_ask_for_the_same_code_compile_it_once_and_wait_for_it(fresh_cache):
+    """As the engines of a cluster's tests do, and two models of one process."""
+    another_came = threading.Event()
+
+    class Seven(compilation.MachineCode):
+        modules = 0
+
+        def _module(self, machine):
+            Seven.modules += 1
+            if Seven.modules > 1:
+                another_came.set()
+            another_came.wait(0.3)  # for the second thread, which must not get here
+            return compilation.llvm.parse_assembly("define i64 @seven() { ret i64 7 }")
+
+    code = Seven("seven")
+    with ThreadPoolExecutor(2) as pool:
+        addresses = {asked.result() for asked in [pool.submit(code.symbol, "seven") for _ in range(2)]}
+    (address,) = addresses
+    assert Seven.modules == 1 and ctypes.CFUNCTYPE(ctypes.c_int64)(address)() == 7
 
 
 FOUR = ("quantize", "rms_norm", "matmul_f16", "swiglu")
