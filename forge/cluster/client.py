@@ -30,6 +30,7 @@ from forge.engine.resume import Emitted
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
 from forge.server.engine_client import EngineDead, Generation, Prompt, RequestFailed, ResumableClient
+from forge.server.exchange import current_exchange
 from forge.server.messages import (
     Abort,
     Answer,
@@ -89,6 +90,8 @@ class _Request:
     """Of the model of the engine that has it, or had it last."""
     pinned: str | None = None
     """The version that began it at another front."""
+    trace: str = ""
+    """The id of its HTTP request, where requests are logged."""
     first_token: float | None = None
     """When its first token came, in seconds on this process's monotonic clock."""
     homeless_since: float = 0.0
@@ -147,6 +150,8 @@ class ClusterClient(ResumableClient):
         """Of a request that is being submitted, the tokens of its samples that are known."""
         self._pinned: str | None = None
         """Of a request that is being submitted, the version of the model that has begun it."""
+        self.is_traced = False
+        """Whether engines log requests, each with the id of its HTTP request."""
         self._loop_tasks: list[asyncio.Task[None]] = []
         self._is_watching = False
         self.metrics: ClusterMetrics | None = None
@@ -404,6 +409,8 @@ class ClusterClient(ResumableClient):
                 request = _Request(
                     command, [list(tokens) for tokens in emitted], [[] for _ in emitted], pinned=self._pinned
                 )
+                if self.is_traced and (exchange := current_exchange()) is not None:
+                    request.trace = exchange.id
                 self._requests[key] = request
                 self._place(request)
             case Ask() | AskTasks():
@@ -437,11 +444,11 @@ class ClusterClient(ResumableClient):
             if PREFILLS in self.pools and not is_begun and len(submit.token_ids) >= MIN_PROMPT:
                 decision = self.pools[PREFILLS].route(route)
                 request.prefill = decision.replica
-                place = Place(prefill_of(submit), decision.cached_tokens, hands_over=True)
+                place = Place(prefill_of(submit), decision.cached_tokens, hands_over=True, trace=request.trace)
             else:
                 decision = self.pools[ENGINES].route(route)
                 request.replica = decision.replica
-                place = Place(submit, decision.cached_tokens, emitted if is_begun else ())
+                place = Place(submit, decision.cached_tokens, emitted if is_begun else (), trace=request.trace)
         except NoReplica:
             request.homeless_since = request.homeless_since or time.monotonic()
             self._homeless.append(request)
@@ -470,14 +477,16 @@ class ClusterClient(ResumableClient):
         source = Source(self._addresses[prefill][1], submit.key) if prefill in self._addresses else None
         request.replica, request.prefill = decision.replica, None
         self._note_version(request, decision.replica)
-        self._links[decision.replica][1].send(Place(submit, source=source))
+        self._links[decision.replica][1].send(Place(submit, source=source, trace=request.trace))
 
     def _fail_over(self, request: _Request, name: str, why: str) -> None:
         """Place a request that an engine failed at elsewhere, or end it if too many have failed."""
         self._end_everywhere(request)
         request.failures += 1
         request.avoid |= {name}
-        logger.warning("replica %s failed at %s (%s): it goes on elsewhere", name, request.submit.request_id, why)
+        trace = request.trace and f"[{request.trace}] "
+        request_id = request.submit.request_id
+        logger.warning("%sreplica %s failed at %s (%s): it goes on elsewhere", trace, name, request_id, why)
         if request.failures >= ATTEMPTS:
             self._give_up(request, f"{request.failures} engines failed at this request, the last because {why}")
             return

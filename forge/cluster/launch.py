@@ -239,6 +239,7 @@ async def _serve(
     try:
         client, ready = await front.start()
         client.on_record = live(ready) if live is not None else None
+        client.is_traced = settings.access_log != "off"
         logger.info("the engines are called %s: --attach %s is another front of them", name, name)
         return await serve_client(client, ready, settings, listening, on_ready)
     finally:

@@ -276,6 +276,8 @@ class ReplicaEngine(EngineServer):
             if place is not None and hands_over:
                 self._places[key] = place  # until it has ended
         if place is not None:
+            if place.trace:
+                logger.info("[%s] %s %s", place.trace, arguments[0], _what_begins(place, handoff))
             cached = handoff.position if handoff is not None else place.cached_tokens
             self._meter.take(seq_ids[0], cached)
         return seq_ids
@@ -424,6 +426,17 @@ class ReplicaEngine(EngineServer):
             self._put(front)
 
 
+def _what_begins(place: Place, handoff: KvHandoff | None) -> str:
+    """What an engine does with a request that it takes, for its log."""
+    if place.hands_over:
+        return f"is computed for another engine: {len(place.submit.token_ids)} tokens"
+    if handoff is not None:
+        return f"goes on behind {handoff.position} prompt tokens that another engine has computed"
+    if place.emitted:
+        return f"goes on behind {max(len(sample.token_ids) for sample in place.emitted)} tokens of another engine"
+    return f"begins: {len(place.submit.token_ids)} tokens"
+
+
 def main() -> None:
     """The process's entry point: load, tell the actor the address and what is served, and serve until it ends.
 
@@ -432,6 +445,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the actor decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(message)s")
+    logger.setLevel(logging.INFO)
     control = socket.socket(fileno=int(sys.argv[1]))
     length = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
     host, secret, model, options = pickle.loads(control.recv(length, socket.MSG_WAITALL))

@@ -58,6 +58,8 @@ class Place(NamedTuple):
     """Keep its cache for another engine to take (`Source`)."""
     source: Source | None = None
     """Take its beginning from there."""
+    trace: str = ""
+    """The id of the HTTP request, for the engine's log; empty where the front writes no log of requests."""
 
 
 @dataclass

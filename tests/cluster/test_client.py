@@ -16,6 +16,7 @@ from forge.engine.task import Task
 from forge.errors import UsageError
 from forge.server.app import _native_object
 from forge.server.engine_client import Prompt, RequestFailed
+from forge.server.exchange import _CURRENT, Exchange
 from forge.server.resumption import parse_event_id
 from tests.cluster.local_engines import (
     PARAMS,
@@ -381,6 +382,43 @@ async def test_a_prefill_engine_that_dies_loses_no_request():
         found = await asyncio.gather(*map(read, generations))
         assert found == [expected(SEEDED, 7, [*PROMPT, n]) for n in range(4)]
     q.kill(), a.kill()
+
+
+def test_one_id_is_in_every_line_of_a_request_at_its_front_and_at_each_engine_that_had_it(caplog):
+    caplog.set_level("INFO", "forge.engine")
+
+    @in_a_loop
+    async def run() -> None:
+        p, engines = LocalEngine(), {"a": LocalEngine(), "b": LocalEngine()}
+        for engine in engines.values():
+            engine.hold_after(8)
+        async with front_of(*engines.values(), prefills=(p,)) as client:
+            client.is_traced = True
+            _CURRENT.set(Exchange("abc-1", "POST", "127.0.0.1"))
+            generation, killed = submit(client, "r", SEEDED), []
+            _CURRENT.set(None)
+
+            def kill(number: int) -> None:
+                if number >= 5 and not killed:
+                    killed.append(client.replica_of("r"))
+                    engines[killed[0]].kill()
+                    for name in engines.keys() - killed:
+                        engines[name].go_on()
+
+            assert await read(generation, kill) == expected(SEEDED, 7)
+            assert await read(submit(client, "s", SEEDED)) == expected(SEEDED, 7), "of another request, without an id"
+            (name,) = killed
+        lines = [line for line in caplog.messages if "abc-1" in line]
+        computed, continued, failed, resumed = lines
+        cached = len(PROMPT) - 1
+        assert computed == f"[abc-1] r is computed for another engine: {cached} tokens"
+        assert continued == f"[abc-1] r goes on behind {cached} prompt tokens that another engine has computed"
+        assert failed.startswith(f"[abc-1] replica {name} failed at r (")
+        assert resumed.startswith("[abc-1] r goes on behind ") and resumed.endswith(" tokens of another engine")
+        for engine in (p, *engines.values()):
+            engine.kill()
+
+    run()
 
 
 @in_a_loop

@@ -75,12 +75,19 @@ WITH_RAY = ("keeper", "raylet", "GCS")
 
 
 def pids(server: Server, part: str) -> list[int]:
+    """The processes of a part. A `prefill engine` is one whose actor has the title of that application."""
+    if part not in PARTS:
+        actors = [pid for pid in pids(server, "replica's actor") if (":prefills" in command(pid)) == ("pre" in part)]
+        return [pid for actor in actors for pid in children(actor) if PARTS["engine"] in command(pid)]
     return [pid for pid in children(server.process.pid) if PARTS[part] in command(pid)]
 
 
-def is_whole(server: Server) -> bool:
-    """Both engines can be reached, and are those that Ray runs now."""
-    return server.metric("forge:replicas_reachable") == 2 and len(pids(server, "engine")) == 2
+def is_whole(server: Server, engines: int = 2) -> bool:
+    """All engines can be reached, and are those that Ray runs now; and all of Ray's own parts run."""
+    found = {part: len(pids(server, part)) for part in PARTS}
+    ray = {"controller": 1, "keeper": 1, "raylet": 1, "GCS": 1}
+    parts = {"engine": engines, "replica's actor": engines} | ray
+    return found == parts and server.metric("forge:replicas_reachable") == engines
 
 
 def completion(server: Server, prompt: str, **options) -> tuple[int, dict]:
@@ -219,32 +226,57 @@ def test_every_stream_goes_on_token_for_token_whatever_is_killed(server, alone, 
         pytest.skip("what stands still beside the engines is not noticed by requests")
     if not ALL and (part, sign) != ("engine", signal.SIGKILL):
         pytest.skip("a minute for each part: run with FORGE_ALL_TESTS=1")
-    for round_ in range(KILLS):
-        assert until(lambda: is_whole(server), 90), "it did not come back"
-        prompts = [f"{part} {sign} {round_} {number}" for number in range(STREAMS)]
+    kill_again_and_again(server, alone, part, sign, engines=2)
 
-        def stream(prompt: str) -> tuple[str, float]:
+
+@long
+@pytest.mark.parametrize("part", ["prefill engine", "decode engine"])
+def test_every_stream_goes_on_token_for_token_where_prefill_is_apart(alone, part: str):
+    server = cluster("--prefill-replicas", "2", "--decode-replicas", "2", "--ray-address", "local", "--name", "apart")
+    try:
+        kill_again_and_again(server, alone, part, signal.SIGKILL, engines=4)
+    finally:
+        server.stop()
+
+
+def kill_again_and_again(server: Server, alone: LLM, part: str, sign: signal.Signals, engines: int) -> None:
+    """`KILLS` times: one process of a part gets a signal while streams and requests without one are under way."""
+    pauses, killed = [], 0
+    for round_ in range(KILLS):
+        assert until(lambda old=killed: is_whole(server, engines) and old not in pids(server, part), 90), (
+            "it is missing"
+        )
+        prompts = [f"{part} {sign} {round_} {number} " * (1 + 20 * (engines > 2)) for number in range(STREAMS)]
+        begun = threading.Semaphore(0)
+
+        def stream(prompt: str, begun: threading.Semaphore = begun) -> tuple[str, float]:
             came, chunks = [time.monotonic()], []
             for chunk in events(server, prompt, max_tokens=TOKENS):
                 chunks.append(chunk)
                 came.append(time.monotonic())
+                if len(chunks) == 2:
+                    begun.release()
             return text_of(chunks), max(later - before for before, later in pairwise(came))
 
         with ThreadPoolExecutor(2 * STREAMS) as pool:
             streams = [pool.submit(stream, prompt) for prompt in prompts]
             wholes = [pool.submit(completion, server, f"whole {prompt}", max_tokens=TOKENS) for prompt in prompts]
-            assert until(lambda: server.metric("vllm:num_requests_running") >= STREAMS, 20)
-            os.kill(pids(server, part)[0], sign)
+            if part != "prefill engine":  # that one has done its part when a stream begins
+                assert begun.acquire(timeout=20)
+            killed = pids(server, part)[0]
+            os.kill(killed, sign)
             found = [one.result(120) for one in streams]
             assert [text for text, _ in found] == [said(alone, prompt, TOKENS) for prompt in prompts]
             for prompt, whole in zip(prompts, wholes, strict=True):
                 status, body = whole.result(120)
                 assert status == 200 and body["choices"][0]["text"] == said(alone, f"whole {prompt}", TOKENS)
-        print(f"{part} {sign.name}: the longest pauses", [f"{pause:.2f} s" for _, pause in found])
-        if part not in WITH_RAY:
-            assert max(pause for _, pause in found) < 10
-        assert until(lambda: is_whole(server), 90), "it did not come back"
-        assert until(server.is_idle, 20), "blocks are still held"
+        pauses += [pause for _, pause in found]
+        assert part in WITH_RAY or max(pauses) < 10
+    assert until(lambda: is_whole(server, engines) and killed not in pids(server, part), 90), "it did not come back"
+    assert until(server.is_idle, 20), "blocks are still held"
+    pauses.sort()
+    p50, p99 = (pauses[int(quantile * len(pauses))] for quantile in (0.5, 0.99))
+    print(f"{part} {sign.name}, {KILLS} times: longest pauses p50 {p50:.2f} s, p99 {p99:.2f} s, {pauses[-1]:.2f} s")
 
 
 def test_another_server_runs_beside_it_and_its_name_cannot_be_taken(server, alone):
