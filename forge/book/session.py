@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.book.chapter import ANSWER, Block, Chapter, Claim, Finding, Outcome, Predict, Run, Step, Verdict, names_of
+from forge.book.given import LoadMeter, OtherLoad
 from forge.book.measured import Touch, Unmeasured, evaluate, fill
-from forge.book.other_load import LoadMeter, OtherLoad
 from forge.errors import UsageError
 from forge.views.report import Report
 

@@ -1,6 +1,5 @@
 """`--bug NAME` of a chapter's command: put one known bug back into the engine, and see what catches it."""
 
-from forge.book.bug_view import bug_object, print_bug
 from forge.book.bugs import find_bug
 from forge.cli.run_control import create_llm
 from forge.engine_args import EngineArgs
@@ -14,7 +13,7 @@ UNNOTICED = 1
 def run_bug(chapter: str, name: str, engine_args: EngineArgs, json: bool) -> "Report":
     """Run one of a chapter's bugs, which compares texts of the bundled model, with the device and threads of
     `engine_args`."""
-    from forge.book.bug_runs import run_with_and_without
+    from forge.book.bug_runs import bug_object, print_bug, run_with_and_without
 
     bug = find_bug(name, chapter)
     loading = {"device": engine_args.device, "threads": engine_args.threads}

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from forge.book.catalog import entries, find, next_entry
+from forge.book.catalog import chapter_lines, entries, find, next_entry, print_chapters
 from forge.book.chapter import Verdict
-from forge.book.chapter_view import chapter_lines, print_chapters
 from forge.book.command_line import Given, Syntax, each
+from forge.book.drawing import print_chapter
 from forge.book.pager import Pager
-from forge.book.print_chapter import print_chapter
 from forge.book.progress import Progress, load_progress, save_progress
 from forge.book.session import Session
 from forge.cli import completion, options
@@ -313,7 +312,7 @@ def _goes_on(entry: "Entry", progress: Progress) -> str:
 
 
 def new_session(chapter: "Chapter", overrides: "Given | None" = None) -> "Session":
-    from forge.book.model_facts import model_facts
+    from forge.book.given import model_facts
 
     values = {name: each(value)[0] for name, value in (overrides.values if overrides else {}).items() if each(value)}
     options_given = {

@@ -22,7 +22,7 @@ from unittest import mock
 
 from forge.book.catalog import entries
 from forge.book.chapter import Block, Check, Finding, Predict, Prose, Recap
-from forge.book.other_load import OtherLoad
+from forge.book.given import OtherLoad
 from forge.book.session import Session
 from forge.cli import chapters
 from forge.cli.main import main

@@ -22,10 +22,9 @@ from forge.book.chapter import (
     names_of,
 )
 from forge.book.command_line import Given
-from forge.book.drawing import draw_step, lines_of
+from forge.book.drawing import draw_step, lines_of, print_chapter
+from forge.book.given import model_facts
 from forge.book.measured import evaluate, expressions_in, names_in
-from forge.book.model_facts import model_facts
-from forge.book.print_chapter import print_chapter
 from forge.book.session import Session
 from forge.book.source_code import excerpt
 from forge.cli.chapters import run_reported, with_given

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from forge.book.chapter import Check, Claim, Finding, Outcome, Prose, Recap, Run, Source, parse_chapter
 from forge.book.drawing import draw_block, draw_source, draw_title, lines_of
-from forge.book.other_load import OtherLoad
+from forge.book.given import OtherLoad
 from forge.book.session import Guess, Session
 from forge.book.source_code import Excerpt, Span
 from forge.views.report import Report

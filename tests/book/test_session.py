@@ -2,7 +2,7 @@ import pytest
 
 from forge.book.chapter import ChapterError, Choice, Claim, Finding, Outcome, Predict, Run, Verdict, parse_chapter
 from forge.book.drawing import draw_block
-from forge.book.other_load import OtherLoad
+from forge.book.given import OtherLoad
 from forge.book.session import Guess, Session, closeness, parse_guess
 from forge.errors import UsageError
 from forge.views.report import Report

@@ -1,19 +1,19 @@
-"""What other programs took: the system's time less our own."""
+"""What is known without a run: the shape of the model, and what other programs took."""
 
 import os
 
 import pytest
 
-from forge.book import other_load
-from forge.book.other_load import LoadMeter, OtherLoad
+from forge.book import given
+from forge.book.given import LoadMeter, OtherLoad, model_facts
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Time as it is told: [now, seconds that this process has used]."""
     told = [0.0, 0.0]
-    monkeypatch.setattr(other_load.time, "monotonic", lambda: told[0])
-    monkeypatch.setattr(other_load, "_own_seconds", lambda: told[1])
+    monkeypatch.setattr(given.time, "monotonic", lambda: told[0])
+    monkeypatch.setattr(given, "_own_seconds", lambda: told[1])
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     return told
 
@@ -47,3 +47,16 @@ def test_the_load_average_counts_where_the_system_tells_no_more(tmp_path, clock,
     meter = LoadMeter(tmp_path / "none")
     clock[0] = 1.0
     assert meter.read() == OtherLoad(1.7, 2)
+
+
+def test_the_bundled_model():
+    facts = model_facts()
+    assert (facts["num_layers"], facts["num_kv_heads"], facts["head_dim"], facts["vocab_size"]) == (12, 2, 64, 4096)
+    assert facts["kv_bytes_per_token"] == 6144 and facts["has_weights"] and facts["weight_bytes"] > 1e7
+    assert model_facts(kv_dtype="float32")["kv_bytes_per_token"] == 12288
+    assert model_facts(kv_dtype="int8")["kv_bytes_per_token"] == 12 * 2 * 2 * (64 + 4)
+
+
+def test_a_model_without_weights_has_every_fact_too():
+    facts = model_facts("hash")
+    assert set(facts) == set(model_facts()) and not facts["has_weights"] and facts["kv_bytes_per_token"] == 8
