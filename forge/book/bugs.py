@@ -220,22 +220,12 @@ def _matcher_ahead() -> Iterator[None]:
 
     def check_and_stay(matcher: GrammarMatcher, output, token_ids) -> int:
         allowed = num_allowed(matcher, output, token_ids)
-        matcher._move_to([*output, *token_ids[:allowed]])
+        matcher.move_to([*output, *token_ids[:allowed]])
         return allowed
-
-    def move_forward(matcher: GrammarMatcher, output) -> bool:
-        known = matcher._consumed or []
-        missing = list(output)[len(known) :]
-        if not missing:
-            return True
-        matcher._masks.clear()
-        moved = matcher._parser.try_consume_tokens(missing)
-        matcher._consumed = [*known, *missing[:moved]]
-        return moved == len(missing)
 
     with (
         patch.object(GrammarMatcher, "num_allowed", check_and_stay),
-        patch.object(GrammarMatcher, "_move_to", move_forward),
+        patch.object(GrammarMatcher, "roll_back", lambda matcher, known, output: len(known)),
     ):
         yield
 

@@ -74,7 +74,7 @@ class Admission:
             (sequence for sequence in self._queue if not sequence.prefill_only and sequence.seq_id not in victims), None
         )
         if head is not None:
-            plan.waiting.append(WaitRecord(head.seq_id, NoBlocks(self._cost(head, None)[1], shortage.free)))
+            plan.waiting.append(WaitRecord(head.seq_id, NoBlocks(self.cost(head, None)[1], shortage.free)))
 
     def _admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
         """Admit a generation with blocks for all its tokens, or say why it has to wait."""
@@ -84,7 +84,7 @@ class Admission:
         is_swapped = sequence.seq_id in self._host.entries
         retained = self._retained.match(sequence) if self._retained.sequences and not is_swapped else None
         while True:
-            num_cached, num_blocks, num_reused = self._cost(sequence, retained)
+            num_cached, num_blocks, num_reused = self.cost(sequence, retained)
             deferral = self._planner.deferral(sequence, num_cached, plan) if sequence.prefix_keys else None
             if deferral is not None:
                 return deferral
@@ -92,7 +92,7 @@ class Admission:
                 return NoBudget(plan.limit)
             available = self._cache.num_available
             if num_blocks <= available:
-                self._begin(sequence, retained, plan)
+                self.begin(sequence, retained, plan)
                 return None
             if not self._retained.release_oldest(but=retained):
                 return NoBlocks(num_blocks - num_reused, available - num_reused)
@@ -104,7 +104,7 @@ class Admission:
         prefill_tokens = plan.prefill_tokens
         return prefill_tokens + num_tokens <= plan.limit or not prefill_tokens
 
-    def _cost(self, sequence: Sequence, retained: int | None) -> tuple[int, int, int]:
+    def cost(self, sequence: Sequence, retained: int | None) -> tuple[int, int, int]:
         """Return how many tokens need no computing, how many available blocks the sequence takes, and how many of those
         hold its own cached tokens. Changes nothing."""
         cache, length = self._cache, len(sequence.token_ids)
@@ -116,7 +116,7 @@ class Admission:
         hit = cache.lookup(sequence.token_ids, sequence.salt, sequence.max_cacheable_tokens)
         return hit.num_tokens, cache.blocks_to_begin(hit, length), hit.num_unreferenced
 
-    def _begin(self, sequence: Sequence, retained: int | None, plan: PlanBuilder) -> None:
+    def begin(self, sequence: Sequence, retained: int | None, plan: PlanBuilder) -> None:
         """Give an admitted sequence its place in the cache, and its tokens of this step."""
         cache, seq_id, length = self._cache, sequence.seq_id, len(sequence.token_ids)
         available = cache.num_available

@@ -22,7 +22,7 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.batch_builder import BatchBuilder
 from forge.engine.draft_slots import DraftSlots
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import NO_DRAFTS, NO_UPDATE, NoSpeculation, Speculation, SpeculationUpdate
+from forge.engine.proposer import NO_DRAFTS, NO_SPECULATION, NO_UPDATE, NoSpeculation, Speculation, SpeculationUpdate
 from forge.engine.readout import max_logit_rows, run_separate_forwards
 from forge.engine.registry import RequestRegistry
 from forge.engine.requests import PromptLimits
@@ -42,14 +42,15 @@ _NO_STEP = LaunchedStep(StepPlan(()), NO_DRAFTS, None, _NO_LOGITS, [], 0.0, 0.0)
 
 
 class Operation:
-    """A context manager for what changes the engine: an operation happens completely or not at all.
+    """A context manager for what changes its owner: an operation happens completely or not at all.
 
-    An operation notes that it has begun, and that it has ended. If the one before never ended (Ctrl-C, a full memory),
-    `recover` runs first. A `UsageError` comes before any change, so it ends an operation like a return.
+    It notes that an operation has begun, and that it has ended. If the one before never ended (Ctrl-C, a full memory),
+    entering calls `recover` first. A `UsageError` comes before any change, so it ends an operation like a return.
+    Operations do not nest.
     """
 
     def __init__(self, recover: Callable[[], None]):
-        self._recover = WeakMethod(recover)  # the engine has this operation: a cycle would keep its arrays alive
+        self._recover = WeakMethod(recover)  # its owner has this operation: a cycle would keep arrays alive
         self.unfinished = False
 
     def __enter__(self) -> None:
@@ -66,6 +67,8 @@ class Engine(RequestRegistry):
 
     Requests are added, aborted, read and forgotten between steps. Callers in several threads hold `lock`.
     """
+
+    operation: Operation
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class Engine(RequestRegistry):
         self.waits_for_model = False
         """Without its model, raise `ModelUnavailable` and keep all sequences for the next step: none of them ends."""
         self.model = model
-        self.speculation = speculation or NoSpeculation()
+        self.speculation = speculation or NO_SPECULATION
         self._batch_builder = BatchBuilder(storage.layout.block_size)
         self._eos_token_ids = tokenizer.eos_token_ids
 
@@ -112,15 +115,14 @@ class Engine(RequestRegistry):
         self.scheduler.prefill_only.temporary_bytes = model.temporary_bytes
 
     @property
-    def speculation(self) -> Speculation:
+    def speculation(self) -> Speculation | NoSpeculation:
         """What proposes and verifies draft tokens. It may be replaced between two steps."""
-        return self._speculation
+        return self._speculation or NO_SPECULATION
 
     @speculation.setter
-    def speculation(self, speculation: Speculation) -> None:
-        self._speculation = speculation
-        self._speculates = not isinstance(speculation, NoSpeculation)
-        self.scheduler.draft_slots = DraftSlots(self.cache, speculation) if self._speculates else None
+    def speculation(self, speculation: Speculation | NoSpeculation) -> None:
+        self._speculation = None if isinstance(speculation, NoSpeculation) else speculation
+        self.scheduler.draft_slots = DraftSlots(self.cache, self._speculation) if self._speculation else None
 
     @property
     def report_blocks(self) -> bool:
@@ -130,6 +132,10 @@ class Engine(RequestRegistry):
     @report_blocks.setter
     def report_blocks(self, is_on: bool) -> None:
         self.scheduler.keep_block_map = is_on
+
+    @property
+    def _is_interrupted(self) -> bool:
+        return self.operation.unfinished
 
     # A step
 
@@ -170,7 +176,8 @@ class Engine(RequestRegistry):
         """Carry out a plan up to its logits: propose, build the batch, move blocks, forward."""
         assert plan.items or plan.separate or plan.exhausted, f"nothing can run: {plan.waiting}"
         self._plan = plan
-        drafts = self._speculation.propose(plan, self.scheduler.running) if self._speculates else NO_DRAFTS
+        speculation = self._speculation
+        drafts = speculation.propose(plan, self.scheduler.running) if speculation is not None else NO_DRAFTS
         batch = self._batch_builder.build(plan.items, drafts.proposals) if plan.items else None
         if plan.copies or plan.swap_outs or plan.swap_ins:
             self.scheduler.host.move(self.storage, plan.swap_outs, plan.copies, plan.swap_ins)
@@ -182,16 +189,16 @@ class Engine(RequestRegistry):
 
     def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationUpdate:
         """Commit a step: append its tokens to their sequences, and its keys and values to the cache."""
-        update, running = NO_UPDATE, self.scheduler.running
-        if self._speculates:
+        update, running, speculation = NO_UPDATE, self.scheduler.running, self._speculation
+        if speculation is not None:
             cost, verified = step.cost(times[2] - times[0]), results.verified
-            update = self._speculation.learn(step.plan, step.drafts, verified, results.outcomes, running, cost)
+            update = speculation.learn(step.plan, step.drafts, verified, results.outcomes, running, cost)
         self._decided = results.outcomes  # from here on the step has happened
         copies = self.scheduler.commit(step.plan, results.outcomes)
         if copies:
             self.storage.copy_blocks(copies)
-        if self._speculates:
-            self._speculation.commit(update)
+        if speculation is not None:
+            speculation.commit(update)
         self._decided = ()
         for finish in results.finished:
             self._drop_state(finish.seq_id)
@@ -199,5 +206,5 @@ class Engine(RequestRegistry):
 
     def _drop_state(self, seq_id: int) -> None:
         self._batch_builder.forget(seq_id)
-        if self._speculates:
+        if self._speculation is not None:
             self._speculation.forget(seq_id)

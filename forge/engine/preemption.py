@@ -50,11 +50,11 @@ class Preemption:
                 sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
                 plan.exhausted.append(sequence.seq_id)
                 return False
-            self._preempt(victim, sequence, shortage, plan)
+            self.preempt(victim, sequence, shortage, plan)
             if victim is sequence:
                 return False
 
-    def _preempt(self, victim: Sequence, requester: Sequence, shortage: NoBlocks, plan: PlanBuilder) -> None:
+    def preempt(self, victim: Sequence, requester: Sequence, shortage: NoBlocks, plan: PlanBuilder) -> None:
         """Take a running sequence's blocks and put it back into the queue."""
         cache, seq_id = self._cache, victim.seq_id
         table, computed, available = cache.block_table(seq_id), cache.computed_length(seq_id), cache.num_available

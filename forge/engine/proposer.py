@@ -236,27 +236,9 @@ class Speculation(Protocol):
 
 
 class NoSpeculation:
-    """`Speculation` without proposers: the null object."""
+    """Stands for speculation where there are no proposers: the engine asks nothing of it."""
 
     proposers: tuple[Proposer, ...] = ()
 
-    def wanted(self, sequence: Sequence) -> int:
-        return 0
 
-    def wanted_forks(self, sequence: Sequence) -> int:
-        return 0
-
-    def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
-        return NO_DRAFTS
-
-    def verify(self, sequence: Sequence, proposals: Items[Proposal], *rows: object) -> Verification:
-        raise AssertionError("there is nothing to verify: nothing was proposed")
-
-    def learn(self, *step: object) -> SpeculationUpdate:
-        return NO_UPDATE
-
-    def commit(self, update: SpeculationUpdate) -> None:
-        pass
-
-    def forget(self, seq_id: int) -> None:
-        pass
+NO_SPECULATION = NoSpeculation()

@@ -16,7 +16,7 @@ from forge.cache.host_pool import HostEntry
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
 from forge.engine.outputs import RequestOutput
-from forge.engine.proposer import Speculation
+from forge.engine.proposer import NoSpeculation, Speculation
 from forge.engine.requests import PromptLimits, RequestState, check_answerable, check_drafts
 from forge.engine.sampler import StepResults
 from forge.engine.sampling_params import SamplingParams
@@ -56,10 +56,9 @@ class RequestRegistry(ABC):
     cache: KvCache
     storage: KvStorage
     tokenizer: Tokenizer
-    speculation: Speculation
-    scheduler: Scheduler
+    speculation: Speculation | NoSpeculation
     operation: AbstractContextManager[None]
-    """What changes the engine runs inside. Operations do not nest."""
+    """What changes the engine runs inside."""
     compile_grammar: CompileGrammar | None = None
     """For requests with structured output; without it they are refused."""
 
@@ -81,6 +80,11 @@ class RequestRegistry(ABC):
         """The outcomes of a step whose tokens are all chosen, until they are committed."""
         self._plan: StepPlan | None = None
         """Of the step that is carried out; None until it is decided."""
+
+    @property
+    @abstractmethod
+    def _is_interrupted(self) -> bool:
+        """True after an operation that has begun and never ended, until the next one recovers."""
 
     @abstractmethod
     def _drop_state(self, seq_id: int) -> None:
@@ -205,14 +209,15 @@ class RequestRegistry(ABC):
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
-        with self.operation:
-            return self.scheduler.has_unfinished()
+        if self._is_interrupted:
+            return any(map(self.is_unfinished, self._requests))
+        return self.scheduler.has_unfinished()
 
     def is_unfinished(self, request_id: str) -> bool:
         """True while a sequence of a request has yet to end. Raises `KeyError` for a request that is not known."""
-        request = self._requests[request_id]
-        with self.operation:
-            return request.is_unfinished
+        decided = {outcome.seq_id for outcome in flat(self._decided) if outcome.finish_reason is not None}
+        sequences = self._requests[request_id].sequences
+        return any(sequence.finish_reason is None and sequence.seq_id not in decided for sequence in sequences)
 
     def output(self, request_id: str) -> RequestOutput:
         """Return a request's output so far. Raises `KeyError` for a request that is not known."""
@@ -284,8 +289,7 @@ class RequestRegistry(ABC):
 
     def is_retained(self, seq_id: int) -> bool:
         """True if an ended sequence's cache can be continued. It is released when others need its blocks."""
-        with self.operation:
-            return seq_id in self.scheduler.retained.sequences
+        return not self._is_interrupted and seq_id in self.scheduler.retained.sequences
 
     def release(self, seq_id: int) -> None:
         """Release the retained cache of an ended sequence, if it still has one."""

@@ -58,7 +58,7 @@ class Sampler:
     """Chooses the next tokens of one step, and reads out what prefill-only sequences asked for."""
 
     _eos_token_ids: frozenset[int]
-    _speculation: Speculation
+    _speculation: Speculation | None
     _on_logits: OnLogits | None = None
     _report_probabilities: bool = False
     """Fill in every token's probability, which takes longer than a greedy choice."""
@@ -164,6 +164,7 @@ class Sampler:
 
     def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
         """Decide which draft tokens of an item stand; the rows of its drafts begin at `first_row`."""
+        assert self._speculation is not None, "what has draft tokens has proposers"
         sequence, spans = item.sequence, []
         for proposal in proposals:
             spans.append(slice(first_row, first_row + len(proposal) + 1))

@@ -76,7 +76,7 @@ class Scheduler:
             cache, config, self.queue, self.planner, scratch, temporary_bytes, max_logit_rows
         )
         self.preemption = preemption(cache, config, self.queue, self.running, self.host, self.retained)
-        self._admission = Admission(
+        self.admission = Admission(
             cache, config, self.queue, self.running, self.host, self.retained, self.planner, self.prefill_only
         )
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
@@ -175,9 +175,9 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step and reserve the slots that it writes."""
         plan = PlanBuilder(self._token_budget, self._token_budget)
-        self._schedule_running(plan)
+        self.schedule_running(plan)
         if self.queue.sequences:
-            self._admission.admit(plan)
+            self.admission.admit(plan)
         if not self.config.chunked_prefill and plan.prefill_tokens:  # sequences that decode sit this step out
             for item in [item for item in plan.items.values() if item.phase == "decode"]:
                 plan.drop(item.seq_id)
@@ -188,7 +188,7 @@ class Scheduler:
             self.draft_slots.reserve(plan)
         return plan.build()
 
-    def _schedule_running(self, plan: PlanBuilder) -> None:
+    def schedule_running(self, plan: PlanBuilder) -> None:
         """Give one token to each sequence that decodes, then the rest of the budget to prompts under way.
 
         The computed length of a running sequence is the position of the first token not yet computed; with the cache

@@ -30,8 +30,8 @@ class PreemptionBase(Preemption):
     def reserve(self, sequence: TokenSequence, num_tokens: int, plan: PlanBuilder) -> bool:
         raise NotImplementedError("reserve")
 
-    def _preempt(self, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder) -> None:
-        raise NotImplementedError("_preempt")
+    def preempt(self, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder) -> None:
+        raise NotImplementedError("preempt")
 
 
 RULES = {
@@ -159,7 +159,7 @@ class PreemptionTrial(EngineTrial):
                 trial.require(not gave_way or trial.gave_way is sequence, "gives-way", f"{seq_id} was not chosen")
                 return False
 
-            def _preempt(
+            def preempt(
                 self, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder
             ) -> None:
                 cache = self._cache
@@ -173,7 +173,7 @@ class PreemptionTrial(EngineTrial):
                 expected = needed, cache.num_available
                 trial.require(noted == expected, "recorded", f"the shortage is {noted}, and should be {expected}")
                 trial.chosen, trial.gave_way = None, victim
-                trial.preempting(super()._preempt, victim, requester, shortage, plan)
+                trial.preempting(super().preempt, victim, requester, shortage, plan)
 
         Observed.__name__ = "MyPreemption"
         return Observed
@@ -181,7 +181,7 @@ class PreemptionTrial(EngineTrial):
     def preempting(
         self, preempt: Any, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder
     ) -> None:
-        """Call `_preempt` and check everything that it has to change."""
+        """Call `preempt` and check everything that it has to change."""
         scheduler, cache = self.llm.engine.scheduler, self.llm.engine.cache
         seq_id, times, before = victim.seq_id, victim.times_preempted, cache.num_available
         computed, table = cache.computed_length(seq_id), cache.block_table(seq_id)
@@ -191,7 +191,7 @@ class PreemptionTrial(EngineTrial):
         other_ids = {name for name in plan.items if name != seq_id}
         returned = preempt(victim, requester, shortage, plan)
         name = f"sequence {seq_id}"
-        self.require(returned is None, "result", f"_preempt returned {returned!r}")
+        self.require(returned is None, "result", f"preempt returned {returned!r}")
         self.require(seq_id not in scheduler.running, "left-running", f"{name} is still among the running ones")
         self.require(seq_id not in cache, "left-cache", f"the cache still has {name}")
         self.require(seq_id in scheduler.queue.sequences, "waits", f"{name} is not in the queue")
@@ -229,9 +229,9 @@ class PreemptionTrial(EngineTrial):
         ]
         self.calls += [
             "# three sequences of two blocks run, and the plan has a copy into one block of each",
-            "scheduler.preemption._preempt(victim, requester, NoBlocks(2, 1), plan)",
+            "scheduler.preemption.preempt(victim, requester, NoBlocks(2, 1), plan)",
         ]
-        preempt: Any = partial(self.piece.MyPreemption._preempt, scheduler.preemption)
+        preempt: Any = partial(self.piece.MyPreemption.preempt, scheduler.preemption)
         try:
             self.preempting(preempt, victim, requester, NoBlocks(2, 1), plan)
         except BROKEN as error:
@@ -333,7 +333,7 @@ def _costs(piece: ModuleType) -> list[Cost]:
 
 
 _OPTIONS = {"kv": "paged", "num_blocks": 12, "max_model_len": 160}
-_NAMES = ("victim", "MyPreemption.reserve", "MyPreemption._preempt")
+_NAMES = ("victim", "MyPreemption.reserve", "MyPreemption.preempt")
 
 EXERCISE = Exercise(
     parts=(Part(_NAMES[:1], _ask_policy), Part(_NAMES, _check_preemption)),
@@ -342,10 +342,10 @@ EXERCISE = Exercise(
         "A policy in one line: of the running sequences the last, which is the newest. When is there no victim at all?",
         "reserve is a loop: try; if it raises, find a victim; without one the sequence is exhausted; preempt the "
         "victim; if it was the sequence itself, return False; else try again.",
-        "In _preempt, ask the cache for the table and the computed length before you remove the sequence from it.",
+        "In preempt, ask the cache for the table and the computed length before you remove the sequence from it.",
         "A sequence is in exactly one container. It leaves self._running and the cache, and enters self._queue.",
     ),
-    solution=("forge.engine.policies.lifo", "forge.engine.preemption.Preemption._preempt"),
+    solution=("forge.engine.policies.lifo", "forge.engine.preemption.Preemption.preempt"),
     differs="The engine's own can also swap: it moves a victim's blocks to the host's memory in place of dropping "
     "them. Before any victim it gives up caches that it had only kept for a later turn of a conversation.",
     next_question="A victim has 20 blocks and a prompt of 300 tokens. Is it cheaper to swap its blocks out and in, or "

@@ -29,9 +29,9 @@ class SchedulerBase(Scheduler):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._given = self._admission
+        self._given = self.admission
         """The engine's own."""
-        self._admission: Any = SimpleNamespace(admit=lambda plan: self.admit(plan))
+        self.admission: Any = SimpleNamespace(admit=lambda plan: self.admit(plan))
 
     def schedule_running(self, plan: PlanBuilder) -> None:
         raise NotImplementedError("schedule_running")
@@ -51,19 +51,16 @@ class SchedulerBase(Scheduler):
         plan.add(generation_item(self.cache, sequence, start, num_tokens))
 
     def blocks_to_begin(self, sequence: Sequence) -> int:
-        return self._given._cost(sequence, None)[1]
+        return self._given.cost(sequence, None)[1]
 
     def begin(self, sequence: Sequence, plan: PlanBuilder) -> None:
-        self._given._begin(sequence, None, plan)
+        self._given.begin(sequence, None, plan)
 
     def wait(self, sequence: Sequence, reason: WaitReason, plan: PlanBuilder) -> None:
         plan.waiting.append(WaitRecord(sequence.seq_id, reason))
         if isinstance(reason, NoBlocks) and not self.running:  # it could never be admitted
             sequence.length_limit = PoolExhausted(self.cache.max_sequence_length)
             plan.exhausted.append(sequence.seq_id)
-
-    def _schedule_running(self, plan: PlanBuilder) -> None:
-        self.schedule_running(plan)
 
 
 def first_of_others(running: Items[Sequence], requester: Sequence) -> Sequence | None:
@@ -274,7 +271,7 @@ def _check_reason(piece: ModuleType) -> None:
         """Gives the reader's reasons; forge's own scheduler decides what is scheduled and admitted."""
 
         def schedule_running(self, plan: PlanBuilder) -> None:
-            Scheduler._schedule_running(self, plan)
+            Scheduler.schedule_running(self, plan)
 
         def admit(self, plan: PlanBuilder) -> None:
             self._given.admit(plan)
@@ -341,7 +338,7 @@ EXERCISE = Exercise(
         "admit: for each waiting sequence, in order (over a copy), ask for a reason to wait. With one: note it and "
         "stop. Without: begin.",
     ),
-    solution=("forge.engine.scheduler.Scheduler._schedule_running",),
+    solution=("forge.engine.scheduler.Scheduler.schedule_running",),
     differs="The engine's own loop reserves first and asks questions later: nearly every sequence of nearly every step "
     "decodes, so that case is written out, and preemption is only called after a shortage. Its admission also defers "
     "requests whose prefix another one is computing.",

@@ -60,7 +60,7 @@ class GrammarMatcher:
         """Return True for every token that may come next: bool `[vocab]`. Raises `MatcherError`."""
         if self._has_ended(output):
             return self._grammar.anything
-        if not self._move_to(output):
+        if not self.move_to(output):
             if self._parser.is_error():
                 raise self._too_complex()
             raise MatcherError("the output does not follow its grammar")
@@ -73,19 +73,19 @@ class GrammarMatcher:
 
     def num_allowed(self, output: Sequence[int], token_ids: Sequence[int]) -> int:
         """Return how many of `token_ids`, from the first on, may follow."""
-        if self._has_ended(output) or not self._move_to(output):
+        if self._has_ended(output) or not self.move_to(output):
             return 0
         eos = self._grammar.eos_token_ids
         text = next((index for index, token_id in enumerate(token_ids) if token_id in eos), len(token_ids))
         allowed = self._parser.validate_tokens(list(token_ids[:text])) if text else 0
         self._reraise()
-        if allowed == text < len(token_ids) and self._move_to([*output, *token_ids[:text]]):
+        if allowed == text < len(token_ids) and self.move_to([*output, *token_ids[:text]]):
             allowed += self._parser.is_accepting()
         return max(0, allowed)
 
     def forced(self, output: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of the text that must come next, and an end if nothing else may come."""
-        if self._has_ended(output) or not self._move_to(output):
+        if self._has_ended(output) or not self.move_to(output):
             return ()
         token_ids = tuple(self._parser.compute_ff_tokens())
         self._reraise()
@@ -118,7 +118,7 @@ class GrammarMatcher:
         self._grammar.is_spent = True
         return MatcherError(TOO_COMPLEX)
 
-    def _move_to(self, output: Sequence[int]) -> bool:
+    def move_to(self, output: Sequence[int]) -> bool:
         """Bring the parser to where these tokens end; False if the grammar refuses one of them."""
         known, self._consumed = self._consumed, None
         output = list(output)
@@ -126,15 +126,21 @@ class GrammarMatcher:
             self._parser.reset()
             known = []
             self._masks.clear()
+        num_kept = self.roll_back(known, output)
+        missing = output[num_kept:]
+        moved = self._parser.try_consume_tokens(missing) if missing else 0
+        self._reraise()
+        self._consumed = [*known[:num_kept], *missing[:moved]]
+        return moved == len(missing) and not self._parser.is_error()
+
+    def roll_back(self, known: list[int], output: list[int]) -> int:
+        """Take back what the parser has consumed of `known` beyond what agrees with `output`; return how many tokens
+        stay."""
         agreeing = len(known) if output[: len(known)] == known else _num_equal(known, output)
         if agreeing < len(known):
             self._parser.rollback(len(known) - agreeing)
             self._masks = {position: mask for position, mask in self._masks.items() if position <= agreeing}
-        missing = output[agreeing:]
-        moved = self._parser.try_consume_tokens(missing) if missing else 0
-        self._reraise()
-        self._consumed = output[: agreeing + moved]
-        return moved == len(missing) and not self._parser.is_error()
+        return agreeing
 
     def _reraise(self) -> None:
         """Raise what the parser's callback raised and the parser swallowed. The next call begins with a new parser."""

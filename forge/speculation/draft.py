@@ -27,6 +27,7 @@ import numpy as np
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, create_kv_cache
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
+from forge.engine.engine import Operation
 from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.engine.rng import Purpose
 from forge.engine.sampling import Distribution, check_logits, choose_token, distribution, penalized
@@ -105,8 +106,7 @@ class DraftProposer(Proposer):
         self.max_model_len = max_model_len
         self._held: OrderedDict[int, list[int]] = OrderedDict()
         """Each sequence's tokens whose keys and values are in the cache, least recently requested first."""
-        self._operating = False
-        """An operation has begun and not ended."""
+        self._operation = Operation(self._empty)
 
     @classmethod
     def of_model(
@@ -134,32 +134,28 @@ class DraftProposer(Proposer):
         """Propose tokens with the draft model. Raises `ModelUnavailable`, and `BrokenLogits` if its logits are not
         finite."""
         self.model.check_available()
-        self._start_operation()
-        proposals = [NO_PROPOSAL] * len(requests)
-        drafts = self._begin(requests)
-        self._first_tokens(drafts)
-        self._further_tokens(drafts)
-        for draft in drafts:
-            self._commit(draft)
-            cached = draft.num_cached, len(self._held[draft.request.seq_id])
-            proposals[draft.index] = Proposal(tuple(draft.token_ids), tuple(draft.distributions) or None, cached)
-        self._operating = False
+        with self._operation:
+            proposals = [NO_PROPOSAL] * len(requests)
+            drafts = self._begin(requests)
+            self._first_tokens(drafts)
+            self._further_tokens(drafts)
+            for draft in drafts:
+                self._commit(draft)
+                cached = draft.num_cached, len(self._held[draft.request.seq_id])
+                proposals[draft.index] = Proposal(tuple(draft.token_ids), tuple(draft.distributions) or None, cached)
         return proposals
 
     def forget(self, seq_id: int) -> None:
         """Free a sequence's blocks."""
-        self._start_operation()
-        self._drop(seq_id)
-        self._operating = False
+        with self._operation:
+            self._drop(seq_id)
 
     # The cache
 
-    def _start_operation(self) -> None:
-        """Empty the cache if the operation before this one never ended."""
-        if self._operating:
-            self._held.clear()
-            self.cache.clear()
-        self._operating = True
+    def _empty(self) -> None:
+        """Recover from an operation that never ended."""
+        self._held.clear()
+        self.cache.clear()
 
     def _drop(self, seq_id: int) -> None:
         with suppress(KeyError):

@@ -181,11 +181,28 @@ def test_interrupted_again_and_again_it_still_comes_to_the_same_end(kv):
         engine, run = busy_engine(kv, 0)
         while engine.has_unfinished():
             while interrupted_at(int(rng.integers(6000)), engine.step) and engine.has_unfinished():
-                interrupted_at(int(rng.integers(600)), engine.has_unfinished)  # while it recovers
+                interrupted_at(int(rng.integers(600)), partial(engine.output, "joins"))  # while it recovers
+            engine.output("joins")
             engine.scheduler.check_invariants()
 
         assert results(run) == expected, f"seed {seed}"
         assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
+def test_a_question_after_an_interruption_changes_nothing_and_is_answered_as_after_the_recovery(steps):
+    def answers(engine: Engine) -> tuple:
+        return engine.has_unfinished(), *map(engine.is_unfinished, REQUESTS), *map(engine.is_retained, range(4))
+
+    for line in lines_to_try("paged", steps, last=True)[::7]:
+        engine, _ = busy_engine("paged", steps)
+        engine._requests["ends first"].sequences[0].retain_cache = True
+        assert interrupted_at(line, engine.step)
+        was_interrupted = engine.operation.unfinished
+        before = answers(engine)
+        assert engine.operation.unfinished == was_interrupted, "a question has recovered"
+        engine.output("joins")
+        assert answers(engine) == before, f"line {line}"
 
 
 @pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
@@ -238,6 +255,7 @@ def test_nothing_stays_held_when_the_forward_is_interrupted(place):
     setattr(owner, place, original)
 
     assert engine.has_unfinished()
+    engine.output("joins")
     engine.scheduler.check_invariants()
     assert engine.cache.stats().used_blocks == 0
     run_all(engine)
@@ -260,6 +278,7 @@ def test_an_interrupted_add_leaves_a_whole_request_or_none(kv):
         assert interrupted_at(line, partial(add, engine))
 
         assert engine.has_unfinished()
+        engine.output("joins")  # recovers
         engine.scheduler.check_invariants()
         if "late" not in engine._requests:
             add(engine)  # the id is free
@@ -308,6 +327,7 @@ def test_an_interrupted_fork_of_a_retained_cache_leaves_the_count_of_ended_seque
         assert interrupted_at(line, partial(engine.fork_retained, seq_id))
 
         assert not engine.has_unfinished()
+        engine.output("first")  # recovers
         assert engine.scheduler.num_finished == 1, f"line {line}"
         (next_id,) = engine.add_request("next", letters("ab"), SamplingParams(max_tokens=2))
         run_all(engine)

@@ -42,13 +42,13 @@ class MyPreemption(PreemptionBase):
 
         `self._cache.reserve(seq_id, num_tokens)` returns block copies, which belong into `plan.copies`, or raises
         `OutOfBlocks`. Then ask the policy, with a tuple of all that run and with the sequence, and preempt the victim:
-        `self._preempt(victim, sequence, NoBlocks(needed, free), plan)`. Try again until it fits. Without a victim the
+        `self.preempt(victim, sequence, NoBlocks(needed, free), plan)`. Try again until it fits. Without a victim the
         pool is the sequence's limit: set `sequence.length_limit` to `PoolExhausted(self._cache.max_sequence_length)`,
         add its id to `plan.exhausted`, and return False.
         """
         raise NotImplementedError("reserve")
 
-    def _preempt(self, victim: Sequence, requester: Sequence, shortage: NoBlocks, plan: PlanBuilder) -> None:
+    def preempt(self, victim: Sequence, requester: Sequence, shortage: NoBlocks, plan: PlanBuilder) -> None:
         """Take a running sequence's blocks and put it back into the queue.
 
         - It leaves the plan: `plan.drop(seq_id, blocks)`, with the blocks of its table, so that no copy is made into
@@ -59,7 +59,7 @@ class MyPreemption(PreemptionBase):
           "recompute", tokens_lost, blocks_freed)`. Tokens lost are those that the cache had computed; blocks freed is
           how much `self._cache.num_available` has grown.
         """
-        raise NotImplementedError("_preempt")
+        raise NotImplementedError("preempt")
 
 
 if __name__ == "__main__":

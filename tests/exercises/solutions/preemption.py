@@ -23,11 +23,11 @@ class MyPreemption(Preemption):
                 sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
                 plan.exhausted.append(sequence.seq_id)
                 return False
-            self._preempt(chosen, sequence, shortage, plan)
+            self.preempt(chosen, sequence, shortage, plan)
             if chosen is sequence:
                 return False
 
-    def _preempt(self, victim, requester, shortage, plan):
+    def preempt(self, victim, requester, shortage, plan):
         seq_id = victim.seq_id
         computed = self._cache.computed_length(seq_id)
         available = self._cache.num_available
