@@ -254,7 +254,7 @@ class EngineArgs:
             raise UsageError(
                 f"--gpu-memory-utilization and {size} both say how large the KV cache is: give one of them"
             )
-        from forge.backends.cuda.sizes import checked_utilization
+        from forge.backends.devices import checked_utilization
 
         checked_utilization(utilization)
 

@@ -17,8 +17,7 @@ import typer
 
 from forge.backends.devices import why_not_cuda
 from forge.bench import kit
-from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load
-from forge.bench.closed_loop import load_figures
+from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load, load_figures
 from forge.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.bench.process import Effort, Launch, Runner, measure_limits
 from forge.cli.arguments import Takes

@@ -9,8 +9,7 @@ import numpy as np
 
 from forge import LLM, SamplingParams, __version__
 from forge.backends.devices import why_not_cuda
-from forge.bench.cases import BLOCK_SIZE
-from forge.bench.closed_loop import answered, drive, unique_prompts
+from forge.bench.cases import BLOCK_SIZE, answered, drive, unique_prompts
 from forge.bench.worker import Missing, Worker, serve_requests, timed
 from forge.engine.sampler import argmax_rows
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch

@@ -30,7 +30,7 @@ import typer
 from rich.text import Text
 
 from forge.bench import kit
-from forge.bench.closed_loop import unique_prompts
+from forge.bench.cases import unique_prompts
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
 from forge.bench.kit import MEASURE, Facts, Progress, option
 from forge.bench.process import BenchProcess, Launch
@@ -45,7 +45,7 @@ from forge.views.progress import progress_line
 from forge.views.report import Report
 from forge.views.screen import Part, Table, draw, fill, report, title, trouble
 from forge.views.text import one_line
-from forge.workload.recorded import RecordedRequest, recorded_requests
+from forge.workload.requests import RecordedRequest, recorded_requests
 
 PERCENTILES = (50, 90, 95, 99)
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forge import __version__
-from forge.bench.closed_loop import Moments, answered
+from forge.bench.cases import Moments, answered
 from forge.bench.serve import ServePlan, run
 from forge.bench.worker import Missing, Worker, one_line, serve_requests
 from forge.model.loader import open_weights

@@ -3,6 +3,9 @@
 Nothing is timed that is not equal first. The gate compares, over every kind of input: the ids with control tokens
 matched, the ids with their text left as text, the decoded text, and the text decoded token by token; then 8 threads
 encode 100 times each, and all 800 must agree. Both are called from Python, as a serving engine here would call them.
+
+There are seventeen kinds of text, from one word to 200,000 characters: prose, code, chats, several scripts. Each has
+the length that its kind has in the tables of Prelude's tokenizer, on which this is modelled.
 """
 
 import json
@@ -18,17 +21,18 @@ import typer
 
 from forge.bench import kit
 from forge.bench.kit import Facts, Progress
-from forge.bench.tokenizer_inputs import inputs
 from forge.bench.worker import timed
 from forge.errors import ForgeError, UsageError
 from forge.gguf import GGUFFile
 from forge.model.catalog import is_hash_model, resolve_model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec_from_gguf
-from forge.tokenizer.fast import tokenizer_json
+from forge.tokenizer.encoders import tokenizer_json
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 from forge.views.palette import ACCENT
 from forge.views.screen import Part, Table, check, fill, title, trouble
 from forge.views.text import one_line
+from forge.workload.judging import held_out_stories
+from forge.workload.requests import PASSAGE
 
 BATCHES = (1, 4, 16, 64)
 BATCH_INPUT = "medium_prose"
@@ -249,3 +253,40 @@ def _document(spec: TokenizerSpec) -> str:
         for token_id in sorted({*controls, *spec.user_defined_ids})
     ]
     return json.dumps(document)
+
+
+_TEXTS = Path(__file__).with_name("tokenizer_texts.json")
+"""What they are cut from, beside stories."""
+
+
+def inputs() -> dict[str, str]:
+    """Text by kind."""
+    texts = json.loads(_TEXTS.read_text(encoding="utf-8"))
+    chinese, code, mixed = (texts[name] for name in ("chinese", "code", "mixed"))
+    stories = "\n\n".join(held_out_stories())
+    turns = [(role, PASSAGE if text is None else text) for role, text in texts["turns"]]
+    chat = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+    return {
+        "tiny": "river",
+        "short_english": "The ferry went out at dusk, and did not come back. "[:51],
+        "short_chinese": _cut(chinese, 90),
+        "medium_prose": _cut(PASSAGE + " ", 674),
+        "code_snippet": _cut(code, 470),
+        "mixed_multilingual": _cut(mixed, 641),
+        "long_repeat": _cut("the quick brown fox jumps over the lazy dog, and ", 2025),
+        "long_unique": _cut(stories, 4000),
+        "very_long": _cut(stories, 8000),
+        "chat_template": _cut(chat, 212),
+        "long_32K": _cut(stories, 32_000),
+        "long_64K": _cut(stories, 64_000),
+        "long_200K": _cut(stories, 200_000),
+        "long_code_16K": _cut(code, 16_000),
+        "multi_turn_chat_8K": _cut(chat, 21_370),
+        "multi_turn_chat_32K": _cut(chat, 85_480),
+        "long_chinese_32K": _cut(chinese, 31_998),
+    }
+
+
+def _cut(text: str, length: int) -> str:
+    """So many characters of it; after the last comes the first."""
+    return (text * (-(-length // len(text))))[:length]

@@ -100,7 +100,7 @@ class TransformersWorker(Worker):
         self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
     ) -> Mapping[str, Any]:
         """Its continuous batching, `concurrency` requests at a time, through the manager that its server uses too."""
-        from forge.bench.closed_loop import answered, drive, unique_prompts
+        from forge.bench.cases import answered, drive, unique_prompts
 
         self._cache = None
         config = self._library.GenerationConfig(

@@ -204,8 +204,7 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
 
 def _serve_side(side: Mapping[str, Any], has_prompt: bool):
     """Load what this side asks for and serve its requests."""
-    from forge.workload.recorded import recorded_workload
-    from forge.workload.requests import Arrival, Range, Request, Workload, make_workload
+    from forge.workload.requests import Arrival, Range, Request, Workload, make_workload, recorded_workload
     from forge.workload.ways import measure_all
 
     number, length = side["requests"] or MANY, side["max_tokens"]

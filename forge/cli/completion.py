@@ -10,8 +10,7 @@ import typer
 
 def models(incomplete: str) -> list[str]:
     """Bundled and pulled models, and the one without a file."""
-    from forge.model.catalog import HASH_MODEL, bundled_models
-    from forge.model.pulled import pulled_models
+    from forge.model.catalog import HASH_MODEL, bundled_models, pulled_models
 
     names = [name for model in bundled_models() if model.present for name in (*model.aliases, model.name)]
     names += [model.name for model in pulled_models()] + [HASH_MODEL]

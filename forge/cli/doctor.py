@@ -135,8 +135,8 @@ def _choices(backend: "Backend") -> "Iterator[Finding]":
 
 def _kernels() -> "Finding":
     from forge.backends.cpu.compilation import cache_folder, cache_problem
-    from forge.backends.cpu.compile_helper import all_items
     from forge.backends.cpu.features import FORCE_VARIABLE, runnable
+    from forge.backends.cpu.kernel_table import all_items
     from forge.views.doctor import Finding
 
     try:

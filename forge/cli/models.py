@@ -9,9 +9,8 @@ from forge.cli import completion, options
 from forge.cli.models_pull import pull
 from forge.cli.models_synth import synth
 from forge.gguf import GGUFError, GGUFFile
-from forge.model.catalog import HASH_MODEL, bundled_models, resolve_model
+from forge.model.catalog import HASH_MODEL, bundled_models, pulled_models, resolve_model
 from forge.model.config import why_unsupported
-from forge.model.pulled import pulled_models
 from forge.views.json_output import to_json
 from forge.views.models import (
     ListedModel,

@@ -23,8 +23,7 @@ from forge.views.report import Report
 from forge.views.run_summary import print_serving, print_tenants, print_throughput, serving_object, tenant_objects
 from forge.views.terminal import can_redraw, open_console
 from forge.views.traffic import serving_view
-from forge.workload.recorded import recorded_requests, recorded_workload
-from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
+from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload, recorded_requests, recorded_workload
 
 if TYPE_CHECKING:
     from rich.console import Console

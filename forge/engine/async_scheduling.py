@@ -36,7 +36,7 @@ from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.engine.step_record import LaunchedStep, StepTimes
 from forge.engine.structured_output import MatcherError
-from forge.model.logits import Draw
+from forge.model.model import Draw
 from forge.reasons import MaxNumSeqs, NoBlocks
 
 

@@ -18,7 +18,7 @@ from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.structured_output import MatcherError
 from forge.engine.task import GENERATE, Readout
-from forge.model.logits import Logits
+from forge.model.model import Logits
 from forge.reasons import FinishReason
 from forge.trace.records import FinishRecord, TokenRecord
 

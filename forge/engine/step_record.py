@@ -14,7 +14,7 @@ from forge.engine.sampler import StepResults
 from forge.engine.scheduler import Scheduler
 from forge.engine.step_plan import StepPlan
 from forge.model.forward_batch import ForwardBatch
-from forge.model.logits import Logits
+from forge.model.model import Logits
 from forge.trace.records import (
     ArriveRecord,
     BlockMap,

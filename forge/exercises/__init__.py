@@ -2,7 +2,7 @@
 
 An exercise is a module of this package: its rules, its hints, its check, and how the reader's part is put into an `LLM`
 (`exercise.Exercise`). What the reader fills in is a file of `templates/`, copied once and never overwritten. A check
-runs in a process of its own (`session`, `child`) within limits of time and memory (`limits`).
+runs in a process of its own (`session`, `child`) within limits of time and memory (`loading`).
 
 A template ends with `check_file(__file__)`, so that it can be run alone.
 """

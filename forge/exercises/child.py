@@ -16,9 +16,8 @@ from typing import Any
 
 from forge.exercises.catalog import Entry, find_entry
 from forge.exercises.exercise import BROKEN, Exercise, Mistake, Trial
-from forge.exercises.limits import Endless, limit_process, time_limit
-from forge.exercises.loading import is_missing, line_in, load, unwritten
-from forge.exercises.result import Result, State
+from forge.exercises.loading import Endless, is_missing, limit_process, line_in, load, time_limit, unwritten
+from forge.exercises.session import Result, State
 
 _IMPORT_SECONDS = 10
 
@@ -131,7 +130,7 @@ def _performed(
     entry.exercise()
     limit()
     if task == "cost":
-        from forge.exercises.cost import measure
+        from forge.exercises.comparison import measure
 
         return {"costs": [asdict(measured) for measured in measure(entry, file)]}
     return asdict(check_here(entry, file))

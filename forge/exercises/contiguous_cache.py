@@ -10,8 +10,8 @@ from forge.cache.basic import BasicKvCache, _Run
 from forge.cache.factory import CacheSize
 from forge.cache.kv_cache import OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
-from forge.exercises.cache_trial import CacheTrial
 from forge.exercises.exercise import Cost, Exercise, Part, Rule, search
+from forge.exercises.trials import CacheTrial
 from forge.testing import check_cache
 
 _RUNS, _LENGTH, _BLOCK = 3, 10, 4

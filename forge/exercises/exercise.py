@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from forge.errors import ForgeError
-from forge.exercises.limits import Endless, time_limit
-from forge.exercises.loading import line_in
+from forge.exercises.loading import Endless, line_in, time_limit
 from forge.testing.caches import Operation, failure, random_operations, shrunk
 from forge.trace.records import BlockMap
 

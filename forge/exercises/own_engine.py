@@ -27,10 +27,9 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.exercises import ngram_proposer, verification
 from forge.exercises.catalog import Entry, find_entry
-from forge.exercises.limits import limit_process
-from forge.exercises.loading import load
-from forge.exercises.parts import passed_entries
+from forge.exercises.loading import limit_process, load
 from forge.exercises.running import counted
+from forge.exercises.session import passed_entries
 from forge.llm import LLM
 from forge.pieces import standing_in
 from forge.trace.records import StepRecord

@@ -13,9 +13,9 @@ from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
 from forge.cache.kv_cache import CacheStats
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
-from forge.exercises.cache_trial import CacheTrial
 from forge.exercises.exercise import Cost, Exercise, Part, Rule, search
-from forge.exercises.parts import passed_part
+from forge.exercises.session import passed_part
+from forge.exercises.trials import CacheTrial
 from forge.testing import check_cache
 from forge.trace.records import BlockSplit
 

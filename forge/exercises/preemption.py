@@ -13,9 +13,9 @@ from forge.engine.preemption import Preemption
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence as TokenSequence
 from forge.engine.step_plan import PlanBuilder
-from forge.exercises.engine_trial import GREEDY, EngineTrial
 from forge.exercises.exercise import BROKEN, Cost, Exercise, Part, Rule, Trial
-from forge.exercises.parts import passed_part
+from forge.exercises.session import passed_part
+from forge.exercises.trials import GREEDY, EngineTrial
 from forge.llm import LLM
 from forge.pieces import standing_in
 from forge.reasons import NoBlocks, PoolExhausted

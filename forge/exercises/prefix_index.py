@@ -11,8 +11,8 @@ from typing import Any
 from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
 from forge.cache.prefix import PrefixKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, Tokens, chain_hash
-from forge.exercises.cache_trial import CacheTrial
 from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial, search
+from forge.exercises.trials import CacheTrial
 from forge.testing import check_cache
 
 _BLOCKS, _BLOCK = 6, 4

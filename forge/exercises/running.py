@@ -22,8 +22,7 @@ from forge.exercises import session
 from forge.exercises.catalog import Entry
 from forge.exercises.comparison import Comparison, Ran
 from forge.exercises.exercise import BROKEN, Exercise, Trial
-from forge.exercises.limits import time_limit
-from forge.exercises.loading import line_in, load
+from forge.exercises.loading import line_in, load, time_limit
 from forge.exercises.screens import print_comparison
 from forge.llm import LLM
 from forge.trace.records import StepRecord

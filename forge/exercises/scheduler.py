@@ -14,8 +14,8 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, StepPlan
-from forge.exercises.engine_trial import EngineTrial
 from forge.exercises.exercise import Cost, Exercise, Part, Rule
+from forge.exercises.trials import EngineTrial
 from forge.llm import LLM
 from forge.pieces import standing_in
 from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, WaitReason

@@ -16,15 +16,45 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 from forge.book.progress import state_file
 from forge.errors import ForgeError, UsageError
-from forge.exercises.catalog import Entry, available
-from forge.exercises.result import Result
+from forge.exercises.catalog import ENTRIES, Entry, available
+from forge.exercises.loading import load
+
+State = Literal["right", "wrong", "not written", "not checked"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one check."""
+
+    number: int
+    name: str
+    passed: bool
+    rule: str | None = None
+    """The name of the rule that is broken."""
+    sentence: str = ""
+    """The rule."""
+    found: str = ""
+    calls: tuple[str, ...] = ()
+    before: str = ""
+    after: str = ""
+    line: str | None = None
+    """The reader's line, where there is one."""
+    question: str = ""
+    functions: Mapping[str, State] = field(default_factory=dict)
+    """The state of each function of the exercise."""
+    printed: str = ""
+    """What the reader's code printed, the last lines of it."""
+    changed: bool = False
+    """Whether the exercise has changed since the reader's file was begun."""
+
 
 DEADLINE = 90.0
-"""Seconds that a whole check or run may take. A single call is ended much earlier (`limits.time_limit`)."""
+"""Seconds that a whole check or run may take. A single call is ended much earlier (`loading.time_limit`)."""
 DEFAULT_FOLDER = "exercises"
 _PRINTED_LINES = 12
 _LAST_WORDS_SECONDS = 3
@@ -278,3 +308,16 @@ def _without_result(entry: Entry, ended: Ended) -> Result:
 
 def _last_lines(text: str) -> str:
     return "\n".join(text.splitlines()[-_PRINTED_LINES:])
+
+
+def passed_entries(folder: Path) -> tuple[Entry, ...]:
+    """List the exercises of this folder that have passed and whose files still exist."""
+    passed = load_builds(folder).passed
+    return tuple(entry for entry in ENTRIES if entry.number in passed and (folder / entry.file_name).is_file())
+
+
+def passed_part(piece: ModuleType, name: str) -> ModuleType | None:
+    """Import another exercise's file from this folder; None if it has not passed."""
+    folder = Path(str(piece.__file__)).parent
+    entry = next((passed for passed in passed_entries(folder) if passed.name == name), None)
+    return None if entry is None else load(folder / entry.file_name)

@@ -32,9 +32,7 @@ from urllib.parse import quote
 
 from forge.errors import ForgeError, UsageError
 from forge.gguf import MAX_HEADER_BYTES, parse_beginning
-from forge.model.catalog import sha256
-from forge.model.config import why_unsupported
-from forge.model.pulled import (
+from forge.model.catalog import (
     PulledModel,
     PullName,
     choices,
@@ -43,7 +41,9 @@ from forge.model.pulled import (
     is_unsupported,
     pulled_folder,
     quant_label,
+    sha256,
 )
+from forge.model.config import why_unsupported
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer

@@ -6,6 +6,11 @@ feed-forward, a residual; a last RMSNorm and the output head, which is the embed
 the two.
 
 There is one function for prefill and decode. What differs is how many rows a sequence brings, and where they start.
+
+A mixture of experts (`Qwen3Moe`) is the same forward pass with a routed feed-forward. Each layer has many small
+feed-forwards, and a router that chooses some of them for each row. A row reads the weights of its own experts only: of
+Qwen3-30B-A3B's 128 experts 8, 3 of 30 thousand million weights. A batch of rows reads the experts that any of them
+chose, so what a row costs in bytes falls with the batch far more slowly than in a dense model.
 """
 
 from dataclasses import dataclass
@@ -16,8 +21,7 @@ from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.model.backend import Array, Backend, Operations, OperationTime
 from forge.model.config import Qwen3Config
 from forge.model.forward_batch import ForwardBatch
-from forge.model.logits import Logits
-from forge.model.model import Model
+from forge.model.model import Logits, Model
 
 
 @dataclass(frozen=True)
@@ -143,3 +147,21 @@ class Qwen3(Model):
     def _feed_forward(self, ops: Operations, layer: LayerWeights, x: Array) -> Array:
         x = ops.rms_norm(x, layer.ffn_norm, self.config.rms_norm_eps)
         return ops.linear(ops.swiglu(ops.linear(x, layer.gate), ops.linear(x, layer.up)), layer.down)
+
+
+@dataclass(frozen=True)
+class MoeLayerWeights(LayerWeights):
+    """`gate`, `up` and `down` are those of all experts: `[experts, out, in]`."""
+
+    router: Array  # [experts, hidden]
+
+
+class Qwen3Moe(Qwen3):
+    """A model whose layers are `MoeLayerWeights`."""
+
+    def _feed_forward(self, ops: Operations, layer: LayerWeights, x: Array) -> Array:
+        assert isinstance(layer, MoeLayerWeights)
+        config = self.config
+        x = ops.rms_norm(x, layer.ffn_norm, config.rms_norm_eps)
+        experts = layer.gate, layer.up, layer.down
+        return ops.experts(x, layer.router, *experts, config.num_experts_per_tok, config.norm_topk_prob)

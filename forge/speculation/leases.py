@@ -15,8 +15,7 @@ import numpy as np
 from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.model.backend import OperationTime
 from forge.model.forward_batch import ForwardBatch
-from forge.model.logits import Logits
-from forge.model.model import Model, ModelUnavailable
+from forge.model.model import Logits, Model, ModelUnavailable
 
 
 class LeaseRevoked(ModelUnavailable):

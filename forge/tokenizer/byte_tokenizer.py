@@ -6,8 +6,7 @@ for every text. Byte b is token b.
 
 import numpy as np
 
-from forge.tokenizer.byte_level import BYTE_ALPHABET
-from forge.tokenizer.spec import TokenizerSpec, TokenType
+from forge.tokenizer.spec import BYTE_ALPHABET, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer import Tokenizer
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -7,10 +7,17 @@ What is checked when: structure (kinds, lengths, ids in range, the byte alphabet
 and stays inside the vocabulary at once for a small vocabulary, and for a large one by the loader of the merges, because
 at 151,936 tokens that check alone costs several times what a short prompt needs (`check_vocabulary` does it on
 request).
+
+The byte alphabet of byte-level BPE is 256 printable characters, one for each byte: a vocabulary in a file is a list of
+strings, but the tokens are byte strings, and many bytes have no character of their own. GPT-2 settled it: the printable
+bytes stand for themselves, and the other 68, in order, are U+0100, U+0101, … So a space is written ``Ġ`` (U+0120) and a
+newline ``Ċ`` (U+010A).
+
+GPT-2: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -20,7 +27,34 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from forge.errors import ForgeError
-from forge.tokenizer.byte_level import BYTE_ALPHABET
+
+_PRINTABLE = frozenset((*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)))
+
+
+def _alphabet() -> Iterator[str]:
+    num_unprintable = 0
+    for byte in range(256):
+        if byte in _PRINTABLE:
+            yield chr(byte)
+        else:
+            yield chr(0x100 + num_unprintable)
+            num_unprintable += 1
+
+
+BYTE_ALPHABET: tuple[str, ...] = tuple(_alphabet())
+"""`BYTE_ALPHABET[byte]` is the character that stands for the byte."""
+
+_BYTE_OF_CHAR = {char: byte for byte, char in enumerate(BYTE_ALPHABET)}
+
+
+def from_byte_alphabet(token: str) -> bytes:
+    """Return the bytes that `token` stands for; a token with any character outside the alphabet stands for its own
+    UTF-8."""
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return token.encode("utf-8", errors="replace")
+
 
 Scalar = TypeVar("Scalar", str, int, bool)
 
@@ -77,7 +111,7 @@ class TokenizerMetadata(Protocol):
 class TokenizerSpec:
     """A byte-level BPE tokenizer as data; token id = index into `tokens`.
 
-    `tokens` are in the byte alphabet (`byte_level`) for NORMAL tokens and plain text for the others; `token_types`
+    `tokens` are in the byte alphabet for NORMAL tokens and plain text for the others; `token_types`
     becomes int32 `[len(tokens)]`; `merges` are `"left right"`, the most important first. `special_ids` are what the
     file names: `eos_token_id`, `eot_token_id`, `eom_token_id`. `prefix_ids` and `suffix_ids` are special tokens that
     belong around a text, such as the `<|endoftext|>` at whose place Qwen3-Embedding reads its vector. `key_prefix` is

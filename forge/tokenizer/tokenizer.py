@@ -13,21 +13,28 @@ all; Hugging Face's normalizer knows an older Unicode and leaves some recent com
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unicodedata import normalize
 
 import numpy as np
 
 from forge.errors import UsageError
-from forge.tokenizer.byte_level import from_byte_alphabet
-from forge.tokenizer.control_text import beginnings, choose_mark, marked
-from forge.tokenizer.encoders import Encoders, Preference
-from forge.tokenizer.equality_gate import PlainEncoder
-from forge.tokenizer.fast import FastEncoder
-from forge.tokenizer.spec import TokenizerMetadata, TokenizerSpec, TokenType, spec_from_gguf
-
-if TYPE_CHECKING:
-    from forge.tokenizer.chat_template import ChatTemplate
+from forge.tokenizer.chat_template import (
+    QWEN3_CHAT_TEMPLATE,
+    ChatTemplate,
+    beginnings,
+    choose_mark,
+    marked,
+    up_to_content,
+)
+from forge.tokenizer.encoders import Encoders, FastEncoder, PlainEncoder, Preference
+from forge.tokenizer.spec import (
+    TokenizerMetadata,
+    TokenizerSpec,
+    TokenType,
+    from_byte_alphabet,
+    spec_from_gguf,
+)
 
 _HIDDEN_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -160,8 +167,6 @@ class Tokenizer:
         rendered = self.apply_chat_template(shown, **template)
         check_unicode(rendered)
         if continue_final_message:
-            from forge.tokenizer.chat_template import up_to_content
-
             rendered = up_to_content(rendered, shown[-1])
         parts = self._split(rendered, True)
         if pattern:
@@ -217,13 +222,11 @@ class Tokenizer:
         return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     @cached_property
-    def _chat_template(self) -> "ChatTemplate":
+    def _chat_template(self) -> ChatTemplate:
         return self._new_template(self.spec.chat_template)
 
-    def _new_template(self, source: str | None) -> "ChatTemplate":
+    def _new_template(self, source: str | None) -> ChatTemplate:
         """Return the model's own template, or Qwen3's."""
-        from forge.tokenizer.chat_template import QWEN3_CHAT_TEMPLATE, ChatTemplate
-
         tokens = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
         variables = {name: self.spec.tokens[i] if i is not None else "" for name, i in tokens.items()}
         return ChatTemplate(source or QWEN3_CHAT_TEMPLATE, variables)

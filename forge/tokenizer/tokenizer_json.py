@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from forge.errors import file_error
-from forge.tokenizer.huggingface import QWEN2_PATTERN
+from forge.tokenizer.encoders import QWEN2_PATTERN
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 
 MAX_TOKEN_ID = 10_000_000

@@ -28,7 +28,7 @@ from forge.views.terminal import can_redraw, open_error_console
 from forge.views.text import one_line
 
 if TYPE_CHECKING:
-    from forge.model.pulled import PulledModel
+    from forge.model.catalog import PulledModel
     from forge.model.synth import SyntheticFile
 
 

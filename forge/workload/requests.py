@@ -2,18 +2,23 @@
 
 The same seed makes the same requests, whatever runs them. Arrivals are of one of two clocks: seconds are the wall's, so
 that a faster engine has shorter queues; steps are the engine's own, so that every machine sees the same run.
+
+A recorded run is a workload too: when its requests arrived, how long their prompts and outputs were. A trace has no
+texts (`forge.trace.recorder`), so the prompts are cut from the passage that made-up ones are of.
 """
 
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
 
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
+from forge.trace.recorder import read_trace
 from forge.trace.records import StepRecord
 
 PRIORITIES = 3
@@ -253,3 +258,56 @@ class WorkloadRun:
             self._outputs[request_id] = self._engine.output(request_id)
             self._engine.forget(request_id)
             self._open.remove(request_id)
+
+
+class RecordedRequest(NamedTuple):
+    """One sample of a recorded request."""
+
+    arrival: float
+    """Seconds after the first."""
+    prompt_tokens: int
+    output_tokens: int
+    """As many as it got; at most, where it had not ended when the record did."""
+    priority: int
+
+
+def recorded_requests(path: Path) -> tuple[RecordedRequest, ...]:
+    """The requests of a trace in the order of their arrival, one for each sample.
+
+    Raises `UsageError` for a file that is not there or has no request that arrived in it, `TraceError` for one that is
+    no trace.
+    """
+    steps = read_trace(path).steps
+    ended = {finish.seq_id for step in steps for finish in step.finished}
+    outputs: dict[int, int] = {}
+    for step in steps:
+        for token in step.tokens:
+            outputs[token.seq_id] = outputs.get(token.seq_id, 0) + 1
+    arrivals = [arrival for step in steps for arrival in step.arrived]
+    if not arrivals:
+        raise UsageError(f"{path}: no request arrived in this record: record a run from its beginning")
+    began = min(arrival.arrived for arrival in arrivals)
+    requests = [
+        RecordedRequest(
+            arrival.arrived - began,
+            arrival.num_prompt_tokens,
+            max(1, outputs.get(seq_id, 0) if seq_id in ended else arrival.max_output_tokens),
+            arrival.priority,
+        )
+        for arrival in arrivals
+        for seq_id in arrival.seq_ids
+    ]
+    return tuple(sorted(requests, key=lambda request: request.arrival))
+
+
+def recorded_workload(path: Path, tokenizer: Encoder, seed: int = 0) -> Workload:
+    """The workload of a trace: its arrivals, by the clock on the wall, its lengths and its priorities. seed: where in
+    the passage each prompt begins. Raises what `recorded_requests` does."""
+    recorded = recorded_requests(path)
+    prompts = passage_prompts(tokenizer, [request.prompt_tokens for request in recorded], seed)
+    return Workload(
+        tuple(
+            Request(prompt, request.output_tokens, request.arrival, request.priority)
+            for prompt, request in zip(prompts, recorded, strict=True)
+        )
+    )

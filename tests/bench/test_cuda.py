@@ -5,8 +5,7 @@ import json
 import pytest
 
 from forge.bench import process
-from forge.bench.cases import CUDA_LOADS, CUDA_STEPS, Load
-from forge.bench.closed_loop import drive, load_figures, percentiles, unique_prompts
+from forge.bench.cases import CUDA_LOADS, CUDA_STEPS, Load, drive, load_figures, percentiles, unique_prompts
 from forge.bench.cuda import Effort, Plan, plan_for, run, screen
 from forge.bench.process import PeerMissing, ProcessFailed
 from forge.errors import ForgeError, UsageError

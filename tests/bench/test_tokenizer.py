@@ -5,7 +5,7 @@ import json
 import pytest
 
 from forge.bench import tokenizer as bench
-from forge.bench.tokenizer_inputs import inputs
+from forge.bench.tokenizer import inputs
 from forge.gguf import GGUFFile
 from forge.tokenizer import spec_from_gguf
 from tests.small_models import write_small_qwen3

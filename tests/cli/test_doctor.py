@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.backends.cpu.compile_helper import all_items
+from forge.backends.cpu.kernel_table import all_items
 from forge.cli import doctor
 from forge.model import catalog
 

@@ -9,7 +9,7 @@ from forge.cache.kv_storage import NumpyKvStorage
 from forge.engine.sampling import choose_token
 from forge.model.forward_batch import ForwardBatch
 from forge.model.hash_model import HashModel
-from forge.model.logits import Draw
+from forge.model.model import Draw
 
 
 class LateLogits:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from forge.exercises.catalog import find_entry
-from forge.exercises.result import Result
+from forge.exercises.session import Result
 
 _PROCESSES = 2
 _CALL_SECONDS = 0.5
@@ -47,9 +47,9 @@ def judge_all(pool: ProcessPoolExecutor, solutions: Iterable[tuple[str, str]]) -
 
 
 def _prepare() -> None:
-    from forge.exercises import limits
+    from forge.exercises import loading
 
     warnings.simplefilter("ignore")
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    limits.CALL_SECONDS = _CALL_SECONDS
-    limits.limit_process()
+    loading.CALL_SECONDS = _CALL_SECONDS
+    loading.limit_process()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from forge.exercises import ENTRIES, find_entry
 from forge.exercises.child import check_here
-from forge.exercises.result import Result
+from forge.exercises.session import Result
 
 _FOLDER = Path(__file__).parent / "solutions"
 SOLVED = [entry.name for entry in ENTRIES if (_FOLDER / f"{entry.name}.py").is_file()]

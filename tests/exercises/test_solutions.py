@@ -9,7 +9,7 @@ import pytest
 
 from forge.exercises import find_entry
 from forge.exercises.catalog import available
-from forge.exercises.result import Result
+from forge.exercises.session import Result
 from tests.exercises.judging import Judged, judge_all, judges
 from tests.exercises.mistakes import SOLVED, Variant, right, right_ones, wrong_ones
 from tests.mutation import mutants

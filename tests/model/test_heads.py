@@ -27,7 +27,7 @@ FLOATS = {"device": "reference", "kv_dtype": "float32"}
 
 def with_tokenizer(folder, vocab_size: int = 300):
     """`folder` with a tokenizer.json of bytes and Qwen's control tokens."""
-    from forge.tokenizer.byte_level import BYTE_ALPHABET
+    from forge.tokenizer.spec import BYTE_ALPHABET
 
     document = tokenizer_document({token: number for number, token in enumerate(BYTE_ALPHABET)}, [])
     assert len(document["added_tokens"]) + 256 <= vocab_size

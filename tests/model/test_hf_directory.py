@@ -220,7 +220,7 @@ def test_sampling_that_a_gguf_file_recommends_is_read(tmp_path):
 
 def with_tokenizer(folder: Path) -> Path:
     """Bytes, five added tokens (261 in all), an end of generation."""
-    from forge.tokenizer.byte_level import BYTE_ALPHABET
+    from forge.tokenizer.spec import BYTE_ALPHABET
 
     document = tokenizer_document({token: token_id for token_id, token in enumerate(BYTE_ALPHABET)}, [])
     (folder / "tokenizer.json").write_text(json.dumps(document))

@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 
 from forge.errors import ForgeError, UsageError
-from forge.model import pulled as pulled_module
-from forge.model.catalog import resolve_model
-from forge.model.pulled import PulledModel, PullName, find_pulled, is_pull_name, pulled_models, quant_label
+from forge.model import catalog as pulled_module
+from forge.model.catalog import (
+    PulledModel,
+    PullName,
+    find_pulled,
+    is_pull_name,
+    pulled_models,
+    quant_label,
+    resolve_model,
+)
 from tests.model.fake_hub import COMMIT, FakeHub, running
 from tests.small_models import gguf_beginning
 

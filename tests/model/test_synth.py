@@ -16,6 +16,7 @@ from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import one_prefill
 from forge.model.synth import (
     FULL_VOCABULARY,
+    MIN_VOCABULARY,
     QUANTIZATIONS,
     SHAPES,
     SynthError,
@@ -23,9 +24,9 @@ from forge.model.synth import (
     random_blocks,
     synth,
     synthetic_config,
+    synthetic_vocabulary,
     tensor_types,
 )
-from forge.model.synthetic_vocabulary import MIN_VOCABULARY, synthetic_vocabulary
 from forge.tokenizer import Tokenizer, TokenType, spec_from_gguf
 from tests.slow import mostly_slow
 

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from forge.tokenizer import Tokenizer, TokenizerError, encoders
-from forge.tokenizer.equality_gate import SAMPLE, first_difference
-from forge.tokenizer.huggingface import ReferenceEncoder
+from forge.tokenizer.encoders import SAMPLE, ReferenceEncoder, first_difference
 
 
 class ReversedIds(ReferenceEncoder):

@@ -9,7 +9,7 @@ from unicodedata import normalize
 import pytest
 
 from forge.tokenizer import Tokenizer, spec_from_tokenizer_json
-from forge.tokenizer.equality_gate import SAMPLE
+from forge.tokenizer.encoders import SAMPLE
 
 PATH = os.environ.get("FORGE_QWEN_TOKENIZER_JSON")
 

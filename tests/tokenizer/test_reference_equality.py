@@ -7,8 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forge.tokenizer import Tokenizer
-from forge.tokenizer.equality_gate import SAMPLE
-from forge.tokenizer.huggingface import PromptCutEncoder, ReferenceEncoder, cut_vocabulary
+from forge.tokenizer.encoders import SAMPLE, PromptCutEncoder, ReferenceEncoder, cut_vocabulary
 
 from .conftest import TRAINING_TEXT
 from .strategies import MODEST, texts

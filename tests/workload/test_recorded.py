@@ -7,7 +7,7 @@ import pytest
 from forge.cli.main import main
 from forge.errors import UsageError
 from forge.trace.recorder import TraceError
-from forge.workload.recorded import recorded_requests, recorded_workload
+from forge.workload.requests import recorded_requests, recorded_workload
 from tests.cli.conftest import forge  # noqa: F401 (a fixture)
 from tests.cli.test_errors import complaint
 

@@ -324,7 +324,7 @@ class _Helper(threading.Thread):
 
     def run(self) -> None:
         paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-        command = [sys.executable, "-c", "from forge.backends.cpu.compile_helper import run; run()"]
+        command = [sys.executable, "-c", "from forge.backends.cpu.kernel_table import run; run()"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with (

@@ -1,10 +1,16 @@
 """Every kernel by name, with the layout of its operation. Naming one loads neither Numba nor the module that it is
-written in; compiling one does."""
+written in; compiling one does. `run` is the helper process of `compilation.compile_all`.
+"""
+
+import gc
+import os
+import sys
 
 import numpy as np
 
 from forge.backends.cpu import op_layout as layouts
-from forge.backends.cpu.compilation import Kernel
+from forge.backends.cpu import packing, thread_pool
+from forge.backends.cpu.compilation import Kernel, MachineCode, tile_set
 
 
 class OperationKernel(Kernel):
@@ -37,3 +43,20 @@ norm_rope_store = OperationKernel("attention", "norm_rope_store", layouts.NORM_R
 attention = OperationKernel("attention", "attention", layouts.ATTENTION)
 draw = Kernel("draw_code", "draw", ("int64",) * 10, "int64")
 """Called from Python by `draw.py`, not from a program."""
+
+
+def all_items() -> list[MachineCode]:
+    """Everything that any model may need compiled."""
+    tiles = [tile_set(layout) for layout in dict.fromkeys(packing.LAYOUT_OF_TYPE.values())]
+    items = (*globals().values(), *thread_pool.POOL_KERNELS, *tiles)
+    return [item for item in items if isinstance(item, MachineCode)]
+
+
+def run() -> None:
+    """Compile what standard input names, line by line, and answer each with a line."""
+    gc.disable()
+    items = {item.name: item for item in all_items()}
+    for line in sys.stdin:
+        items[line.strip()].compile()
+        print(flush=True)
+    os._exit(0)  # without freeing every object that Numba made

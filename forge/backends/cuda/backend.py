@@ -28,10 +28,9 @@ from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, expected_shap
 from forge.backends.cuda.network import Ending, Network, Recorder
 from forge.backends.cuda.plain import DeviceBatch, TorchOperations
 from forge.backends.cuda.results import LEAST_ROWS, Results
-from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.sampling import list_draws
 from forge.backends.cuda.shapes import DEFAULT_TUNING, MULTIPROCESSORS, Tuning
-from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.cuda.storage import Rotations, TorchKvStorage
 from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
 from forge.backends.fusion import Fusion
@@ -40,7 +39,7 @@ from forge.cache.kv_storage import KvLayout
 from forge.errors import UsageError
 from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
-from forge.model.logits import Logits
+from forge.model.model import Logits
 from forge.trace.records import Execution
 
 if TYPE_CHECKING:

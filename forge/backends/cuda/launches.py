@@ -17,10 +17,9 @@ import torch
 
 from forge.backends.cuda import shapes
 from forge.backends.cuda.inputs import Inputs, Policy, Shape, attention_tile, one_row_tile
-from forge.backends.cuda.kernels import argmax, attention, decode_attention, heads, matmul, matvec, unfused
+from forge.backends.cuda.kernels import argmax, attention, decode_attention, matmul, unfused
 from forge.backends.cuda.network import Layer, Network, Norm
-from forge.backends.cuda.rotations import Rotations
-from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.cuda.storage import Rotations, TorchKvStorage
 from forge.backends.cuda.warm_up import LaunchDescription, describe
 from forge.backends.cuda.weights import DENSE, Matrix
 
@@ -193,7 +192,7 @@ class Launches:
         """Normalize and rotate queries in place, and store keys and values in the cache."""
         network = self._network
         self.launch(
-            heads.norm_rope_store,
+            attention.norm_rope_store,
             (len(qkv),),
             qkv,
             layer.query_norm.weight,
@@ -362,9 +361,9 @@ class Launches:
             return
         grid = (-(-matrix.out_features // tile.block_n), len(x))
         if matrix.kind == DENSE:
-            self.launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
+            self.launch(matmul.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
         else:
-            self.launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
+            self.launch(matmul.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
 
     def _split_k(self, num_rows: int, matrix: Matrix, tile: shapes.Tile) -> int:
         if not self._policy.tuning.split_k or self._policy.invariant or num_rows > shapes.SPLIT_K_ROWS:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forge.backends.cuda.rotations import Rotations
-from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.cuda.storage import Rotations, TorchKvStorage
 from forge.backends.cuda.weights import Matrix
 from forge.model.backend import Operations
 from forge.model.forward_batch import ForwardBatch

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from forge.backends.cuda.sampling import SamplingRows, sample_into
-from forge.model.logits import Draw
+from forge.model.model import Draw
 from forge.trace.records import Execution
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ MOST_PINNED_BYTES = 64 << 20
 
 
 class StepLogits:
-    """One step's logits: `forge.model.logits.DeviceLogits`."""
+    """One step's logits: `forge.model.model.DeviceLogits`."""
 
     def __init__(
         self,

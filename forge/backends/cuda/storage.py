@@ -1,4 +1,6 @@
-"""The KV cache's arrays in a torch device's memory."""
+"""Arrays that stay in a torch device's memory between steps: the KV cache, and the table of rotations (cos and sin of
+every position and frequency, for rotary position embedding).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ import numpy as np
 import torch
 
 from forge.cache.kv_storage import BlockCopy, KvLayout, KvStorage
+from forge.model.rope import Rope
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -89,3 +92,30 @@ def _independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
         runs[-1].append(copy)
         written.add(copy.destination)
     return runs
+
+
+LEAST_POSITIONS = 4096
+"""What the table covers at first; doubled as longer contexts come."""
+
+
+class Rotations:
+    """float32 `[positions, head_dim / 2]`, computed in float64, so that position 40,000 keeps its fraction.
+
+    Tables, not arithmetic in the kernel: an angle of 40,000 in float32 is off by a few thousandths.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.cos = self.sin = torch.zeros(0, 0)
+
+    def reach(self, length: int, rope: Rope) -> bool:
+        """Make the table cover positions below `length`. Returns whether it moved in memory."""
+        if length <= len(self.cos):
+            return False
+        positions = max(LEAST_POSITIONS, len(self.cos))
+        while positions < length:
+            positions *= 2
+        angles = torch.arange(positions, dtype=torch.float64)[:, None] * torch.from_numpy(rope.frequencies())
+        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        self.cos, self.sin = cos.float().to(self._device), sin.float().to(self._device)
+        return True

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from forge.engine.outputs import RequestOutput
     from forge.llm import LLM, Run
     from forge.model.forward_batch import ForwardBatch
-    from forge.model.logits import Logits
-    from forge.model.model import Model
+    from forge.model.model import Logits, Model
     from forge.speculation.leases import Lease
     from forge.trace.records import StepRecord
 

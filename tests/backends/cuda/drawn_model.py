@@ -74,9 +74,8 @@ def drawn_llm(config: Qwen3Config, kind: int = DENSE, *, device: str = "cuda", b
 
 def _bytes_tokenizer(vocab_size: int):
     """One token for each byte, three control tokens, and names for the rest."""
-    from forge.tokenizer.byte_level import BYTE_ALPHABET
     from forge.tokenizer.byte_tokenizer import CONTROL_TOKENS
-    from forge.tokenizer.spec import TokenizerSpec, TokenType
+    from forge.tokenizer.spec import BYTE_ALPHABET, TokenizerSpec, TokenType
     from forge.tokenizer.tokenizer import Tokenizer
 
     tokens = [*BYTE_ALPHABET, *CONTROL_TOKENS]

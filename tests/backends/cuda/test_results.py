@@ -10,8 +10,8 @@ from forge.backends.cuda.launches import TritonLauncher
 from forge.backends.cuda.sampling import SamplingRows, sample
 from forge.engine.sampler import argmax_rows
 from forge.engine.sampling_params import SamplingParams
-from forge.model.logits import DeviceLogits, Draw
 from forge.model.manual_batch import Part, flat_batch, new_storage
+from forge.model.model import DeviceLogits, Draw
 from tests.backends.cpu.models import small_model
 from tests.backends.cuda.models import launches, relative_error
 from tests.backends.cuda.test_graphs import StandIn

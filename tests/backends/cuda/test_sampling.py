@@ -12,7 +12,7 @@ from forge.backends.cuda.sampling import SamplingRows
 from forge.engine.rng import gumbel_argmax, token_words
 from forge.engine.sampling import choose_token, filtered
 from forge.engine.sampling_params import SamplingParams
-from forge.model.logits import Draw
+from forge.model.model import Draw
 from tests.slow import SLOW, mostly_slow
 
 VOCABULARY = 203

@@ -11,8 +11,8 @@ from forge.backends.cuda.backend import CudaBackend
 from forge.backends.cuda.inputs import Policy, expected_shapes, shape_of
 from forge.backends.cuda.launches import ListingLauncher
 from forge.engine.sampling_params import SamplingParams
-from forge.model.logits import Draw
 from forge.model.manual_batch import Part, flat_batch, new_storage
+from forge.model.model import Draw
 from tests.backends.cpu.models import ROOT, run_python, small_model
 from tests.slow import mostly_slow
 
@@ -99,4 +99,4 @@ def test_no_draw_launches_what_was_not_expected(device):
         listing.found.clear()
         logits.sample([Draw(SamplingParams(**options), 1, 0, [1] * 17, 3) for _ in range(rows)])
         (launched,) = listing.found
-        assert launched.kernel == "gumbel.gumbel_argmax" and launched in expected
+        assert launched.kernel == "argmax.gumbel_argmax" and launched in expected

@@ -15,10 +15,10 @@ from forge.backends.cuda.kernels.attention import (
     is_last_split,
     key_slots,
     merged_splits,
+    normed_and_turned,
     softmax_step,
     store_heads,
 )
-from forge.backends.cuda.kernels.heads import normed_and_turned
 from forge.backends.cuda.kernels.parts import dot, let_next_start, wait_for_previous
 
 

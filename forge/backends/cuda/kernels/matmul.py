@@ -1,8 +1,16 @@
-"""A few rows times a matrix, on the tensor cores: decode for several sequences, and the output head.
+"""Products of a decode step: one row times a matrix, and a few rows times a matrix on the tensor cores.
 
-The same products as `matvec`, with the same norm before and residual or SwiGLU after, for up to BLOCK_M rows that share
-one pass over the weights. A tensor core's tile has at least 16 rows, so two rows cost what sixteen do; what bounds it
-is still the weights. Packed weights are multiplied out to the activations' dtype on the way to the tensor cores.
+`matvec` multiplies one row. What bounds it is reading the weights once, so everything else is folded into the pass over
+them: the RMSNorm before, the residual or SwiGLU after. The norm costs no pass of its own because it is linear once its
+divisor is known: norm(x) · w = (Σ x·g·w) / sqrt(mean(x²) + eps), and Σ x² is summed along the way. A program reads the
+weights of BLOCK_N output features, BLOCK_K columns at a time, and keeps BLOCK_N x BLOCK_K partial sums, so threads
+exchange numbers once, at the end. The first tile is asked for before the input is there (see PDL in `__init__.py`),
+each further one before the one in hand is multiplied.
+
+`matmul` is the same product, with the same norm before and residual or SwiGLU after, for up to BLOCK_M rows that share
+one pass over the weights: decode for several sequences, and the output head. A tensor core's tile has at least 16 rows,
+so two rows cost what sixteen do; what bounds it is still the weights. Packed weights are multiplied out to the
+activations' dtype on the way to the tensor cores.
 
 Two switches for few rows, both off until a GPU has been asked (`shapes.Tuning`): SPLIT_K programs share the columns of
 a tile, and whichever is done last adds up what all have left, in ascending order; PREFETCH reads the first weights
@@ -15,7 +23,154 @@ every row count (`--invariant`) a row has the same bits in any batch.
 import triton
 import triton.language as tl
 
-from forge.backends.cuda.kernels.parts import dot, gated, let_next_start, wait_for_previous, weight_tile
+from forge.backends.cuda.kernels.parts import (
+    Q4_K,
+    Q8,
+    dot,
+    gated,
+    let_next_start,
+    superblock_scales,
+    wait_for_previous,
+    weight_tile,
+)
+
+
+@triton.jit
+def matvec(
+    x,  # [M, in_features]
+    weights,  # [out_features, in_features]
+    norm,  # float32 [in_features], read if NORM
+    out,  # [M, out_features], or [M, out_features / 2] if GLU; added to if ADD
+    in_features,
+    out_features,
+    out_stride,
+    eps,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    GLU: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (i, j): output features i * BLOCK_N …, for row j of x. GLU: features come in pairs of gate and up."""
+    row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    column = tl.arange(0, BLOCK_K)
+    x += tl.program_id(1).to(tl.int64) * in_features
+    line = (
+        weights + tl.minimum(row, out_features - 1)[:, None] * in_features
+    )  # past the end: the last row again, stored nowhere
+    tile = tl.load(line + column[None, :], mask=(column < in_features)[None, :], other=0.0)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        here, following = start + column, start + BLOCK_K + column
+        values = tl.load(x + here, mask=here < in_features, other=0.0).to(tl.float32)
+        if NORM:
+            squares += values * values
+            values *= tl.load(norm + here, mask=here < in_features, other=0.0)
+        ahead = tl.load(line + following[None, :], mask=(following < in_features)[None, :], other=0.0)
+        sums += tile.to(tl.float32) * values[None, :]
+        tile = ahead
+    total = tl.sum(sums, axis=1)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares) / in_features + eps)
+    store_row(out, total, out_features, out_stride, ADD, GLU, BLOCK_N)
+
+
+@triton.jit
+def matvec_packed(
+    x,
+    values,
+    scales,
+    factors,
+    norm,
+    out,
+    in_features,
+    out_features,
+    out_stride,
+    eps,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    GLU: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`matvec` of a packed matrix, which is multiplied as the small integers that it holds.
+
+    A group's integers are summed against x first, and its scale multiplies the sum: one multiplication for 32 columns.
+    Q4_K's minimum multiplies the sum of x alone.
+    """
+    row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    row = tl.minimum(row, out_features - 1)
+    groups = in_features // 32
+    lane = tl.arange(0, BLOCK_K // 32)
+    element = tl.arange(0, 32 if KIND == Q8 else 16)
+    x += tl.program_id(1).to(tl.int64) * in_features
+    line = values + row[:, None, None] * groups * element.shape[0] + element[None, None, :]
+    tile = tl.load(line + lane[None, :, None] * element.shape[0], mask=(lane < groups)[None, :, None], other=0)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    sums = tl.zeros((BLOCK_N, BLOCK_K // 32), tl.float32)
+    squares = tl.zeros((BLOCK_K // 32,), tl.float32)
+    for start in range(0, groups, BLOCK_K // 32):
+        group, following = start + lane, start + BLOCK_K // 32 + lane
+        ahead = tl.load(
+            line + following[None, :, None] * element.shape[0], mask=(following < groups)[None, :, None], other=0
+        )
+        at = group[:, None] * 32 + element[None, :]
+        inside = (group < groups)[:, None]
+        first, square = normed_part(x, norm, at, inside, NORM)
+        if KIND == Q8:
+            partial = tl.sum(tile.to(tl.float32) * first[None, :, :], axis=2)
+            squares += square
+        else:
+            second, other_square = normed_part(x, norm, at + 16, inside, NORM)
+            squares += square + other_square
+            low, high = (tile & 15).to(tl.float32), (tile >> 4).to(tl.float32)
+            partial = tl.sum(low * first[None, :, :] + high * second[None, :, :], axis=2)
+            plain = tl.sum(first + second, axis=1)[None, :]
+        if KIND != Q4_K:
+            scale = tl.load(
+                scales + row[:, None] * groups + group[None, :], mask=(group < groups)[None, :], other=0.0
+            ).to(tl.float32)
+            sums += scale * (partial if KIND == Q8 else partial - 8.0 * plain)
+        else:
+            scale, minimum = superblock_scales(scales, factors, row, group, groups)
+            sums += scale * partial - minimum * plain
+        tile = ahead
+    total = tl.sum(sums, axis=1)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares) / in_features + eps)
+    store_row(out, total, out_features, out_stride, ADD, GLU, BLOCK_N)
+
+
+@triton.jit
+def normed_part(x, norm, at, inside, NORM: tl.constexpr):
+    """Load x there in float32, times the norm's weight if NORM. Returns it and the sum of x² per group."""
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    square = tl.sum(values * values, axis=1)
+    if NORM:
+        values *= tl.load(norm + at, mask=inside, other=0.0)
+    return values, square
+
+
+@triton.jit
+def store_row(out, total, out_features, out_stride, ADD: tl.constexpr, GLU: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store BLOCK_N sums of row `program_id(1)`, each by the one program that computed it."""
+    out += tl.program_id(1).to(tl.int64) * out_stride
+    if GLU:
+        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        values = tl.reshape(gated(tl.reshape(total, (1, BLOCK_N)), 1, BLOCK_N), (BLOCK_N // 2,))
+        tl.store(out + column, values, mask=column < out_features // 2)
+    else:
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if ADD:
+            total += tl.load(out + column, mask=column < out_features, other=0.0).to(tl.float32)
+        tl.store(out + column, total, mask=column < out_features)
 
 
 @triton.jit
