@@ -8,16 +8,16 @@ Ledger (AVX2): 4,096 tokens 242 → 25 µs, of which half is the call; 151,936 t
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from forge.backends.cpu.llvm_code import F64, I32, I64, LANES, V_I32, call_intrinsic, load, splat, store
+from forge.backends.cpu.llvm_code import F64, I32, I64, LANES, V_I32, call_intrinsic, constant, load, splat, store
 from forge.backends.cpu.op_layout import DRAW_COUNTERS
-from forge.backends.cpu.vectors import bits_float, exp_f32, float_bits, get_f64, get_i64, get_u32
+from forge.backends.cpu.vectors import bits_float, emits, exp_f32, float_bits, get_f64, get_i64, get_u32
 
 LEAD = 4.0
 LUCKY_WORD = int(np.exp(-np.exp(-LEAD)) * 2**32) - 4096
@@ -76,52 +76,41 @@ def _joined(b: ir.IRBuilder, left: ir.Value, right: ir.Value, lanes: Iterable[in
     return b.shuffle_vector(left, right, ir.Constant(ir.VectorType(I32, len(list(lanes))), list(lanes)))
 
 
-@intrinsic
-def _words_of_16(typingctx, first, k0, k1, position, sample, purpose, out):
+@emits(types.void, types.int64, *[types.uint64] * 5, types.int64)
+def _words_of_16(b, first, k0, k1, position, sample, purpose, out):
     """`_philox` of the counters `first` to `first` + 15: uint32 `[16, 4]`, a word for each of 64 tokens."""
 
-    def codegen(context, b, sig, args):
-        first, k0, k1, position, sample, purpose, out = args
+    vector = partial(constant, _V_I64)
 
-        def vector(number: int) -> ir.Constant:
-            return ir.Constant(_V_I64, [number] * LANES)
+    def masked(value: ir.Value) -> ir.Value:
+        return b.and_(value, vector(int(_MASK)))
 
-        def masked(value: ir.Value) -> ir.Value:
-            return b.and_(value, vector(int(_MASK)))
-
-        x0 = masked(b.add(splat(b, first), ir.Constant(_V_I64, list(range(LANES)))))
-        x1, x2, x3, k0, k1 = (masked(splat(b, value)) for value in (position, sample, purpose, k0, k1))
-        for _ in range(10):
-            p0, p1 = b.mul(x0, vector(int(_M0))), b.mul(x2, vector(int(_M1)))
-            x0 = b.xor(b.xor(b.lshr(p1, vector(32)), x1), k0)
-            x2 = b.xor(b.xor(b.lshr(p0, vector(32)), x3), k1)
-            x1, x3 = masked(p1), masked(p0)
-            k0, k1 = masked(b.add(k0, vector(int(_W0)))), masked(b.add(k1, vector(int(_W1))))
-        words = [b.trunc(word, V_I32) for word in (x0, x1, x2, x3)]
-        pairs = [_joined(b, *words[:2], range(2 * LANES)), _joined(b, *words[2:], range(2 * LANES))]
-        for part in range(4):  # four counters each: of a pair of vectors, lane `4 * part` of all four words first
-            lanes = [LANES * word + 4 * part + number for number in range(4) for word in range(4)]
-            store(b, b.add(out, I64(64 * part)), _joined(b, *pairs, lanes))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, *[types.uint64] * 5, types.int64), codegen
+    x0 = masked(b.add(splat(b, first), ir.Constant(_V_I64, list(range(LANES)))))
+    x1, x2, x3, k0, k1 = (masked(splat(b, value)) for value in (position, sample, purpose, k0, k1))
+    for _ in range(10):
+        p0, p1 = b.mul(x0, vector(int(_M0))), b.mul(x2, vector(int(_M1)))
+        x0 = b.xor(b.xor(b.lshr(p1, vector(32)), x1), k0)
+        x2 = b.xor(b.xor(b.lshr(p0, vector(32)), x3), k1)
+        x1, x3 = masked(p1), masked(p0)
+        k0, k1 = masked(b.add(k0, vector(int(_W0)))), masked(b.add(k1, vector(int(_W1))))
+    words = [b.trunc(word, V_I32) for word in (x0, x1, x2, x3)]
+    pairs = [_joined(b, *words[:2], range(2 * LANES)), _joined(b, *words[2:], range(2 * LANES))]
+    for part in range(4):  # four counters each: of a pair of vectors, lane `4 * part` of all four words first
+        lanes = [LANES * word + 4 * part + number for number in range(4) for word in range(4)]
+        store(b, b.add(out, I64(64 * part)), _joined(b, *pairs, lanes))
 
 
-@intrinsic
-def _num_hopeless(typingctx, words, scores, least_word, lucky_word, close):
+@emits(types.int64, types.int64, types.int64, types.int64, types.int64, types.float64)
+def _num_hopeless(b, words, scores, least_word, lucky_word, close):
     """How many of 16 tokens come before the first that can win: whose word is no less than `least_word`, and either no
     less than `lucky_word` or its score than `close`. 16 if there is none."""
 
-    def codegen(context, b, sig, args):
-        words, scores, least_word, lucky_word, close = args
-        word, score = load(b, words, V_I32), load(b, scores, _V_F64)
-        lucky = b.icmp_unsigned(">=", word, splat(b, b.trunc(lucky_word, I32)))
-        able = b.or_(lucky, b.fcmp_ordered(">=", score, splat(b, close)))
-        able = b.and_(able, b.icmp_unsigned(">=", word, splat(b, b.trunc(least_word, I32))))
-        bits = b.or_(b.zext(b.bitcast(able, ir.IntType(LANES)), I64), I64(1 << LANES))
-        return call_intrinsic(b, "llvm.cttz.i64", I64, bits, ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.int64, types.int64, types.int64, types.int64, types.float64), codegen
+    word, score = load(b, words, V_I32), load(b, scores, _V_F64)
+    lucky = b.icmp_unsigned(">=", word, splat(b, b.trunc(lucky_word, I32)))
+    able = b.or_(lucky, b.fcmp_ordered(">=", score, splat(b, close)))
+    able = b.and_(able, b.icmp_unsigned(">=", word, splat(b, b.trunc(least_word, I32))))
+    bits = b.or_(b.zext(b.bitcast(able, ir.IntType(LANES)), I64), I64(1 << LANES))
+    return call_intrinsic(b, "llvm.cttz.i64", I64, bits, ir.Constant(ir.IntType(1), 1))
 
 
 @numba.njit

@@ -12,11 +12,7 @@ import platform
 
 from llvmlite import ir
 
-from forge.backends.cpu.llvm_code import I8, I16, I32, LANES, V_I32, call_intrinsic
-
-
-def _constant(type_: ir.VectorType, number: int) -> ir.Constant:
-    return ir.Constant(type_, [number] * type_.count)
+from forge.backends.cpu.llvm_code import I8, I16, I32, LANES, V_I32, call_intrinsic, constant
 
 
 def _part(builder: ir.IRBuilder, vector: ir.Value, index: int, width: int) -> ir.Value:
@@ -104,7 +100,7 @@ class Avx2(InstructionSet):
 
     def dot(self, builder, acc, weights, x):
         wide = ir.VectorType(I16, 32)
-        eight, mask = _constant(wide, 8), _constant(wide, 0xFF)
+        eight, mask = constant(wide, 8), constant(wide, 0xFF)
         w, x = builder.bitcast(weights, wide), builder.bitcast(x, wide)
         even = self._multiply_pairs(builder, builder.and_(w, mask), builder.ashr(builder.shl(x, eight), eight))
         odd = self._multiply_pairs(builder, builder.lshr(w, eight), builder.ashr(x, eight))
@@ -162,9 +158,9 @@ class Portable(InstructionSet):
 
     def dot(self, builder, acc, weights, x):
         for byte in range(4):
-            up = _constant(V_I32, 24 - 8 * byte)
-            w = builder.and_(builder.lshr(weights, _constant(V_I32, 8 * byte)), _constant(V_I32, 0xFF))
-            signed = builder.ashr(builder.shl(x, up), _constant(V_I32, 24))
+            up = constant(V_I32, 24 - 8 * byte)
+            w = builder.and_(builder.lshr(weights, constant(V_I32, 8 * byte)), constant(V_I32, 0xFF))
+            signed = builder.ashr(builder.shl(x, up), constant(V_I32, 24))
             acc = builder.add(acc, builder.mul(w, signed))
         return acc
 

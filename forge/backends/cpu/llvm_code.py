@@ -25,6 +25,11 @@ def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, align: int 
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
 
 
+def constant(type_: ir.VectorType, number: float) -> ir.Constant:
+    """Return a vector of one number in every lane."""
+    return ir.Constant(type_, [number] * type_.count)
+
+
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     """Return 16 copies of a scalar."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
@@ -50,7 +55,7 @@ def widen(builder: ir.IRBuilder, raw: ir.Value, kind: str) -> ir.Value:
         return raw
     if kind == "f16":
         return builder.fpext(raw, V_F32)
-    shifted = builder.shl(builder.zext(raw, V_I32), ir.Constant(V_I32, [16] * LANES))
+    shifted = builder.shl(builder.zext(raw, V_I32), constant(V_I32, 16))
     return builder.bitcast(shifted, V_F32)
 
 
@@ -69,7 +74,7 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
     if kind == "f16":
         return builder.fptrunc(value, STORED["f16"])
     bits = builder.bitcast(value, V_I32)
-    ones_vector, sixteen, half = (ir.Constant(V_I32, [number] * LANES) for number in (1, 16, 0x7FFF))
+    ones_vector, sixteen, half = (constant(V_I32, number) for number in (1, 16, 0x7FFF))
     even = builder.and_(builder.lshr(bits, sixteen), ones_vector)
     rounded = builder.lshr(builder.add(builder.add(bits, half), even), sixteen)
     return builder.trunc(rounded, STORED["bf16"])

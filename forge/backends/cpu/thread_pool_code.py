@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from forge.backends.cpu.llvm_code import I64, call_intrinsic
 from forge.backends.cpu.op_layout import INSIDE_SLOTS, OPERATION, OPERATION_BYTES
-from forge.backends.cpu.vectors import address, field_address
+from forge.backends.cpu.vectors import address, emits, field_address
 
 _SPINS_BEFORE_YIELD = 4000
 _SPINS_BEFORE_SLEEP = 20_000
@@ -19,86 +19,41 @@ _PLACE_BITS = 20
 """Of a place in a program: the number of the program in the bits above, that of an operation in these."""
 
 
-@intrinsic
-def atomic_add(typingctx, address, amount):
-    """Add atomically to the int64 at an address. Returns the value before."""
+def _atomic(operation: str):
+    """Make a function that changes the int64 at an address atomically, and returns the value before."""
 
-    def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+    @emits(types.int64, types.int64, types.int64)
+    def change(builder, address, operand):
+        return builder.atomic_rmw(operation, builder.inttoptr(address, I64.as_pointer()), operand, "seq_cst")
 
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def atomic_swap(typingctx, address, value):
-    """Replace atomically the int64 at an address. Returns the value before."""
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.atomic_rmw("xchg", pointer, args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+    return change
 
 
-@intrinsic
-def atomic_load(typingctx, address):
+atomic_add, atomic_swap, atomic_max, atomic_or = map(_atomic, ("add", "xchg", "max", "or"))
+
+
+@emits(types.int64, types.int64)
+def atomic_load(builder, address):
     """Load atomically the int64 at an address."""
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.load_atomic(pointer, "seq_cst", 8)
-
-    return types.int64(types.int64), codegen
+    return builder.load_atomic(builder.inttoptr(address, I64.as_pointer()), "seq_cst", 8)
 
 
-@intrinsic
-def atomic_max(typingctx, address, value):
-    """Raise atomically the int64 at an address to a value if it is less. Returns the value before."""
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.atomic_rmw("max", pointer, args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def atomic_or(typingctx, address, bits):
-    """Set atomically bits of the int64 at an address. Returns the value before."""
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.atomic_rmw("or", pointer, args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def pause(typingctx):
+@emits(types.void)
+def pause(builder):
     """Tell the processor that this is a waiting loop."""
 
-    def codegen(context, builder, sig, args):
-        triple = builder.module.triple
-        if triple.startswith("x86_64"):
-            call_intrinsic(builder, "llvm.x86.sse2.pause", ir.VoidType())
-        elif triple.startswith(("aarch64", "arm64")):
-            call_intrinsic(builder, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(ir.IntType(32), 1))
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    triple = builder.module.triple
+    if triple.startswith("x86_64"):
+        call_intrinsic(builder, "llvm.x86.sse2.pause", ir.VoidType())
+    elif triple.startswith(("aarch64", "arm64")):
+        call_intrinsic(builder, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(ir.IntType(32), 1))
 
 
-@intrinsic
-def call_kernel(typingctx, function, operation, context_address, thread, threads):
-    """Call the machine code at an address with a kernel's four arguments."""
-
-    def codegen(context, builder, sig, args):
-        function_type = ir.FunctionType(ir.VoidType(), [I64] * 4)
-        builder.call(builder.inttoptr(args[0], function_type.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+@emits(types.void, *[types.int64] * 5)
+def call_kernel(builder, function, *arguments):
+    """Call the machine code at an address with a kernel's four arguments: operation, context, thread, threads."""
+    function_type = ir.FunctionType(ir.VoidType(), [I64] * 4)
+    builder.call(builder.inttoptr(function, function_type.as_pointer()), arguments)
 
 
 _operation_type = numba.from_dtype(OPERATION)

@@ -7,7 +7,6 @@ import torch
 
 from forge import LLM, SamplingParams, UsageError
 from forge.backends import devices
-from forge.backends.cuda import sizes
 
 GIB = 1 << 30
 
@@ -19,19 +18,19 @@ def memory(monkeypatch):
 
 
 def test_what_is_left_is_a_share_of_all_memory_less_what_is_in_use(memory):
-    assert sizes.kv_memory(0.5, 4 * GIB) == 70 * GIB - 40 * GIB - 4 * GIB - sizes.GRAPH_BYTES
-    assert sizes.kv_memory(None, 0) == int(0.9 * 140 * GIB) - 41 * GIB
+    assert devices.kv_memory(0.5, 4 * GIB) == 70 * GIB - 40 * GIB - 4 * GIB - devices.GRAPH_BYTES
+    assert devices.kv_memory(None, 0) == int(0.9 * 140 * GIB) - 41 * GIB
 
 
 def test_a_share_that_leaves_nothing_is_refused_with_its_numbers(memory):
     with pytest.raises(UsageError, match=r"0\.3 of 150\.3 GB leaves nothing.* 42\.9 GB are in"):
-        sizes.kv_memory(0.3, 4 * GIB)
+        devices.kv_memory(0.3, 4 * GIB)
 
 
 @pytest.mark.parametrize("share", [0, -1, 1.01, float("nan"), True, "half"])
 def test_what_is_no_share_is_refused(share):
     with pytest.raises(UsageError, match="above 0 and at most 1"):
-        sizes.checked_utilization(share)
+        devices.checked_utilization(share)
 
 
 def test_a_model_on_a_large_gpu_has_its_blocks_from_memory_and_large_steps(memory, monkeypatch):
