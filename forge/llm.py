@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from forge.backends.devices import create_backend, is_gpu
+from forge.backends.devices import create_backend, is_gpu, kv_memory
 from forge.cache.block_table import blocks_for
 from forge.cache.factory import CacheSize
 from forge.cache.kv_storage import KvLayout, KvStorage
@@ -389,10 +389,8 @@ class LLM:
         """Return the bytes for the pool: what the GPU has left beside the arrays of one step and the scratch blocks;
         unless a share was requested, at most what all sequences at full length take, so that other models have room
         too."""
-        from forge.backends.cuda import sizes
-
         scratch = self._num_scratch_blocks(config, layout.block_size) * layout.block_size * layout.bytes_per_token
-        left = sizes.kv_memory(utilization, scratch + model.temporary_bytes(config.token_budget, config.max_num_seqs))
+        left = kv_memory(utilization, scratch + model.temporary_bytes(config.token_budget, config.max_num_seqs))
         if utilization is not None:
             return left
         block_bytes = layout.block_size * layout.bytes_per_token

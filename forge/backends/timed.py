@@ -5,7 +5,8 @@ model says is unchanged too. Those on NumPy arrays are also counted: which bytes
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,30 @@ class OperationClock:
         return tuple(self._times.values())
 
 
+class StepClock(OperationClock):
+    """Times the fused steps of a device, by waiting for it before and after each."""
+
+    def __init__(self, synchronize: Callable[[], None]):
+        super().__init__()
+        self._synchronize = synchronize
+
+    @contextmanager
+    def step(self, name: str, layer: int) -> Iterator[None]:
+        self._synchronize()
+        started = time.perf_counter()
+        yield
+        self._synchronize()
+        self.begin_layer(layer)
+        self.add(name, time.perf_counter() - started, (), ())
+
+
+def _timed_operation(name: str) -> Callable[..., Any]:
+    def operation(self: "TimedOperations", *arguments: Any) -> Any:
+        return self._timed(name, getattr(self.inner, name), *arguments)
+
+    return operation
+
+
 class TimedOperations(Operations):
     """Times every operation under its name; `linear` under the name of its weight."""
 
@@ -49,38 +74,11 @@ class TimedOperations(Operations):
         self.clock.begin_layer(index)
         self.inner.begin_layer(index)
 
-    def embed(self, *arguments):
-        return self._timed("embed", self.inner.embed, *arguments)
-
-    def rms_norm(self, *arguments):
-        return self._timed("rms_norm", self.inner.rms_norm, *arguments)
-
-    def head_norm(self, *arguments):
-        return self._timed("head_norm", self.inner.head_norm, *arguments)
-
-    def rope(self, *arguments):
-        return self._timed("rope", self.inner.rope, *arguments)
-
-    def write_kv(self, *arguments):
-        return self._timed("write_kv", self.inner.write_kv, *arguments)
-
-    def attention(self, *arguments):
-        return self._timed("attention", self.inner.attention, *arguments)
-
-    def swiglu(self, *arguments):
-        return self._timed("swiglu", self.inner.swiglu, *arguments)
-
-    def experts(self, *arguments):
-        return self._timed("experts", self.inner.experts, *arguments)
-
-    def add(self, *arguments):
-        return self._timed("add", self.inner.add, *arguments)
-
-    def logit_rows(self, *arguments):
-        return self._timed("logit_rows", self.inner.logit_rows, *arguments)
-
-    def to_numpy(self, *arguments):
-        return self._timed("to_numpy", self.inner.to_numpy, *arguments)
+    embed, rms_norm, head_norm, rope, write_kv, attention, swiglu, experts, add, logit_rows, to_numpy = map(
+        _timed_operation,
+        ("embed", "rms_norm", "head_norm", "rope", "write_kv", "attention", "swiglu", "experts", "add", "logit_rows")
+        + ("to_numpy",),
+    )
 
     def linear(self, x: Array, matrix: Array) -> Array:
         name = short_name(self._matrix_names[id(matrix)])

@@ -31,10 +31,9 @@ from forge.backends.cuda.results import LEAST_ROWS, Results
 from forge.backends.cuda.sampling import list_draws
 from forge.backends.cuda.shapes import DEFAULT_TUNING, MULTIPROCESSORS, Tuning
 from forge.backends.cuda.storage import Rotations, TorchKvStorage
-from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
 from forge.backends.fusion import Fusion
-from forge.backends.timed import TimedOperations
+from forge.backends.timed import StepClock, TimedOperations
 from forge.cache.kv_storage import KvLayout
 from forge.errors import UsageError
 from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
