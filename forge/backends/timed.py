@@ -74,11 +74,9 @@ class TimedOperations(Operations):
         self.clock.begin_layer(index)
         self.inner.begin_layer(index)
 
-    embed, rms_norm, head_norm, rope, write_kv, attention, swiglu, experts, add, logit_rows, to_numpy = map(
-        _timed_operation,
-        ("embed", "rms_norm", "head_norm", "rope", "write_kv", "attention", "swiglu", "experts", "add", "logit_rows")
-        + ("to_numpy",),
-    )
+    embed, rms_norm, head_norm, rope = map(_timed_operation, ("embed", "rms_norm", "head_norm", "rope"))
+    write_kv, attention, swiglu = map(_timed_operation, ("write_kv", "attention", "swiglu"))
+    experts, add, logit_rows, to_numpy = map(_timed_operation, ("experts", "add", "logit_rows", "to_numpy"))
 
     def linear(self, x: Array, matrix: Array) -> Array:
         name = short_name(self._matrix_names[id(matrix)])

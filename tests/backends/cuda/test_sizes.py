@@ -38,7 +38,7 @@ def test_a_model_on_a_large_gpu_has_its_blocks_from_memory_and_large_steps(memor
     monkeypatch.setattr(home, "is_gpu", lambda device: device == "cuda")
     monkeypatch.setattr(devices, "is_large_gpu", lambda device: device == "cuda")
     asked = []
-    monkeypatch.setattr(sizes, "kv_memory", lambda *given: asked.append(given) or 1 << 20)
+    monkeypatch.setattr(home, "kv_memory", lambda *given: asked.append(given) or 1 << 20)
 
     llm = LLM("hash", kv="paged", device="cuda", max_model_len=64, gpu_memory_utilization=0.8)
     few = LLM("hash", kv="paged", device="cuda", max_model_len=64, num_blocks=7, max_num_batched_tokens=32)
@@ -46,7 +46,7 @@ def test_a_model_on_a_large_gpu_has_its_blocks_from_memory_and_large_steps(memor
     assert llm.engine.scheduler.config.token_budget == 8192 and few.engine.scheduler.config.token_budget == 32
     assert llm.engine.cache.stats().num_blocks == (1 << 20) // (16 * llm.kv_layout.bytes_per_token)
     assert few.engine.cache.stats().num_blocks == 7
-    monkeypatch.setattr(sizes, "kv_memory", lambda *given: 1 << 40)
+    monkeypatch.setattr(home, "kv_memory", lambda *given: 1 << 40)
     plain = LLM("hash", kv="paged", device="cuda", max_model_len=64, max_num_seqs=5)
     assert plain.engine.cache.stats().num_blocks == 5 * 4, "as many as can be used"
     assert [share for share, _ in asked] == [0.8]
