@@ -35,7 +35,8 @@ def _cells(entry: Entry) -> Iterator[str]:
     yield ", ".join(_link(ROOT / "forge" / "book" / "bugs.py", name) for name in bugs_of(entry.command))
     links = ((exercise, ROOT / "forge" / "exercises" / f"{exercise.name}.py") for exercise in exercises)
     yield ", ".join(
-        f"{_link(code, exercise.name)} ({_link(exercise.template, 'template')})" for exercise, code in links
+        f"{_link(code, exercise.name)} ({_link(exercise.template, 'template')}, {_link(exercise.words, 'words')})"
+        for exercise, code in links
     )
 
 

@@ -1,8 +1,9 @@
 """Thirteen exercises: the reader writes a part of the engine, and the real engine runs on it.
 
-An exercise is a module of this package: its rules, its hints, its check, and how the reader's part is put into an `LLM`
-(`exercise.Exercise`). What the reader fills in is a file of `templates/`, copied once and never overwritten. A check
-runs in a process of its own (`session`, `child`) within limits of time and memory (`loading`).
+An exercise is a module of this package: its check, and how the reader's part is put into an `LLM`
+(`exercise.Exercise`). What the reader sees of it lies in `templates/`: the file to fill in, copied once and never
+overwritten, and its rules, questions and hints (`.toml`). A check runs in a process of its own (`session`, `child`)
+within limits of time and memory (`loading`).
 
 A template ends with `check_file(__file__)`, so that it can be run alone.
 """

@@ -11,31 +11,8 @@ import numpy as np
 
 from forge.backends.reference import ReferenceOperations, _attend
 from forge.cache.kv_storage import NumpyKvStorage
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
 from forge.model.forward_batch import ForwardBatch
-
-RULES = {
-    "shape": Rule("The result has the shape of q.", "Which axis is summed over?"),
-    "weights": Rule(
-        "The weights of the values sum to 1: a softmax over the positions.", "Over which axis do the weights sum to 1?"
-    ),
-    "scaled": Rule("Scores are q · k / sqrt(head_dim).", "By what is a score divided, for vectors of 16 numbers?"),
-    "overflow": Rule(
-        "Large scores give no NaN and no infinity.",
-        "What can be taken away from all scores without changing a softmax?",
-    ),
-    "head": Rule("One head's result is the weighted sum of the values.", "What is weighted: keys, or values?"),
-    "future": Rule("A row sees nothing behind its own position.", "Which keys does the row at position p see?"),
-    "itself": Rule("A row sees its own position.", "Is position p itself among the keys that row p sees?"),
-    "chunk": Rule(
-        "A row's position in the text decides what it sees, not its place in the chunk.",
-        "What does the first row of a chunk see, if the chunk begins at position 5?",
-    ),
-    "groups": Rule(
-        "Neighbouring query heads share a key/value head.", "Which key/value head do query heads 0 and 1 of 4 read?"
-    ),
-    "dtype": Rule("The result is float32, as the arguments are.", "Which number makes float64 of it?"),
-}
 
 
 class AttentionTrial(Trial):
@@ -163,20 +140,8 @@ def _costs(piece: ModuleType) -> list[Cost]:
 _OPTIONS = {"kv": "paged", "device": "reference"}
 
 EXERCISE = Exercise(
+    **words_of("attention"),
     parts=(Part(("attend",), _check_attend), Part(("attention",), _check_attention)),
-    rules=RULES,
-    hints=(
-        "attend is four lines: scores, exponentials, their sum, the weighted sum. keys @ q has a score per position.",
-        "exp overflows above 88 in float32. Take the largest score away first: a softmax does not change.",
-        "attention: for each row, cut keys and values after its position; for each head, choose the key/value head.",
-        "With heads // kv_heads query heads to a group, query head h reads key/value head h // group.",
-    ),
-    solution=("forge.backends.reference._attend", "forge.backends.reference.ReferenceOperations.attention"),
-    differs="The engine's own takes all query heads that share a key/value head at once, so each key is read once for "
-    "the group. It is the reference; the CPU's kernel also goes over the keys in chunks of 64 and merges them, and "
-    "never holds a whole row of scores.",
-    next_question="A decode step has one row. How many bytes of keys and values does it read, and how many does a "
-    "prefill of 512 rows read for each row?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

@@ -1,6 +1,6 @@
 """Exercise 4: a block pool. The check runs random operations on it beside block tables, then a paged cache on it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
@@ -13,79 +13,19 @@ from forge.cache.kv_cache import OutOfBlocks
 from forge.cache.paged import PagedKvCache
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Cost, Exercise, Operation, Part, Rule, Trial, drawing, search
+from forge.exercises.exercise import Cost, Exercise, Part, Trial, drawing, search, to_write, words_of
 from forge.llm import LLM
 from forge.testing import check_cache
+from forge.testing.caches import Operation
 from forge.trace.records import BlockMap, StepRecord, TableRecord
 
 _BLOCKS = 6
 _KINDS = {"allocate": 6, "share": 3, "release": 5, "misuse": 1, "recount": 1}
 
 
+@to_write("allocate", "incref", "decref", "recount")
 class PoolBase(BlockPool):
     """Given with exercise 4: the pool's invariant check, and what exercise 6 calls on a pool."""
-
-    def allocate(self, number: int) -> tuple[int, ...]:
-        raise NotImplementedError("allocate")
-
-    def incref(self, block: int) -> None:
-        raise NotImplementedError("incref")
-
-    def decref(self, block: int) -> None:
-        raise NotImplementedError("decref")
-
-    def recount(self, tables: Iterable[tuple[int, ...]]) -> None:
-        raise NotImplementedError("recount")
-
-
-RULES = {
-    "first-reference": Rule(
-        "A block that was just allocated has one reference.", "Which line sets the count of a block that is taken?"
-    ),
-    "allocated": Rule(
-        "allocate(n) takes n different blocks off the free list and returns them.",
-        "What is on the free list when a block is taken?",
-    ),
-    "all-or-nothing": Rule(
-        "If too few blocks are free, allocate raises OutOfBlocks(needed, free) and takes none.",
-        "When is it known that there are too few: before the first block is taken, or after?",
-    ),
-    "enough": Rule(
-        "allocate(n) succeeds whenever n blocks are free.", "How many are free when exactly as many are wanted?"
-    ),
-    "counts": Rule(
-        "A block's reference count is the number of tables that have it.",
-        "Which calls tell the pool that one table more or one fewer has a block?",
-    ),
-    "free-at-zero": Rule(
-        "A block is free when its last reference goes, and not before.",
-        "Whose block is it while one of two tables still has it?",
-    ),
-    "returned": Rule(
-        "A block without references is on the free list, once.", "Where does a block go when its count reaches zero?"
-    ),
-    "misuse": Rule(
-        "Using a block against the rules raises BlockError and changes nothing.",
-        "What is the reference count of a block that is free, and what would the call make of it?",
-    ),
-    "sum": Rule("num_references is the sum of all reference counts.", "Which calls change a count?"),
-    "recount": Rule(
-        "recount(tables) starts again from the tables: it forgets every count from before.",
-        "What is left of the old counts and of the old free list after it?",
-    ),
-    "stack": Rule(
-        "The free list is a stack: a block that becomes free goes to its end, and allocate takes from its end.",
-        "At which end is a block put down, and from which is one taken?",
-    ),
-    "same-list": Rule(
-        "reference_counts stays the same list for the pool's life.",
-        "Which line makes another list, and who has the old?",
-    ),
-    "result": Rule("incref, decref and recount return nothing.", "What is returned?"),
-    "conforms": Rule(
-        "A paged cache on this pool shares and frees its blocks rightly.", "Which call of the pool is it?"
-    ),
-}
 
 
 class PoolTrial(Trial):
@@ -294,6 +234,7 @@ _OPTIONS = {"kv": "paged", "num_blocks": 64}
 _NAMES = tuple(f"MyBlockPool.{name}" for name in ("allocate", "incref", "decref", "recount"))
 
 EXERCISE = Exercise(
+    **words_of("block_pool"),
     parts=(
         Part(_NAMES[:1], lambda piece: _check(piece, "allocate"), True),
         Part(_NAMES[:2], lambda piece: _check(piece, "allocate", "share"), True),
@@ -301,25 +242,6 @@ EXERCISE = Exercise(
         Part((_NAMES[0], _NAMES[3]), lambda piece: _check(piece, "allocate", "recount"), True),
         Part(_NAMES, _check_all),
     ),
-    rules=RULES,
-    hints=(
-        "Two facts describe a block: its reference count, and whether it is on the free list. Write down, for each of "
-        "the four calls, what becomes of both.",
-        "allocate can fail in one way only. Ask for it in the first line, before anything is changed: compare number "
-        "with the length of the free list.",
-        "decref is three cases: no reference (an error), one (the block becomes free), more (only the count changes).",
-        "recount knows the tables and nothing else: set every count to zero, count each block of each table, then make "
-        "the free list of the blocks that nothing counted. Change the list of counts in place: the cache holds it.",
-    ),
-    solution=(
-        "forge.cache.block_pool.BlockPool.allocate",
-        "forge.cache.block_pool.BlockPool.incref",
-        "forge.cache.block_pool.BlockPool.decref",
-    ),
-    differs="The engine's own knows a third state: a block whose content a later prompt may need is cached and not "
-    "free when its last reference goes. So incref may bring a block back that no table has.",
-    next_question="Why is the free list a stack and not a queue: what do the processor's caches hold of a block that "
-    "was freed a moment ago?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS | {"drive": _drive},

@@ -31,6 +31,11 @@ class Entry:
     def template(self) -> Path:
         return Path(__file__).parent / "templates" / f"{self.name}.py"
 
+    @property
+    def words(self) -> Path:
+        """What it says to the reader."""
+        return self.template.with_suffix(".toml")
+
     def exercise(self) -> "Exercise":
         from importlib import import_module
 

@@ -1,6 +1,6 @@
 """Exercise 3: a contiguous KV cache. The check runs the conformance operations on it, then the engine."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -9,8 +9,7 @@ from typing import Any
 from forge.cache.basic import BasicKvCache, _Run
 from forge.cache.factory import CacheSize
 from forge.cache.kv_cache import OutOfBlocks
-from forge.cache.kv_storage import BlockCopy
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, search
+from forge.exercises.exercise import Cost, Exercise, Part, search, to_write, words_of
 from forge.exercises.trials import CacheTrial
 from forge.testing import check_cache
 
@@ -20,6 +19,7 @@ _KINDS = {"add": 3, "fill": 5, "reserve": 4, "commit": 4, "truncate": 3, "remove
 Run = _Run
 
 
+@to_write("add", "reserve", "commit", "truncate", "remove")
 class ContiguousBase(BasicKvCache):
     """Given with exercise 3: every method of a `KvCache` that follows from the runs."""
 
@@ -31,61 +31,9 @@ class ContiguousBase(BasicKvCache):
     def free_run(self) -> range:
         raise NotImplementedError("free_run")
 
-    def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
-        raise NotImplementedError("add")
-
-    def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
-        raise NotImplementedError("reserve")
-
-    def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        raise NotImplementedError("commit")
-
-    def truncate(self, seq_id: int, length: int) -> None:
-        raise NotImplementedError("truncate")
-
-    def remove(self, seq_id: int) -> None:
-        raise NotImplementedError("remove")
-
     def _free_run(self, length: int = 0) -> _Run:
         return Run(self.free_run(), length, length)
 
-
-RULES = {
-    "one-owner": Rule("A run of blocks has one owner.", "Which runs are taken already, and which blocks has a run?"),
-    "run": Rule(
-        "A run begins at a multiple of blocks_per_run and lies inside the pool.",
-        "How many blocks has a run, and at which block does the second one begin?",
-    ),
-    "full": Rule(
-        "add raises OutOfBlocks if no run is free, with nothing changed, and only then.",
-        "How many runs are there, and when is the last of them free?",
-    ),
-    "reserved": Rule(
-        "reserve(n) moves the reserved length n slots ahead, and computes nothing.", "Which of the two lengths moves?"
-    ),
-    "computed": Rule(
-        "commit moves the computed length by the tokens that it is given; truncate cuts it.",
-        "Which of the two lengths says what has been computed?",
-    ),
-    "truncate": Rule(
-        "truncate(length) leaves at most so many slots, computed or reserved, and never adds any.",
-        "What if the sequence is shorter than length already?",
-    ),
-    "all-or-nothing": Rule(
-        "A reservation past max_model_len raises OutOfBlocks with everything as it was.",
-        "Is the length compared before it is changed, or after?",
-    ),
-    "limit": Rule("A run holds max_model_len tokens, all of them.", "How long may a sequence be, at most?"),
-    "contents": Rule(
-        "What was committed is still there: at position p of the run of its own sequence.",
-        "Which other sequence wrote there?",
-    ),
-    "removed": Rule("remove drops the sequence, and its run is free.", "Which runs does free_run take for taken?"),
-    "lowest": Rule("free_run is the lowest run that is free.", "In which order are the runs looked at?"),
-    "shortage": Rule("OutOfBlocks says how many blocks are missing.", "What are needed and free here?"),
-    "result": Rule("Each function returns what its docstring says.", "What is returned, and of what type?"),
-    "conforms": Rule("A sequence has its own slots and tokens, whatever the others do.", "Which call came before?"),
-}
 
 _WORDS = (
     ("two owners|used blocks|blocks saved", "one-owner"),
@@ -205,6 +153,7 @@ _OPTIONS = {"kv": "basic", "max_model_len": 256, "max_num_seqs": 4, "speculate":
 _STORY = "The fox lit the lantern and went home. The owl lit the lantern and went home. "
 
 EXERCISE = Exercise(
+    **words_of("contiguous_cache"),
     parts=(
         Part(
             tuple(f"MyContiguousCache.{name}" for name in ("free_run", "add")), lambda piece: _check(piece, "add"), True
@@ -226,22 +175,6 @@ EXERCISE = Exercise(
             _check_all,
         ),
     ),
-    rules=RULES,
-    hints=(
-        "Draw the pool: runs of blocks_per_run blocks, one after another. Which block does run number i begin with?",
-        "free_run: the runs that are taken are those of self.runs and, because copies are kept too, self.all_runs() "
-        "has all of them. Try one start after another; the first that nothing has is free.",
-        "reserve can fail in one way: the sequence would be longer than max_model_len. Compare first.",
-        "Two lengths: reserve moves `reserved`, commit moves `computed`, truncate cuts both, and neither may grow.",
-    ),
-    solution=(
-        "forge.cache.basic.BasicKvCache._free_run",
-        "forge.cache.basic.BasicKvCache.reserve",
-        "forge.cache.basic.BasicKvCache.truncate",
-    ),
-    differs="The engine's own also asserts what its callers promise: that a new sequence is new, and that no more is "
-    "committed than was reserved. A wrong caller is then found at once, and not by wrong text later.",
-    next_question="Ten requests of 30 tokens run, with runs of 4,096 slots. How much of the memory holds something?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

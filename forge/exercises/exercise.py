@@ -7,11 +7,13 @@ before and after the last of them, and a question.
 
 import os
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +26,7 @@ _TRIES = 400
 """How many shorter lists a failing list is compared with."""
 _LENGTHS = (4, 8, 16, 40, 120)
 """Of random lists of operations: short ones first, so that what fails is short already."""
+_Base = TypeVar("_Base")
 BROKEN = (Exception, Endless, SystemExit)
 """What a call of the reader's code may raise."""
 
@@ -60,6 +63,31 @@ UNIVERSAL = {
         "What does the call look at, and how much of that does it need?",
     ),
 }
+
+
+def words_of(exercise: str) -> dict[str, Any]:
+    """Read what an exercise says to its reader (`templates/<exercise>.toml`): the words of an `Exercise`'s fields."""
+    path = Path(__file__).parent / "templates" / f"{exercise}.toml"
+    words = tomllib.loads(path.read_text(encoding="utf-8"))
+    return words | {"rules": {name: Rule(*pair) for name, pair in words["rules"].items()}}
+
+
+def to_write(*names: str) -> Callable[[type[_Base]], type[_Base]]:
+    """Take these functions of the engine's own away from a base class: the reader writes them."""
+
+    def decorate(kind: type[_Base]) -> type[_Base]:
+        for name in names:
+            setattr(kind, name, _not_written(name))
+        return kind
+
+    return decorate
+
+
+def _not_written(name: str) -> Callable[..., Any]:
+    def function(*arguments: Any) -> Any:
+        raise NotImplementedError(name)
+
+    return function
 
 
 @dataclass(frozen=True)
@@ -330,6 +358,3 @@ def drawing(block_map: BlockMap) -> str:
         names.number(table.owner)
     lines = [*pool_lines(block_map, names, 72, 4), *table_lines(block_map, names, 72, 8)]
     return "\n".join(line.plain for line in lines)
-
-
-__all__ = ["BROKEN", "Cost", "Exercise", "Mistake", "Operation", "Part", "Rule", "Trial", "drawing", "search"]

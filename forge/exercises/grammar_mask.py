@@ -14,7 +14,7 @@ import numpy as np
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
 from forge.llm import LLM
 from forge.trace.records import StepRecord
 
@@ -43,27 +43,6 @@ _VOCABULARY = (
     *(b"", b" ", b"a", b"\xc3", b"[1,2],", b"[1]]", b"", b"-1", b"[1,[2]]", b"1,[", b"<eos>"),
 )
 _EOS = len(_VOCABULARY) - 1
-
-RULES = {
-    "refused": Rule(
-        "advance returns None if no list begins with what has come.",
-        "Which characters may follow the last one, and does it matter how deep it is?",
-    ),
-    "possible": Rule(
-        "advance returns a state as long as what has come can become a list.", "What may follow here, and how often?"
-    ),
-    "split": Rule(
-        "A text has the same state however it is cut into pieces.", "What is kept from one piece to the next?"
-    ),
-    "complete": Rule("is_complete is True for a whole list, and for nothing else.", "How many brackets are open?"),
-    "nothing-follows": Rule("Nothing can follow a whole list.", "What does advance do once every bracket is closed?"),
-    "tokens": Rule(
-        "A token may come if and only if all of its bytes may, one after another.", "Where in this token does it fail?"
-    ),
-    "empty": Rule("A token without bytes may never come.", 'What does advance say of b""?'),
-    "eos": Rule("The end may come if and only if the list is complete.", "Which entry of the mask is that of eos?"),
-    "result": Rule("The functions return what their docstrings say.", "What is its type, and how long is it?"),
-}
 
 
 def viable(text: bytes) -> bool:
@@ -297,25 +276,11 @@ _OPTIONS = {"kv": "paged"}
 _FORM = StructuredOutput(grammar=GRAMMAR)
 
 EXERCISE = Exercise(
+    **words_of("grammar_mask"),
     parts=(
         Part(("start", "advance", "is_complete"), _check_advance),
         Part(("start", "advance", "is_complete", "mask"), _check_mask),
     ),
-    rules=RULES,
-    hints=(
-        "A state needs two facts: how many brackets are open, and what the last character was.",
-        "For each last character write down which characters may follow: after [ a digit, [ or ]; after a comma a "
-        "digit or [; after a digit a digit, a comma or ]; after ] a comma or ], as long as a bracket is open.",
-        "advance is a loop over the characters that returns None at the first that may not follow. Once every bracket "
-        "is closed none may.",
-        "mask: a token may come if it has bytes and advance(state, token) is not None; at eos stands "
-        "is_complete(state).",
-    ),
-    solution=("forge.grammar.matcher.GrammarMatcher.mask", "forge.grammar.matcher.GrammarMatcher._compute"),
-    differs="The engine's own works for every grammar: a library parses, walks through a tree of all tokens' bytes "
-    "once for all that begin alike, and gives a bit for each token. Yours tries each token alone, for one grammar.",
-    next_question="A vocabulary has 151,936 tokens, and most of them are letters. How would you order the tokens so "
-    "that one refused byte rules out thousands of them?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

@@ -12,7 +12,7 @@ import numpy as np
 
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
 from forge.speculation.ngram import NgramProposer
 from forge.testing import check_proposer
 from forge.workload.judging import HELD_OUT
@@ -22,46 +22,6 @@ _K = 4
 _STRIDE = 23
 """The held-out text is asked about at every 23rd of its characters."""
 
-RULES = {
-    "one-each": Rule(
-        "propose returns one Proposal per request, in the order of the requests.",
-        "What does it return for a request without a match, and what where there are two requests?",
-    ),
-    "at-most": Rule("A proposal has at most max_tokens tokens.", "What if max_tokens is 0, or 1?"),
-    "bounds": Rule(
-        "min_ngram and max_ngram bound the n-grams, whatever they are.", "Which number stands in their place?"
-    ),
-    "result": Rule("A proposal has token ids, which are whole numbers.", "What is in it?"),
-    "follows": Rule(
-        "What is proposed followed an earlier occurrence of the text's last tokens.",
-        "At which index does the occurrence end, and at which does what follows it begin?",
-    ),
-    "earlier": Rule(
-        "Without an earlier occurrence nothing is proposed.", "What is returned after both loops have ended?"
-    ),
-    "too-short": Rule(
-        "Fewer than min_ngram equal tokens are no occurrence.", "How many tokens does the shortest n-gram have?"
-    ),
-    "longest": Rule(
-        "The longest n-gram that has an earlier occurrence decides.", "In which order are the lengths tried?"
-    ),
-    "latest": Rule("Of several occurrences the latest one decides.", "From which end is the text searched?"),
-    "missed": Rule(
-        "If there is an earlier occurrence, something is proposed.",
-        "Which places are not looked at? Is the end of the text itself one of those that are?",
-    ),
-    "own-text": Rule(
-        "A proposal follows from its own request's tokens alone.", "What does the object remember from earlier calls?"
-    ),
-    "conforms": Rule(
-        "With its draft tokens the engine says what it says without, and the order of requests changes no proposal.",
-        "What is kept from one call to the next?",
-    ),
-    "accepted": Rule(
-        "A held-out text accepts at least half as many of its draft tokens as of the ones of forge.",
-        "How many tokens does it propose where it could propose more?",
-    ),
-}
 
 _KNOWN: tuple[tuple[str, list[int], int], ...] = (
     ("missed", [1, 2, 3, 9, 1, 2], 3),
@@ -267,26 +227,11 @@ _OPTIONS = {"kv": "paged", "speculate": "ngram", "speculate_fixed": True}
 
 
 EXERCISE = Exercise(
+    **words_of("ngram_proposer"),
     parts=(
         Part(("MyProposer.lookup",), _check_lookup),
         Part(("MyProposer.lookup", "MyProposer.propose"), _check_proposer),
     ),
-    rules=RULES,
-    hints=(
-        "Start with propose: one line, if lookup is there. What is Proposal(()) worth?",
-        "lookup is two loops: over the length n, from the longest down, and over the places at which an earlier n-gram "
-        "may begin, from the latest back. Slices of a list can be compared: token_ids[i : i + n] == token_ids[-n:].",
-        "The latest place at which an earlier n-gram may begin is len(token_ids) - n - 1: one more would be the end of "
-        "the text itself.",
-        "What follows an occurrence at i begins at i + n. It may be short where the occurrence is near the end; in "
-        "'ab ab ab' it is worth reading on from the proposal itself: token p of it is token p modulo its length.",
-    ),
-    solution=("forge.speculation.ngram._index_after_match", "forge.speculation.ngram.NgramProposer._propose"),
-    differs="The engine's own compares the whole text with its last token at once, in NumPy, and then only the places "
-    "that matched with the token before. It keeps each text as an array that grows, because converting a long list "
-    "takes longer than looking it up.",
-    next_question="A proposal costs time even if none of its tokens stands. After how many cycles without an accepted "
-    "token would you stop asking, and when would you ask again?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

@@ -1,7 +1,7 @@
 """Exercise 5: a paged KV cache with copy-on-write. The check runs the conformance operations, then four forks of a
 story."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
@@ -11,9 +11,8 @@ from typing import Any
 from forge.cache.block_table import BlockTable, blocks_for
 from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
 from forge.cache.kv_cache import CacheStats
-from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, search
+from forge.exercises.exercise import Cost, Exercise, Part, search, to_write, words_of
 from forge.exercises.session import passed_part
 from forge.exercises.trials import CacheTrial
 from forge.testing import check_cache
@@ -23,6 +22,7 @@ _BLOCKS, _BLOCK = 6, 4
 _KINDS = {"add": 3, "fill": 6, "reserve": 3, "commit": 3, "truncate": 2, "fork": 4, "remove": 3}
 
 
+@to_write("add", "blocks_needed", "reserve", "commit", "truncate", "fork", "remove")
 class PagedBase(PagedKvCache):
     """Given with exercise 5: every method of a paged cache that follows from the tables."""
 
@@ -42,27 +42,6 @@ class PagedBase(PagedKvCache):
         self._counts["splits"] += 1
         self._events.append(BlockSplit(seq_id, old, new, self.pool.reference_counts[old] + 1))
 
-    def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
-        raise NotImplementedError("add")
-
-    def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
-        raise NotImplementedError("blocks_needed")
-
-    def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
-        raise NotImplementedError("reserve")
-
-    def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        raise NotImplementedError("commit")
-
-    def truncate(self, seq_id: int, length: int) -> None:
-        raise NotImplementedError("truncate")
-
-    def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
-        raise NotImplementedError("fork")
-
-    def remove(self, seq_id: int) -> None:
-        raise NotImplementedError("remove")
-
     def stats(self) -> CacheStats:
         self._filled = None  # counted from the tables
         return super().stats()
@@ -71,55 +50,6 @@ class PagedBase(PagedKvCache):
         self._filled = None
         super().check_invariants()
 
-
-RULES = {
-    "table": Rule(
-        "A table has as many blocks as its reserved slots take, the last one filled in part.",
-        "How many blocks take 4 slots, and how many 5, if a block has 4?",
-    ),
-    "reserved": Rule("reserve(n) moves the reserved length n slots ahead.", "Which of the two lengths moves?"),
-    "computed": Rule(
-        "commit moves the computed length; a fork begins with its parent's computed tokens.",
-        "Which of the two lengths says what has been computed?",
-    ),
-    "all-or-nothing": Rule(
-        "If reserve finds too few blocks it raises OutOfBlocks with everything as it was.",
-        "What was changed before it was known that blocks are missing?",
-    ),
-    "enough": Rule(
-        "reserve succeeds whenever as many blocks are available as it takes.",
-        "How many are available when exactly as many are needed?",
-    ),
-    "blocks-needed": Rule(
-        "blocks_needed(seq_id, n) is how many blocks reserve(seq_id, n) takes, the copy of a shared block included.",
-        "Which blocks does this reserve take, and why?",
-    ),
-    "references": Rule(
-        "A block has as many references as tables have it.",
-        "Which calls add a block to a table, and which take one out? Is the reference counted in each?",
-    ),
-    "given-back": Rule("A block goes back once for each table that had it.", "Who gave this reference back before?"),
-    "copy-on-write": Rule(
-        "A block with more than one reference is never written: the writer gets a copy first.",
-        "Who else reads the block that the new slots lie in?",
-    ),
-    "copied": Rule(
-        "reserve returns BlockCopy(old, new) for a copy, and gives the old block's reference back.",
-        "From which block to which is copied, and whose table has the new one?",
-    ),
-    "removed": Rule("remove drops the sequence.", "Which dictionary still has it?"),
-    "noted": Rule(
-        "note_split is called once for each copy, with the sequence, the old block and the new one.",
-        "How often is it called here, and with which blocks?",
-    ),
-    "asking": Rule("blocks_needed changes nothing.", "Which line of it changes a table or the pool?"),
-    "last-first": Rule(
-        "A sequence gives its blocks back the last one first: the first is then the next to be taken.",
-        "In which order does the loop go over the blocks?",
-    ),
-    "result": Rule("Each function returns what its docstring says.", "What is returned, and of what type?"),
-    "conforms": Rule("A sequence has its own slots and tokens, whatever the others do.", "Which call came before?"),
-}
 
 _WORDS = (
     ("is freed|was freed twice|is free, and", "given-back"),
@@ -272,6 +202,7 @@ def _part(*kinds: str) -> Part:
 
 
 EXERCISE = Exercise(
+    **words_of("paged_cache"),
     parts=(
         _part("add"),
         _part("add", "remove"),
@@ -287,27 +218,6 @@ EXERCISE = Exercise(
         ),
         Part(tuple(_NAMES.values()), _check_all),
     ),
-    rules=RULES,
-    hints=(
-        "Begin without sharing: add, blocks_needed, reserve, commit, remove. blocks_for(length, block_size) counts "
-        "blocks. The copy comes later.",
-        "fork takes no block: the child's table has the same ones, and each of them one reference more. Only the "
-        "blocks of computed tokens: the others are the parent's alone.",
-        "Only the last block can be both shared and written, and only if it is partly filled: reserved % block_size.",
-        "reserve in this order: compare blocks_needed with num_available; then, if the last block is shared, allocate "
-        "a copy, give the old one back, put the new one into the table; then allocate what is missing.",
-        "A table's tuple of blocks is replaced and never changed in place: others may hold it.",
-    ),
-    solution=(
-        "forge.cache.paged.PagedKvCache.blocks_needed",
-        "forge.cache.paged.PagedKvCache.grow",
-        "forge.cache.paged.PagedKvCache.fork",
-    ),
-    differs="The engine's `reserve` asks for the most frequent case first, a slot in a block that is the sequence's "
-    "own, and is done with it in four lines. It also knows blocks that are in a prefix index: they are copied before "
-    "they are written, even with one reference.",
-    next_question="A block has 16 slots. How many are reserved and empty for a sequence, on average? What is gained "
-    "and lost with blocks of 1?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

@@ -13,7 +13,7 @@ from forge.engine.preemption import Preemption
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence as TokenSequence
 from forge.engine.step_plan import PlanBuilder
-from forge.exercises.exercise import BROKEN, Cost, Exercise, Part, Rule, Trial
+from forge.exercises.exercise import BROKEN, Cost, Exercise, Part, Trial, to_write, words_of
 from forge.exercises.session import passed_part
 from forge.exercises.trials import GREEDY, EngineTrial
 from forge.llm import LLM
@@ -24,69 +24,9 @@ from forge.trace.records import PreemptRecord
 _BLOCK = 4
 
 
+@to_write("reserve", "preempt")
 class PreemptionBase(Preemption):
     """Given with exercise 8: the scheduler's own containers."""
-
-    def reserve(self, sequence: TokenSequence, num_tokens: int, plan: PlanBuilder) -> bool:
-        raise NotImplementedError("reserve")
-
-    def preempt(self, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder) -> None:
-        raise NotImplementedError("preempt")
-
-
-RULES = {
-    "one-of-running": Rule("The victim is one of the running sequences.", "Which sequences may be chosen from?"),
-    "alone": Rule(
-        "If the requester runs alone there is no victim: None.", "What would be won if it gave its blocks to itself?"
-    ),
-    "someone": Rule(
-        "If others run beside the requester there is a victim.", "What becomes of the requester if there is none?"
-    ),
-    "left-running": Rule("A victim no longer runs.", "In which container is it after the preemption?"),
-    "left-cache": Rule("A victim's blocks are free for the requester.", "Who else has them now?"),
-    "waits": Rule("A victim waits in the queue for its next admission.", "Who would compute it again?"),
-    "left-plan": Rule(
-        "A victim that the plan has scheduled leaves the plan.",
-        "The step would compute it: into which blocks would it write?",
-    ),
-    "tokens": Rule("A victim keeps its tokens.", "From what is it computed again?"),
-    "counted": Rule("times_preempted counts each preemption.", "Who tells a view how often it happened?"),
-    "policy": Rule(
-        "The victim is the one that the policy chooses, of all that run and for the one that needs blocks.",
-        "Who decides which sequence gives way, and what is the policy given?",
-    ),
-    "no-more": Rule("No sequence is preempted if the blocks are there.", "How many victims does this request take?"),
-    "copies-into": Rule(
-        "No copy is made into a victim's blocks, and every other copy stays in the plan.",
-        "Which blocks does plan.drop need to know?",
-    ),
-    "result": Rule("The functions return what their docstrings say.", "What is returned?"),
-    "recorded": Rule(
-        "plan.preempted has a record of each preemption: the victim, the requester, what was needed and free, tokens "
-        "lost and blocks freed.",
-        "When are the computed tokens counted: before the cache drops the sequence, or after?",
-    ),
-    "until-enough": Rule(
-        "reserve returns True only with the slots reserved, however many victims that takes.",
-        "How many blocks does one victim free, and how many are needed?",
-    ),
-    "gives-way": Rule(
-        "reserve returns False if the sequence itself gave way, and it has no slots then.",
-        "What does the loop do once the victim is the requester itself?",
-    ),
-    "exhausted": Rule(
-        "Without a victim the sequence ends: its id is in plan.exhausted, and length_limit says why.",
-        "How does the scheduler learn that the pool is the sequence's limit?",
-    ),
-    "copies": Rule(
-        "The block copies that the cache asks for are in plan.copies.", "What does `reserve` of the cache return?"
-    ),
-    "ends": Rule("Every request ends.", "Does each preemption let some sequence compute a token in that very step?"),
-    "same-tokens": Rule(
-        "A request says what it says alone, however often it is preempted.", "What must not change in a preemption?"
-    ),
-    "conforms": Rule("Every rule of the scheduler holds after every step.", "Which container was not told?"),
-}
 
 
 def new_llm(preemption: type[Preemption], num_blocks: int, policy: VictimPolicy = lifo) -> LLM:
@@ -336,20 +276,8 @@ _OPTIONS = {"kv": "paged", "num_blocks": 12, "max_model_len": 160}
 _NAMES = ("victim", "MyPreemption.reserve", "MyPreemption.preempt")
 
 EXERCISE = Exercise(
+    **words_of("preemption"),
     parts=(Part(_NAMES[:1], _ask_policy), Part(_NAMES, _check_preemption)),
-    rules=RULES,
-    hints=(
-        "A policy in one line: of the running sequences the last, which is the newest. When is there no victim at all?",
-        "reserve is a loop: try; if it raises, find a victim; without one the sequence is exhausted; preempt the "
-        "victim; if it was the sequence itself, return False; else try again.",
-        "In preempt, ask the cache for the table and the computed length before you remove the sequence from it.",
-        "A sequence is in exactly one container. It leaves self._running and the cache, and enters self._queue.",
-    ),
-    solution=("forge.engine.policies.lifo", "forge.engine.preemption.Preemption.preempt"),
-    differs="The engine's own can also swap: it moves a victim's blocks to the host's memory in place of dropping "
-    "them. Before any victim it gives up caches that it had only kept for a later turn of a conversation.",
-    next_question="A victim has 20 blocks and a prompt of 300 tokens. Is it cheaper to swap its blocks out and in, or "
-    "to compute the prompt again?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

@@ -11,7 +11,7 @@ from typing import Any
 from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
 from forge.cache.prefix import PrefixKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, Tokens, chain_hash
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial, search
+from forge.exercises.exercise import Cost, Exercise, Part, Trial, search, to_write, words_of
 from forge.exercises.trials import CacheTrial
 from forge.testing import check_cache
 
@@ -19,20 +19,9 @@ _BLOCKS, _BLOCK = 6, 4
 _KINDS = {"begin": 8, "add": 2, "fill": 8, "commit": 3, "truncate": 1, "fork": 2, "remove": 7}
 
 
+@to_write("keys", "child", "insert", "drop")
 class IndexBase(PrefixIndex):
     """Given with exercise 6: the roots, the hash and the index's invariant check."""
-
-    def keys(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
-        raise NotImplementedError("keys")
-
-    def child(self, parent: Node, token_ids: Tokens) -> Node | None:
-        raise NotImplementedError("child")
-
-    def insert(self, parent: Node, token_ids: Tokens, block: int) -> Node | None:
-        raise NotImplementedError("insert")
-
-    def drop(self, block: int) -> list[int]:
-        raise NotImplementedError("drop")
 
 
 class PrefixBase(PrefixKvCache):
@@ -50,51 +39,6 @@ class PrefixBase(PrefixKvCache):
     def _content_to_evict(self, leaves: Iterator[Node], requests: int) -> Node:
         return self.index.node_of[self.next_to_evict()]
 
-
-RULES = {
-    "keys": Rule("There is one key per full block.", "How many full blocks have 9 tokens, if a block has 4?"),
-    "chained": Rule(
-        "A block's key depends on every token before it, and on the salt.",
-        "Two prompts with the same second block and another first one: may they share the second?",
-    ),
-    "child": Rule("child finds a node that was inserted behind this parent.", "Under which key was it entered?"),
-    "proof": Rule(
-        "A hash proves nothing: parent and tokens are compared before a block is served.",
-        "What if two contents have the same hash?",
-    ),
-    "tree": Rule(
-        "A new node is known to its parent, stands one deeper, and each block knows its node.",
-        "Which of nodes, node_of, children and blocks must know a new block?",
-    ),
-    "same-content": Rule(
-        "A second block with the same content stands behind the first.", "Which of several blocks is served?"
-    ),
-    "take-over": Rule(
-        "If another block has the same content, that one takes over, and nothing is lost.",
-        "Is the content gone if one of two blocks that hold it goes?",
-    ),
-    "lost": Rule(
-        "Without another block the node goes, and with it every node behind it.",
-        "How would a block be found whose parent is gone?",
-    ),
-    "eviction-order": Rule(
-        "The least recently used cached block is evicted first, a leaf before what it stands behind.",
-        "Which block of a sequence must be released first, so that its beginning stays longest?",
-    ),
-    "all-hits": Rule(
-        "All that is there is found: full blocks of running and ended sequences.", "Which of these blocks is not found?"
-    ),
-    "contents": Rule("Only exactly the same tokens behind the same tokens are shared.", "Whose keys are served here?"),
-    "removed": Rule("A removed sequence releases all of its blocks.", "Which of its blocks is still held?"),
-    "same-order": Rule(
-        "release_order is the blocks that it is given, each once.", "Which block is missing, or there twice?"
-    ),
-    "as-one": Rule(
-        "However blocks come and go, the index holds what a plain tree would.", "Which of its tables was not told?"
-    ),
-    "result": Rule("Each function returns what its docstring says.", "What is returned, and of what type?"),
-    "conforms": Rule("A sequence has its own slots and tokens, whatever the others do.", "Which call came before?"),
-}
 
 _WORDS = (
     ("evicted|outlives|freed twice", "eviction-order"),
@@ -353,6 +297,7 @@ _STORIES = (
 )
 
 EXERCISE = Exercise(
+    **words_of("prefix_index"),
     parts=(
         Part(("MyPrefixIndex.keys",), lambda piece: IndexTrial(piece).keys()),
         Part(tuple(f"MyPrefixIndex.{name}" for name in ("child", "insert", "drop")), _check_index),
@@ -365,19 +310,6 @@ EXERCISE = Exercise(
             _check_cache,
         ),
     ),
-    rules=RULES,
-    hints=(
-        "keys and insert hash the same: the key of what precedes, and the tokens of the block as a tuple.",
-        "child is three questions: is there a node with this hash, is its parent this one, are its tokens these?",
-        "drop: take the block out of node_of and out of its node's blocks. If the node has others, that is all. "
-        "Otherwise walk the tree from this node down.",
-        "pool.cached is ordered by release. So the order of eviction is decided when a sequence releases its blocks.",
-    ),
-    solution=("forge.cache.prefix_index.PrefixIndex.insert", "forge.cache.eviction.lru"),
-    differs="The engine's own also tells a subscriber what is published and evicted: a router before several engines "
-    "lives on these events. The order of eviction is no code of its own: blocks are released the last one first.",
-    next_question="Two blocks have the same content, and a sequence reads each. Why is the second not given back at "
-    "once?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

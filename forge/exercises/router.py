@@ -15,7 +15,7 @@ from forge.cluster.local import LocalCluster, LocalRun, Talk, run_talks
 from forge.cluster.routers import PrefixRouter
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
 from forge.llm import LLM
 from forge.trace.records import RouteRecord, StepRecord
 
@@ -23,46 +23,6 @@ _BLOCK, _NAMES, _FLEETS = 16, ("a", "b", "c"), 120
 _PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 _TALKS, _TURNS, _SYSTEMS = 12, 3, 4
 
-RULES = {
-    "candidate": Rule(
-        "A request goes to one of the candidates, by its name.", "Which replicas may be there and not be candidates?"
-    ),
-    "counted": Rule(
-        "choose changes nothing of the fleet, neither a replica nor what is known of its blocks: the request is "
-        "counted once, afterwards.",
-        "Who counts a request, and when?",
-    ),
-    "result": Rule("num_blocks returns a whole number, choose what decision returns.", "What is returned?"),
-    "least-busy": Rule(
-        "Without a prefix, the replica with the fewest outstanding tokens is chosen.",
-        "What does it compare, and does it take the least or the most?",
-    ),
-    "tie": Rule(
-        "Of several with as few tokens, the one that was given the fewest so far is chosen.",
-        "Where do all requests go while nothing is outstanding?",
-    ),
-    "gap": Rule(
-        "A block is worth nothing without those before it.",
-        "What is returned if the second of three blocks is missing?",
-    ),
-    "longest": Rule(
-        "The least busy holder of the longest prefix is chosen, if it is not too busy.",
-        "How many blocks does each candidate have, and which of them have the most?",
-    ),
-    "threshold": Rule(
-        "A holder that is busier than the least busy by more than the threshold is passed over, and no other.",
-        "Which difference is compared with the threshold, and what if they are equal?",
-    ),
-    "told": Rule(
-        "The decision tells the reason and the blocks of the chosen replica.",
-        "Whose blocks were counted, and why here?",
-    ),
-    "kept": Rule("Every request is answered once, as one engine answers it.", "Which request went nowhere?"),
-    "little": Rule(
-        "Little is computed twice: at most a tenth more than under forge's own router.",
-        "Which turn of a conversation went where its beginning was not?",
-    ),
-}
 
 _KNOWN: tuple[tuple[str, dict[str, tuple[int, int, str]], str, str], ...] = (
     ("candidate", {"a": (0, 0, "xyz"), "b": (70, 0, ""), "c": (30, 0, "")}, "xyz", "bc"),
@@ -313,26 +273,11 @@ _OPTIONS = {"kv": "prefix", "num_blocks": 128, "max_num_seqs": 8}
 _STORY = "Once upon a time there was a fox who lived in a den under an old oak, and every evening a turtle came. "
 
 EXERCISE = Exercise(
+    **words_of("router"),
     parts=(
         Part(("MyRouter.num_blocks",), _check_blocks),
         Part(("MyRouter.num_blocks", "MyRouter.choose"), _check_choose),
     ),
-    rules=RULES,
-    hints=(
-        "num_blocks is a loop over request.keys that ends at the first block that the replica does not have.",
-        "choose needs two replicas: the least busy candidate, and the least busy of those with the most blocks. Both "
-        "are a min with a key: lambda one: (one.tokens, one.routed_tokens).",
-        "If the most blocks are 0, it is the least busy. Otherwise compare holder.tokens - least.tokens with the "
-        "threshold: more than it is too busy, as much as it is not.",
-        "The last argument of decision is about the chosen replica: for holder_busy those are the blocks of the least "
-        "busy one, which may be some.",
-    ),
-    solution=("forge.cluster.fleet.PrefixMap.longest", "forge.cluster.routers.PrefixRouter.choose"),
-    differs="The engine's own asks once for all replicas: for each block it has one integer with a bit for every "
-    "replica that holds it, and walks along the prompt as long as a bit is left. Yours asks every replica about every "
-    "block.",
-    next_question="A router learns of a block when its event arrives. What goes wrong, and what does not, if that "
-    "takes half a second?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS | {"drive": lambda llm, prompts, params: drive(llm, PrefixRouter, prompts, params)},

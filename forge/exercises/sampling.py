@@ -13,53 +13,12 @@ import numpy as np
 
 from forge.engine import rng, sampler, sampling
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
 
 _ROW = [2.0, -1.0, 2.0, 0.5, 1.0, -3.0, 1.5, 0.0]
 _LOGS = [-0.6931472, -1.3862944, -2.0794415, -2.7725887, -2.7725887]
 """Of the probabilities 1/2, 1/4, 1/8, 1/16, 1/16."""
 
-RULES = {
-    "greedy": Rule("Greedy decoding takes the greatest logit, of equals the lowest id.", "Which index does it return?"),
-    "all": Rule("Without a filter every token may be drawn.", "What do 0 and 1 mean for each filter?"),
-    "top-k": Rule("top_k keeps exactly k tokens.", "How many tokens are as large as the k-th, and how many are kept?"),
-    "ties": Rule("Of equal logits at the edge those with the lower ids are kept.", "In which order are equals sorted?"),
-    "temperature": Rule(
-        "A score is (logit - the greatest logit) / temperature.", "What does a small temperature do to differences?"
-    ),
-    "overflow": Rule(
-        "However small the temperature, the greatest score is 0 and no score is NaN or infinite above.",
-        "What comes first: the greatest logit taken away, or the division?",
-    ),
-    "top-p": Rule(
-        "top_p keeps the fewest tokens whose probabilities reach the sum: the one that crosses it too.",
-        "What is the sum before the token that crosses it, and what is it with that token?",
-    ),
-    "top-p-order": Rule(
-        "top_p looks at the likeliest tokens first.", "In which order are probabilities added up: by id, or by size?"
-    ),
-    "top-p-temperature": Rule(
-        "top_p adds up probabilities after temperature.", "Of which numbers is the softmax taken?"
-    ),
-    "top-p-after-top-k": Rule(
-        "top_p adds up the probabilities of what top_k has left, which sum to 1.", "Over which tokens is the softmax?"
-    ),
-    "min-p": Rule(
-        "min_p compares with the likeliest token, not with 1.",
-        "How likely is the likeliest token, and what is min_p of it?",
-    ),
-    "ascending": Rule("The ids are ascending, and scores stand in the same order.", "Which order has the result?"),
-    "result": Rule(
-        "filtered returns two sequences of one length: token ids, which are whole numbers, and scores.",
-        "What are their shapes and types?",
-    ),
-    "id": Rule("A token id is a whole number.", "What type has the result?"),
-    "drawn-from": Rule("A draw is one of the token ids.", "Is it an index, or the id at that index?"),
-    "argmax": Rule("The greatest score plus noise wins.", "What is added to a score before the argmax?"),
-    "distribution": Rule(
-        "Over many draws each token comes with its probability.", "Which noise makes argmax a draw: -log(-log(u))?"
-    ),
-}
 
 _CASES: tuple[tuple[str, list[float], dict[str, Any]], ...] = (
     ("all", _ROW, {"temperature": 1.0}),
@@ -221,25 +180,12 @@ def _costs(piece: ModuleType) -> list[Cost]:
 _OPTIONS = {"kv": "paged"}
 
 EXERCISE = Exercise(
+    **words_of("sampling"),
     parts=(
         Part(("greedy",), _check_greedy),
         Part(("filtered",), _check_filtered),
         Part(("draw",), _check_draw),
     ),
-    rules=RULES,
-    hints=(
-        "Sort once: np.argsort(-logits, kind='stable') has the tokens from the greatest logit down, equals by id. Each "
-        "filter keeps a beginning of that order.",
-        "Take the greatest logit away before you divide by the temperature: exp of anything at most 0 is at most 1.",
-        "top-p: with probabilities from the likeliest down, a token is kept if the sum of those *before* it is below "
-        "top_p. So the one that crosses the sum is kept, and the first is kept always.",
-        "min-p: the likeliest token has score 0, so a token's probability relative to it is exp(score).",
-        "draw: argmax of scores - log(-log(u)) is an index. The answer is the id at that index.",
-    ),
-    solution=("forge.engine.sampling.filtered",),
-    differs="The engine never sorts a row of 151,936 logits: it splits the top k off by partitioning, and for top-p it "
-    "drops what is too small to matter first. Your argsort sorts everything, and is easier to read.",
-    next_question="Under which top_k and top_p does your sort cost more than the rest of a decode step?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

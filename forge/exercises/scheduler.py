@@ -14,7 +14,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, StepPlan
-from forge.exercises.exercise import Cost, Exercise, Part, Rule
+from forge.exercises.exercise import Cost, Exercise, Part, words_of
 from forge.exercises.trials import EngineTrial
 from forge.llm import LLM
 from forge.pieces import standing_in
@@ -81,47 +81,6 @@ def new_llm(scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPol
             prefill_only=False,
             preempt=policy,
         )
-
-
-RULES = {
-    "budget": Rule("A step computes at most as many tokens as its budget has.", "What is the least of three numbers?"),
-    "decodes-first": Rule(
-        "Each running sequence that decodes gets its token in each step, before any prompt.",
-        "What is left of the budget for decodes once a long prompt has taken its part?",
-    ),
-    "prompts": Rule(
-        "What is left of the budget goes to prompts under way.", "How many tokens of this prompt fit into the budget?"
-    ),
-    "reserved": Rule(
-        "A sequence that decodes reserves its slot before it is scheduled.", "Into which slot is its key written?"
-    ),
-    "preempted": Rule(
-        "A sequence that was preempted in this step no longer runs, and is not scheduled.",
-        "Which sequences may stop running while the loop is under way?",
-    ),
-    "max-num-seqs": Rule("At most max_num_seqs sequences run.", "How many run when the next one is admitted?"),
-    "no-overtaking": Rule(
-        "Waiting sequences are admitted in order; nothing passes one that does not fit.",
-        "What becomes of a large request if small ones may always pass it?",
-    ),
-    "idle": Rule(
-        "The first in the queue is admitted as soon as a slot, budget and blocks are there.", "What did it wait for?"
-    ),
-    "after-preemption": Rule(
-        "A step that preempts a sequence admits none.", "Whose blocks would the admitted sequence take?"
-    ),
-    "blocks": Rule("A sequence is admitted with blocks for all of its tokens.", "How many blocks are available?"),
-    "reason": Rule(
-        "The plan says once why the first one waits, and of no other: a reason that holds, with its numbers.",
-        "Which of the three reasons holds, and what are its numbers?",
-    ),
-    "asking": Rule("reason_to_wait changes nothing.", "Which line of it changes the plan or the queue?"),
-    "once": Rule("A step computes a sequence once.", "How often is compute called for this sequence?"),
-    "result": Rule("The functions return what their docstrings say.", "What is returned?"),
-    "ends": Rule("Every request ends.", "Which request waits for ever, and for what?"),
-    "same-tokens": Rule("A request says what it says alone.", "Which tokens were computed, and where?"),
-    "conforms": Rule("Every rule of the scheduler holds after every step.", "Which container was not told?"),
-}
 
 
 class SchedulerTrial(EngineTrial):
@@ -327,23 +286,8 @@ _OPTIONS = {
 _NAMES = tuple(f"MyScheduler.{name}" for name in ("schedule_running", "reason_to_wait", "admit"))
 
 EXERCISE = Exercise(
+    **words_of("scheduler"),
     parts=(Part(_NAMES[1:2], _check_reason), Part(_NAMES, _check_all)),
-    rules=RULES,
-    hints=(
-        "schedule_running is two loops: the sequences that decode, then the prompts. The first loop may preempt, so it "
-        "walks over a copy: list(self.running.values()).",
-        "A sequence may have been preempted by one before it in the same loop: ask whether its id is still in "
-        "self.running.",
-        "A prompt gets min(what is left of it, plan.budget) tokens, and nothing if the budget is used up.",
-        "admit: for each waiting sequence, in order (over a copy), ask for a reason to wait. With one: note it and "
-        "stop. Without: begin.",
-    ),
-    solution=("forge.engine.scheduler.Scheduler.schedule_running",),
-    differs="The engine's own loop reserves first and asks questions later: nearly every sequence of nearly every step "
-    "decodes, so that case is written out, and preemption is only called after a shortage. Its admission also defers "
-    "requests whose prefix another one is computing.",
-    next_question="A prompt of 4,000 tokens arrives while 15 sequences decode. How long are their steps with a budget "
-    "of 512, and how long with one of 4,096?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

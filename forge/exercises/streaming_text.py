@@ -13,36 +13,8 @@ from unittest.mock import patch
 
 from forge.engine import sequence_builder
 from forge.engine.output_text import OutputText
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
-
-RULES = {
-    "whole": Rule(
-        "Text holds whole characters: bytes that may still become one are held back, and no others.",
-        "How many bytes does the first byte of a character announce, and how many of them are there?",
-    ),
-    "invalid": Rule(
-        "Bytes that can never become a character are U+FFFD at once, as decode makes of them.",
-        "Which bytes may follow this one, and which byte follows it?",
-    ),
-    "soon": Rule("All text that is certain is returned at once.", "With which of these characters can a stop begin?"),
-    "never-sooner": Rule(
-        "Nothing is returned in which a stop string may begin.", "Which end of the text is the beginning of a stop?"
-    ),
-    "found": Rule(
-        "A stop string is found however it is cut into tokens, and neither it nor what follows is shown.",
-        "Where in the held text and the new text together does the stop string end?",
-    ),
-    "first": Rule(
-        "Of several stop strings the one that ends first is found, of those the longest.",
-        "At which place does each of them end?",
-    ),
-    "named": Rule("stopped_by is the stop string that was found, and None before.", "Where is it set?"),
-    "after": Rule("After a stop string nothing is returned.", "What does push do once stopped_by is set?"),
-    "rest": Rule("finish returns what was held back.", "What is in held_bytes and held_text at the end?"),
-    "own-text": Rule("Each text has a state of its own.", "Which value do two texts share?"),
-    "result": Rule("The functions return what their docstrings say.", "What is its type?"),
-}
 
 _TEXTS = ("café", "a<b", "ab<end>c", "🦊🦊x", "ü<en<end>", "aaab", "…<e")
 _STOPS = ((), ("<end>",), ("aab", "ab"), ("é", "🦊x"), ("a<b", "<"), ("aa", "aaab", "b"), ("nd>", "<end>"))
@@ -250,27 +222,11 @@ def _own_text(tokens: Sequence[bytes]) -> OutputText:
 _OPTIONS = {"kv": "paged"}
 
 EXERCISE = Exercise(
+    **words_of("streaming_text"),
     parts=(
         Part(("whole_characters",), _check_characters),
         Part(("whole_characters", "MyText.push", "MyText.finish"), _check_text),
     ),
-    rules=RULES,
-    hints=(
-        "codecs.getincrementaldecoder('utf-8')(errors='replace') knows which bytes to hold back: decode what you "
-        "have, and getstate()[0] is the rest. By hand: a first byte of 0xC2 to 0xDF announces 2 bytes, to 0xEF 3, to "
-        "0xF4 4.",
-        "push in three steps: bytes to whole characters, whole characters to the held text, held text to what is "
-        "certain.",
-        "What is certain is all but the longest end of the held text with which some stop string begins.",
-        "Look for stop strings in the held text and the new text together: one may have begun before this token.",
-        "finish is push without a token, and then everything: half a character is decoded with errors='replace'.",
-    ),
-    solution=("forge.engine.output_text.OutputText._take", "forge.engine.output_text.OutputText._possible_beginning"),
-    differs="The engine's own leaves the bytes to a detokenizer, which all outputs of a model share the tokens' bytes "
-    "with, and does nothing at all where there is no stop string. It can also show the stop string, and ignore the "
-    "first tokens.",
-    next_question="A client asks for a stop string of eight times the letter a. How many tokens of one letter late is "
-    "a text without that letter at most, and how many a text of nothing else?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

@@ -17,10 +17,10 @@ from typing import Any
 from forge.cache.block_pool import BlockError
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import BROKEN, Mistake, Operation, Trial, copied, drawing, same
+from forge.exercises.exercise import BROKEN, Mistake, Trial, copied, drawing, same
 from forge.exercises.loading import line_in, time_limit
 from forge.llm import LLM
-from forge.testing.caches import Oracle
+from forge.testing.caches import Operation, Oracle
 from forge.trace.records import BlockMap
 
 Words = Sequence[tuple[str, str]]

@@ -24,54 +24,11 @@ from forge.engine.sampling import (
     sampled_token,
 )
 from forge.engine.sequence import Sequence as TokenSequence
-from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
 from forge.llm import LLM
 from forge.speculation import verification
 from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord, TokenVerdict
-
-RULES = {
-    "greedy": Rule(
-        "A draft token stands if and only if it is the target's likeliest token there.",
-        "Which row decides about draft token i?",
-    ),
-    "own-token": Rule(
-        "After the accepted tokens comes exactly one token of the target's own.",
-        "What is emitted in place of the first rejected token, and what after the last accepted one?",
-    ),
-    "first-rejected": Rule(
-        "After the first rejected draft token no other stands.", "Before which tokens were the later rows computed?"
-    ),
-    "accept": Rule(
-        "A draft token stands if the draw is below p / q, and so with probability min(1, p / q).",
-        "What if the draft proposes it as often as the target? And what if the draw is p / q itself?",
-    ),
-    "each-position": Rule(
-        "Each draft token is decided by its own p, its own q and its own draw.",
-        "Which rows and which draw belong to draft token i?",
-    ),
-    "residual": Rule(
-        "In place of a rejected token one is drawn from the positive part of p - q, normalized.",
-        "Which tokens does the draft propose too rarely, and by how much?",
-    ),
-    "normalized": Rule("The probabilities of the residual sum to 1.", "What is the sum of the positive part?"),
-    "support": Rule(
-        "The residual has only tokens with a positive probability, ids ascending.",
-        "What about tokens that q has and p has not?",
-    ),
-    "nothing-left": Rule("Where nothing is left of p - q the residual is p.", "What is divided by the sum then?"),
-    "distribution": Rule(
-        "In place of the first rejected token one is drawn from the residual of its own rows, so that what is emitted "
-        "has the target's distribution.",
-        "From which distribution is the token drawn, at this position?",
-    ),
-    "bonus": Rule("The bonus token is drawn from the last row of p.", "Which of the K + 1 rows follows draft token K?"),
-    "kept": Rule(
-        "The cache keeps the known tokens and the accepted draft tokens, and nothing of the target's own token.",
-        "Which of the emitted tokens has a key and a value already?",
-    ),
-    "result": Rule("The functions return what their docstrings say.", "What is its type?"),
-}
 
 
 class VerificationTrial(Trial):
@@ -382,6 +339,7 @@ def _costs(piece: ModuleType) -> list[Cost]:
 _OPTIONS = {"kv": "paged", "speculate": "draft", "k": 4, "speculate_fixed": True, "acceptance": "rejection"}
 
 EXERCISE = Exercise(
+    **words_of("verification"),
     parts=(
         Part(("verify_greedy",), _check_greedy),
         Part(("accept",), _check_accept),
@@ -389,20 +347,6 @@ EXERCISE = Exercise(
         Part(("accept", "residual", "verify_sampled"), _check_sampled),
         Part(("kept_length",), _check_kept),
     ),
-    rules=RULES,
-    hints=(
-        "verify_greedy: walk along draft and argmax together. Each step emits the target's token; stop after the first "
-        "that is not the draft's. After the last draft token one more row is left.",
-        "accept in one line, without min: a draw between 0 and 1 is below p / q with probability min(1, p / q).",
-        "residual: for each token of p, p - q (0 where q has none of it). Keep what is positive, divide by its sum.",
-        "verify_sampled: the same walk. Accepted: go on. Rejected: draw from residual(p[i], q[i]) and stop.",
-        "kept_length: the emitted token that is the target's own is computed in the next step, as any new token is.",
-    ),
-    solution=("forge.speculation.verification.residual", "forge.speculation.verification._accept_or_resample"),
-    differs="Several proposers may guess for one sequence: the engine's own tries their tokens in turn, each against "
-    "what the ones before have left of p. With one proposer that is what you wrote.",
-    next_question="A draft that is accepted four times out of five: how many tokens does a cycle with K = 4 emit on "
-    "average, and how many with K = 8?",
     costs=_costs,
     engine=engine,
     reference=_OPTIONS,

@@ -4,9 +4,11 @@ The wrong ones are written by hand (`mistakes`) and made of the right ones (`mut
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from forge import exercises
 from forge.exercises import find_entry
 from forge.exercises.catalog import available
 from forge.exercises.session import Result
@@ -65,6 +67,16 @@ EQUIVALENT = {
     },
 }
 """Mutants that do what the right solution does, or something else that is right, and why."""
+
+
+@pytest.mark.parametrize("entry", available(), ids=lambda entry: entry.name)
+def test_every_rule_has_its_words_and_is_checked_somewhere(entry):
+    folder = Path(exercises.__file__).parent
+    sources = "".join((folder / f"{name}.py").read_text("utf-8") for name in (entry.name, "trials"))
+    exercise = entry.exercise()
+    assert [name for name in exercise.rules if f'"{name}"' not in sources] == []
+    assert all(rule.sentence and rule.question.endswith("?") for rule in exercise.rules.values())
+    assert exercise.hints and exercise.solution and exercise.differs and exercise.next_question
 
 
 @dataclass(frozen=True)
