@@ -9,7 +9,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 OLDEST := .venv-oldest
 ARM := .arm64
 FAST_TESTS := tests/gguf tests/tokenizer tests/cache tests/trace tests/model tests/backends/cpu/test_packing.py \
-	tests/backends/cpu/test_features.py tests/engine/test_llm.py tests/cli/test_commands.py tests/cli/test_doctor.py
+	tests/backends/cpu/test_processor.py tests/engine/test_llm.py tests/cli/test_commands.py tests/cli/test_doctor.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: help demo test test-gpu test-oldest test-cluster test-arm test-all fuzz mutants lint models pictures clean

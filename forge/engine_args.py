@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from forge.errors import UsageError
 from forge.model.catalog import DEFAULT_MODEL
-from forge.needs import check_needs
-from forge.option import flag_of, option
+from forge.option import check_needs, flag_of, option
 from forge.reasons import PreemptionMode
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from forge.errors import ForgeError, UsageError
 from forge.grammar.compiler import GrammarCompiler
 from forge.grammar.sandbox import SandboxedCompiler
 from forge.model.backend import OperationTime
-from forge.model.forward_batch import ForwardBatch
+from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.loader import load_model
 from forge.model.model import Model
 from forge.pieces import current_pieces
@@ -303,16 +303,7 @@ class LLM:
             raise UsageError(f"logits need one or more token ids between 0 and {self.model.vocab_size - 1}")
         length, block_size = len(token_ids), self.engine.storage.layout.block_size
         num_blocks = -(-length // block_size)
-        rows = np.arange(length, dtype=np.int32)
-        batch = ForwardBatch(
-            token_ids=np.array(token_ids, np.int32),
-            positions=rows,
-            cu_seqlens=np.array([0, length], np.int32),
-            slot_mapping=rows,
-            block_tables=np.arange(num_blocks, dtype=np.int32)[None],
-            context_lens=np.array([length], np.int32),
-            logit_rows=rows,
-        )
+        batch = flat_batch([SequenceRows(token_ids, 0, range(num_blocks), range(length))], block_size)
         with self.engine.lock:
             return np.asarray(self.model.forward(batch, self._new_storage(self.model, num_blocks, block_size)))
 

@@ -8,8 +8,7 @@ from forge import LLM, experiments
 from forge.cluster.options import ClusterOptions
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.needs import NEEDS, check_needs
-from forge.option import flag_of
+from forge.option import NEEDS, check_needs, flag_of
 from forge.server.settings import Limits, Settings
 from tests.cli.conftest import forge  # noqa: F401 (a fixture)
 from tests.cli.test_errors import complaint

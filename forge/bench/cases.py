@@ -60,6 +60,10 @@ def _decode(sequences: int, context: int, name: str | None = None) -> Case:
     return Case(name or f"decode{sequences}@{context}", title, "decode", sequences, context, 1)
 
 
+def _prefill(tokens: int) -> Case:
+    return Case(f"prefill{tokens}", f"prefill {tokens:,}", "prefill", 1, 0, tokens)
+
+
 CASES = (
     *(
         _decode(rows, context, f"decode{rows}" if context == 128 else None)
@@ -67,22 +71,17 @@ CASES = (
         for rows in (1, 2, 4, 16, 64)
         if rows * context < 1 << 16
     ),
-    *(Case(f"prefill{tokens}", f"prefill {tokens:,}", "prefill", 1, 0, tokens) for tokens in (128, 512, 2048)),
+    *(_prefill(tokens) for tokens in (128, 512, 2048)),
 )
 LONG_CASES = (
     *(_decode(rows, context) for rows, context in ((64, 1024), (1, 8192), (1, 32768))),
-    Case("prefill8192", "prefill 8,192", "prefill", 1, 0, 8192),
+    _prefill(8192),
 )
 
 
 CUDA_STEPS = (
-    *(
-        Case(f"decode{rows}@{context}", f"decode {rows} @ {context:,}", "decode", rows, context, 1)
-        for context in (160, 2048)
-        for rows in (1, 4, 16, 64)
-    ),
-    Case("prefill128", "prefill 128", "prefill", 1, 0, 128),
-    Case("prefill512", "prefill 512", "prefill", 1, 0, 512),
+    *(_decode(rows, context) for context in (160, 2048) for rows in (1, 4, 16, 64)),
+    *(_prefill(tokens) for tokens in (128, 512)),
 )
 
 

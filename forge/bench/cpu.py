@@ -18,7 +18,7 @@ from typing import Annotated
 
 import numpy as np
 
-from forge.backends.cpu.features import usable_cpus
+from forge.backends.cpu.processor import usable_cpus
 from forge.bench import kit
 from forge.bench.cases import (
     BLOCK_SIZE,

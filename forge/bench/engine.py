@@ -10,7 +10,7 @@ from forge.cli import options
 from forge.cli.arguments import Takes, command, make, stated
 from forge.engine_args import EngineArgs
 from forge.experiments.batching import measure_ways
-from forge.needs import check_needs
+from forge.option import check_needs
 from forge.views.report import Report
 from forge.workload.ways import How
 

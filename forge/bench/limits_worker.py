@@ -18,8 +18,8 @@ import numba
 import numpy as np
 
 from forge.backends.cpu.compilation import compile_all, tile_set
-from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.packing import Q8, aligned_empty, huge_pages
+from forge.backends.cpu.processor import usable_cpus
 from forge.backends.cpu.tiles import GROUP, LINE, MAX_ROWS
 from forge.backends.cpu.vectors import LANES, call_tile
 from forge.bench.worker import serve_requests, timed

@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 
 from forge.cli.completion import COMPLETIONS
-from forge.needs import check_needs
-from forge.option import flag_of
+from forge.option import check_needs, flag_of
 from forge.views.report import Report
 
 _Owner = TypeVar("_Owner")

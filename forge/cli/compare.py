@@ -18,8 +18,7 @@ from forge.cli.versus import Versus, versus_of
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.needs import settle
-from forge.option import option
+from forge.option import option, settle
 from forge.views.comparison import (
     Answer,
     ComparisonProgress,

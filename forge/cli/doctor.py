@@ -47,7 +47,7 @@ def _examine() -> "Iterator[Finding]":
 
 
 def _system() -> "Iterator[Finding]":
-    from forge.backends.cpu.features import cgroup_quota, usable_cpus
+    from forge.backends.cpu.processor import cgroup_quota, usable_cpus
     from forge.views.doctor import Finding
     from forge.views.formatting import size
 
@@ -107,7 +107,7 @@ def _devices() -> "Iterator[Finding]":
 
 def _choices(backend: "Backend") -> "Iterator[Finding]":
     """What the CPU backend chose by itself, and what a choice gained where forge/bench/RESULTS.md measured it."""
-    from forge.backends.cpu.features import usable_cpus
+    from forge.backends.cpu.processor import usable_cpus
     from forge.views.doctor import Finding
 
     yield Finding(
@@ -135,8 +135,8 @@ def _choices(backend: "Backend") -> "Iterator[Finding]":
 
 def _kernels() -> "Finding":
     from forge.backends.cpu.compilation import cache_folder, cache_problem
-    from forge.backends.cpu.features import FORCE_VARIABLE, runnable
     from forge.backends.cpu.kernel_table import all_items
+    from forge.backends.cpu.processor import FORCE_VARIABLE, runnable
     from forge.views.doctor import Finding
 
     try:

@@ -204,7 +204,7 @@ def run(
 
 def _limits(threads: int | None) -> list[Limits]:
     """Measure the machine's bandwidth and arithmetic `LIMIT_TURNS` times."""
-    from forge.backends.cpu.features import usable_cpus
+    from forge.backends.cpu.processor import usable_cpus
     from forge.bench.limits_worker import product_rate, read_bandwidth
 
     threads = threads or usable_cpus()

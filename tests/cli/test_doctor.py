@@ -87,7 +87,7 @@ def test_a_version_outside_the_declared_ones_is_trouble(forge, bundled, monkeypa
 
 
 def test_what_was_chosen_is_named_with_what_it_gains(forge, no_torch, bundled, monkeypatch):
-    monkeypatch.setattr("forge.backends.cpu.features.usable_cpus", lambda: 3)
+    monkeypatch.setattr("forge.backends.cpu.processor.usable_cpus", lambda: 3)
     monkeypatch.setattr(doctor.machine, "huge_pages", lambda: "never")
     status, found = findings(forge)
     assert status == 0

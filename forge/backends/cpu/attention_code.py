@@ -7,7 +7,7 @@ because a sum that is kept in memory costs a load and a store each time that som
 run with 64 elements there, else with 16. How many go together cannot be seen in a result: each pair of a query and a
 key has its own sum (16 lanes, dimensions ascending, then the tree of `sum16`), and each element of an output has its
 own (positions ascending). Keys in int8 meet queries in int8, by the instruction set's own product
-(`instruction_sets.py`): 64 dimensions where float32 has 16, and a sum of integers, which has no order.
+(`processor.py`): 64 dimensions where float32 has 16, and a sum of integers, which has no order.
 
 Rows of keys are given by a list of their offsets, int64, because two neighbours may lie in different blocks.
 """

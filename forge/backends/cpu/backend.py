@@ -9,7 +9,7 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from forge.backends.cpu.compilation import CompileProgress, compile_all, instruction_set
-from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.llvm_code import LANES
 from forge.backends.cpu.op_layout import (
     CHUNK,
@@ -30,11 +29,11 @@ from forge.backends.cpu.op_layout import (
 )
 from forge.backends.cpu.packed_cache import PackedCache, packed_cache
 from forge.backends.cpu.packing import Arena, PackedMatrix, aligned_empty, encode_q8_0, huge_pages, pack, padded
-from forge.backends.cpu.program import ExpertMatrices, Matrix, Program, Recording, Vector, allocate
+from forge.backends.cpu.processor import usable_cpus
+from forge.backends.cpu.program import ExpertMatrices, Matrix, Program, Recording, Traffic, Vector, allocate
 from forge.backends.cpu.recorder import Recorder
 from forge.backends.cpu.thread_pool import POOL_KERNELS, ThreadPool
 from forge.backends.cpu.tiles import GROUP
-from forge.backends.cpu.traffic import Traffic
 from forge.backends.fusion import Fusion
 from forge.backends.timed import OperationClock, short_name
 from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage, vector_bytes
@@ -166,41 +165,37 @@ class CpuBackend(Backend):
             self._cache = None
 
     def load_matrix(self, tensor: Tensor) -> Matrix:
-        return Matrix(short_name(tensor.name), self._packed(tensor, self._pack_matrix))
+        return Matrix(short_name(tensor.name), self._packed(tensor))
 
-    def _packed(self, tensor: Tensor, make: Callable[[Tensor], PackedMatrix]) -> PackedMatrix:
+    def load_experts(self, tensor: Tensor) -> ExpertMatrices:
+        experts, rows, _ = tensor.shape
+        return ExpertMatrices(short_name(tensor.name), self._packed(tensor), experts, rows)
+
+    def _packed(self, tensor: Tensor) -> PackedMatrix:
         """Return the tensor's packed form from the cache, or pack it now."""
         cache = self._cache
         packed = cache.get(tensor.name) if cache is not None else None
         if packed is None:
-            packed = make(tensor)
+            packed = self._pack(tensor)
             if cache is not None:
                 cache.put(tensor.name, packed)
         return packed
 
-    def _pack_matrix(self, tensor: Tensor) -> PackedMatrix:
+    def _pack(self, tensor: Tensor) -> PackedMatrix:
+        """Pack a matrix; of a matrix for each expert, one under the other, each with padding to whole tiles."""
+        *experts, rows, columns = tensor.shape
         ggml_type, raw = tensor.ggml_type, tensor.raw()
         is_router = "ffn_gate_inp" in tensor.name
-        if self._quantize and ggml_type in FLOAT_TYPES and tensor.shape[1] % GROUP == 0 and not is_router:
+        if self._quantize and ggml_type in FLOAT_TYPES and columns % GROUP == 0 and not is_router:
             ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
-        rows, columns = tensor.shape
-        return pack(ggml_type, raw, (rows, columns), self._arena)
-
-    def load_experts(self, tensor: Tensor) -> ExpertMatrices:
-        experts, rows, _ = tensor.shape
-        return ExpertMatrices(short_name(tensor.name), self._packed(tensor, self._pack_experts), experts, rows)
-
-    def _pack_experts(self, tensor: Tensor) -> PackedMatrix:
-        experts, rows, columns = tensor.shape
-        ggml_type, raw = tensor.ggml_type, tensor.raw()
-        if self._quantize and ggml_type in FLOAT_TYPES and columns % GROUP == 0:
-            ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
+        if not experts:
+            return pack(ggml_type, raw, (rows, columns), self._arena)
         whole = padded(rows, LANES)
         if whole > rows:
-            by_expert = raw.reshape(experts, rows, -1)
-            raw = np.zeros((experts, whole, by_expert.shape[2]), np.uint8)
+            by_expert = raw.reshape(*experts, rows, -1)
+            raw = np.zeros((*experts, whole, by_expert.shape[2]), np.uint8)
             raw[:, :rows] = by_expert
-        return pack(ggml_type, raw.reshape(-1), (experts * whole, columns), self._arena)
+        return pack(ggml_type, raw.reshape(-1), (experts[0] * whole, columns), self._arena)
 
     def load_vector(self, tensor: Tensor) -> Vector:
         values = tensor.dequantize()

@@ -36,8 +36,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from forge.backends.cpu.features import choose_instruction_set, is_arm, is_forced, usable_cpus
-from forge.backends.cpu.instruction_sets import InstructionSet
+from forge.backends.cpu.processor import InstructionSet, choose_instruction_set, is_arm, is_forced, usable_cpus
 from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileLayout, emit_tile
 
 Arguments = tuple[str | np.dtype, ...]
@@ -58,7 +57,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 @cache
 def instruction_set() -> InstructionSet:
     """Return the instruction set of this process, chosen once before anything is compiled. Raises `UsageError` as in
-    `features`."""
+    `processor`."""
     chosen = choose_instruction_set()
     if chosen.converts_half_by_call:
         _provide_half_conversions()
@@ -163,12 +162,6 @@ class MachineCode:
         assert self._engine is not None, "it is compiled"
         return self._engine.get_function_address(name)
 
-    @property
-    def assembly(self) -> str:
-        """Return its assembly."""
-        machine = target_machine(instruction_set())
-        return machine.emit_assembly(self._module(machine))
-
     def _module(self, machine: llvm.TargetMachine) -> llvm.ModuleRef:
         """Return its optimized intermediate code."""
         raise NotImplementedError
@@ -262,12 +255,6 @@ def _optimize(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
-
-
-def tile_assembly(isa: InstructionSet, layout: TileLayout, triple: str | None = None) -> str:
-    """Return the assembly of a layout's tiles, for this or another machine."""
-    machine = target_machine(isa, triple)
-    return machine.emit_assembly(optimized_tiles(isa, layout, machine))
 
 
 @cache

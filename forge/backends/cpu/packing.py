@@ -92,50 +92,6 @@ class QuantizedMatrix:
     def nbytes(self) -> int:
         return self.quants.nbytes + self.scales.nbytes + (0 if self.minimums is None else self.minimums.nbytes)
 
-    def dequantize(self) -> np.ndarray:
-        """Return the numbers that the packed form stands for: float32 `[rows, columns]`. For tests."""
-        layout, (tiles, groups) = self.layout, self.quants.shape[:2]
-        lines = self.quants
-        if layout.bits in (4, 6):
-            lines = np.concatenate([lines[:, :, :4] & 15, lines[:, :, :4] >> 4], axis=2)
-        elif layout.bits in (2, 3):
-            lines = np.concatenate([lines[:, :, :2] >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
-        if layout.bits == 3:
-            lines |= np.concatenate([self.quants[:, :, 2:] >> bit & 1 for bit in range(8)], axis=2) << 2
-        if layout.bits == 6:
-            upper = np.stack([self.quants[:, :, 4:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=3)
-            lines |= upper.reshape(lines.shape) << 4
-        # [T, G, 8 lines, 16 rows, 4 inputs] → [T, 16 rows, G, 8 lines, 4 inputs]
-        quants = lines.reshape(tiles, groups, 8, LANES, 4).transpose(0, 3, 1, 2, 4).astype(np.float32) - layout.bias
-        quants = quants.reshape(tiles * LANES, -1, layout.group)
-        scales, minimums = self._group_scales()
-        values = quants * scales[:, :, None]
-        if minimums is not None:
-            values -= minimums[:, :, None]
-        return values.reshape(tiles * LANES, -1)[: self.rows, : self.columns]
-
-    def _group_scales(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return scales and minimums by weight row: float32 `[T * 16, groups]`."""
-        if self.layout.scale_kind == "f16":
-            return _by_row(self.scales), None if self.minimums is None else _by_row(self.minimums)
-        layout, tiles = self.layout, self.num_tiles
-        factors = self.scales[:, :, : layout.factor_bytes].copy().view(np.float16).reshape(tiles, -1, 1, LANES)
-        integers = self.scales[:, :, layout.factor_bytes :].copy().view(np.int8)
-        integers = integers.reshape(tiles, -1, SUPERBLOCK // layout.group, layout.integer_bytes)
-        kinds = 2 if layout.has_minimum else 1
-        factors = factors.reshape(tiles, -1, kinds, LANES).astype(np.float32)
-        factors *= np.float32(layout.unit)
-        values = [
-            _by_row((factors[:, :, k, None] * integers[..., k * LANES : (k + 1) * LANES]).reshape(tiles, -1, LANES))
-            for k in range(kinds)
-        ]
-        return values[0], values[1] if layout.has_minimum else None
-
-
-def _by_row(per_group: np.ndarray) -> np.ndarray:
-    """Reorder `[T, groups, 16]` to float32 `[T * 16, groups]`."""
-    return per_group.astype(np.float32).transpose(0, 2, 1).reshape(-1, per_group.shape[1])
-
 
 @dataclass(frozen=True)
 class FloatMatrix:

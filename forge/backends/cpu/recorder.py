@@ -51,10 +51,10 @@ class Recorder(FusedOperations):
         out = Buffer(packed.columns)
         if isinstance(packed, FloatMatrix):
             columns, kind = packed.values.shape[1], _KIND[packed.kind]
-            self._write(k.embed_float, "embed", out=out, table=packed.values, columns=columns, kind=kind)
+            self._step(k.embed_float, "embed", out=out, table=packed.values, columns=columns, kind=kind)
         else:
             layout = packed.layout
-            self._write(
+            self._step(
                 k.embed_quantized,
                 "embed",
                 out=out,
@@ -68,7 +68,6 @@ class Recorder(FusedOperations):
                 superblock=layout.superblock_bytes if layout.scale_kind == "k" else 0,
                 unit=layout.unit,
             )
-        self._wait()
         return out
 
     def products(self, source: Source, matrices: Sequence[Matrix]) -> list[Buffer]:
@@ -84,11 +83,9 @@ class Recorder(FusedOperations):
         self.recording.heads_per_kv_head = heads["heads"] // self._num_kv_heads
         norms = {"q_norm": q_norm.weight.values, "k_norm": k_norm.weight.values, "eps": q_norm.eps}
         name = "head norm, rope, store"
-        self._write(k.norm_rope_store, name, q=q, k=keys, v=values, layer=layer, **heads, **norms)
-        self._wait()
+        self._step(k.norm_rope_store, name, q=q, k=keys, v=values, layer=layer, **heads, **norms)
         out = Buffer(q.width)
-        self._write(k.attention, "attention", q=q, out=out, layer=layer, scale=self._head_dim**-0.5, **heads)
-        self._wait()
+        self._step(k.attention, "attention", q=q, out=out, layer=layer, scale=self._head_dim**-0.5, **heads)
         return out
 
     def gated(self, source: Source, gate: Matrix, up: Matrix, reader: Matrix) -> Buffer:
@@ -106,8 +103,7 @@ class Recorder(FusedOperations):
         pairs = out.width // GROUP
         arguments = {"gate": gate.packed, "up": up.packed, "x": x, "out": out}
         chunk = max(1, min(2, pairs // 8))
-        self._write(k.gate_up_swiglu, "ffn_gate, ffn_up, swiglu", num_pairs=pairs, chunk=chunk, **arguments)
-        self._wait()
+        self._step(k.gate_up_swiglu, "ffn_gate, ffn_up, swiglu", num_pairs=pairs, chunk=chunk, **arguments)
         return out
 
     def add_product(self, x: Buffer, source: Source, matrix: Matrix) -> Buffer:
@@ -125,20 +121,17 @@ class Recorder(FusedOperations):
         chosen, shares, places = (Buffer(used) for _ in range(3))
         sources, starts = Buffer(1, "num_expert_rows"), np.zeros(num_experts + 1, np.int32)
         counts = {"num_experts": num_experts, "num_used": used}
-        self._write(
+        self._step(
             k.route, "route", logits=logits, experts=chosen, shares=shares, normalize=experts.normalize, **counts
         )
-        self._wait()
         sorted_rows = {"places": places, "sources": sources, "starts": starts}
-        self._write(k.sort_by_expert, "sort rows by expert", experts=chosen, **sorted_rows, **counts)
-        self._wait()
+        self._step(k.sort_by_expert, "sort rows by expert", experts=chosen, **sorted_rows, **counts)
         gathered = self._gather(normed, sources, (experts.gate, experts.up))
         gate, up = (self._multiply_each(gathered, matrices, starts) for matrices in (experts.gate, experts.up))
         self._wait()
         result = self._multiply_each(self._swiglu(gate, up), experts.down, starts)
         self._wait()
-        self._write(k.combine, "add experts", x=result, shares=shares, places=places, out=x, num_used=used)
-        self._wait()
+        self._step(k.combine, "add experts", x=result, shares=shares, places=places, out=x, num_used=used)
         return x
 
     def result(self, source: Source, matrix: Matrix | None) -> None:
@@ -156,6 +149,11 @@ class Recorder(FusedOperations):
     def _write(self, kernel: k.OperationKernel, name: str, **arguments: Any) -> None:
         self.recording.operations.append(Operation(kernel, arguments, self._layer, name))
 
+    def _step(self, kernel: k.OperationKernel, name: str, **arguments: Any) -> None:
+        """Write down an operation whose results the following ones read."""
+        self._write(kernel, name, **arguments)
+        self._wait()
+
     def _wait(self) -> None:
         """Note that the following operations read what was just written."""
         self.recording.operations[-1].waits = True
@@ -166,15 +164,13 @@ class Recorder(FusedOperations):
             return source
         out = Buffer(source.x.width, "num_logit_rows" if source.logit_rows_only else "num_rows")
         arguments = {"width": out.width, "weight": source.weight.values, "eps": source.eps}
-        self._write(k.rms_norm, "rms_norm", x=source.x, out=out, logit_rows_only=source.logit_rows_only, **arguments)
-        self._wait()
+        self._step(k.rms_norm, "rms_norm", x=source.x, out=out, logit_rows_only=source.logit_rows_only, **arguments)
         return out
 
     def _swiglu(self, gate: Buffer, up: Buffer) -> Buffer:
         """Record silu(gate) * up."""
         out = Buffer(gate.width, gate.count)
-        self._write(k.swiglu, "swiglu", gate=gate, up=up, out=out)
-        self._wait()
+        self._step(k.swiglu, "swiglu", gate=gate, up=up, out=out)
         return out
 
     def _need_quantized(self, x: Buffer) -> None:
@@ -186,8 +182,7 @@ class Recorder(FusedOperations):
             operation for operation in reversed(self.recording.operations) if operation.arguments.get("out") is x
         )
         if writer.kernel not in _QUANTIZING_KERNELS:
-            self._write(k.quantize, "quantize", x=x)
-            self._wait()
+            self._step(k.quantize, "quantize", x=x)
 
     def _gather(self, x: Buffer, sources: Buffer, readers: Sequence[ExpertMatrices]) -> Buffer:
         """Record copies of `x`'s rows in the order of their experts, in the forms that the readers need."""
@@ -196,8 +191,7 @@ class Recorder(FusedOperations):
         if QuantizedMatrix in forms:
             self._need_quantized(x)
             self.recording.quantized.add(out)
-        self._write(k.gather, "gather rows", sources=sources, x=x, out=out, copies_values=FloatMatrix in forms)
-        self._wait()
+        self._step(k.gather, "gather rows", sources=sources, x=x, out=out, copies_values=FloatMatrix in forms)
         return out
 
     def _multiply_each(self, x: Buffer, matrices: ExpertMatrices, starts: np.ndarray) -> Buffer:

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from forge.backends.cpu.instruction_sets import InstructionSet
 from forge.backends.cpu.llvm_code import (
     F32,
     I8,
@@ -44,6 +43,7 @@ from forge.backends.cpu.llvm_code import (
     store,
     widen,
 )
+from forge.backends.cpu.processor import InstructionSet
 
 GROUP = 32
 """Inputs that share one activation scale."""

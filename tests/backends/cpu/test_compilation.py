@@ -14,10 +14,10 @@ import pytest
 
 from forge.backends.cpu import compilation, kernel_table
 from forge.backends.cpu.compilation import Kernel, TileSet, compile_all
-from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS, NeonDot
 from forge.backends.cpu.kernel_table import OperationKernel
 from forge.backends.cpu.op_layout import QUANTIZE
 from forge.backends.cpu.packing import Q4, Q8
+from forge.backends.cpu.processor import INSTRUCTION_SETS, NeonDot
 from forge.model.manual_batch import one_prefill
 from tests.backends.cpu.models import ThreadedBackend, run_python, small_model
 from tests.slow import mostly_slow
@@ -107,7 +107,7 @@ def sources(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["op_layout.py", "vectors.py", "kernels.py", "tiles.py", "thread_pool.py", "instruction_sets.py"]
+    "name", ["op_layout.py", "vectors.py", "kernels.py", "tiles.py", "thread_pool.py", "processor.py"]
 )
 def test_another_source_is_another_folder(sources, name):
     before = compilation._digest()

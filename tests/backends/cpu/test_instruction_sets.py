@@ -14,10 +14,9 @@ import pytest
 from llvmlite import ir
 
 from forge.backends.cpu import compilation
-from forge.backends.cpu.compilation import target_machine, tile_assembly
-from forge.backends.cpu.features import runnable
-from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS, NeonDot
+from forge.backends.cpu.compilation import optimized_tiles, target_machine
 from forge.backends.cpu.packing import LAYOUT_OF_TYPE, Q4, Q5M, Q6K, Q8
+from forge.backends.cpu.processor import INSTRUCTION_SETS, runnable
 from forge.backends.cpu.tiles import TILE_ARGUMENTS, emit_tile
 from tests.backends.cpu.models import run_python
 from tests.slow import mostly_slow
@@ -115,7 +114,10 @@ def test_what_a_forced_path_ran_is_its_own_instructions(forced_runs, path, tmp_p
 
 
 def foreign_assembly(name: str, layout, triple: str | None = None) -> str:
-    return tile_assembly(INSTRUCTION_SETS[name](), layout, triple)
+    """The assembly of a layout's tiles, for this or another machine."""
+    isa = INSTRUCTION_SETS[name]()
+    machine = target_machine(isa, triple)
+    return machine.emit_assembly(optimized_tiles(isa, layout, machine))
 
 
 @x86_only
@@ -136,7 +138,7 @@ def test_the_assembly_of_tiles_has_the_instruction_that_the_path_is_named_for(na
 
 @pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, quick=[Q8, Q4]), ids=lambda layout: layout.name)
 def test_neon_tiles_compile_for_arm_with_its_dot_product(layout):
-    assembly = tile_assembly(NeonDot(), layout, "aarch64-linux-gnu")
+    assembly = foreign_assembly("neon-dot", layout, "aarch64-linux-gnu")
     for rows in range(1, 9):
         assert re.search(rf"^tile_{rows}:", assembly, re.MULTILINE)
     # 8 lines of 4 quarters per row and group.

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from forge.backends.cpu import features
-from forge.backends.cpu.features import cgroup_quota, choose_instruction_set, runnable, runnable_with, usable_cpus
+from forge.backends.cpu import processor
+from forge.backends.cpu.processor import cgroup_quota, choose_instruction_set, runnable, runnable_with, usable_cpus
 from forge.errors import UsageError
 from tests.backends.cpu.models import run_python
 
@@ -35,30 +35,30 @@ def test_a_machine_runs_what_its_features_allow_best_first(found, machine, expec
 
 
 def test_without_force_the_best_path_is_chosen(monkeypatch):
-    monkeypatch.delenv(features.FORCE_VARIABLE, raising=False)
+    monkeypatch.delenv(processor.FORCE_VARIABLE, raising=False)
     assert choose_instruction_set().name == runnable()[0]
-    monkeypatch.setenv(features.FORCE_VARIABLE, "")
+    monkeypatch.setenv(processor.FORCE_VARIABLE, "")
     assert choose_instruction_set().name == runnable()[0]
-    assert not features.is_forced()
+    assert not processor.is_forced()
 
 
 @pytest.mark.parametrize("name", runnable())
 def test_a_forced_path_is_chosen(name, monkeypatch):
-    monkeypatch.setenv(features.FORCE_VARIABLE, name)
+    monkeypatch.setenv(processor.FORCE_VARIABLE, name)
     assert choose_instruction_set().name == name
 
 
 @pytest.mark.parametrize("name", ["AVX2", "sse", "neon-dot ", "avx512"])
 def test_an_unknown_path_is_refused_with_the_ones_there_are(name, monkeypatch):
-    monkeypatch.setenv(features.FORCE_VARIABLE, name)
+    monkeypatch.setenv(processor.FORCE_VARIABLE, name)
     with pytest.raises(UsageError, match=f"FORGE_CPU_KERNEL={name} is unknown; here there are .*portable") as raised:
         choose_instruction_set()
     assert "\n" not in str(raised.value)
 
 
 def test_a_path_of_another_processor_is_refused(monkeypatch):
-    monkeypatch.setattr(features, "host_features", lambda: frozenset())
-    monkeypatch.setenv(features.FORCE_VARIABLE, "avx512-vnni")
+    monkeypatch.setattr(processor, "host_features", lambda: frozenset())
+    monkeypatch.setenv(processor.FORCE_VARIABLE, "avx512-vnni")
     with pytest.raises(UsageError, match="avx512-vnni is not available on this processor; here there are portable"):
         choose_instruction_set()
 
@@ -71,17 +71,17 @@ def on_arm(monkeypatch, system: str = "Linux", capabilities: int | None = None) 
         return capabilities
 
     library = type("Library", (), {} if capabilities is None else {"getauxval": staticmethod(getauxval)})
-    monkeypatch.setattr(features.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(features.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(features.platform, "system", lambda: system)
+    monkeypatch.setattr(processor.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(processor.platform, "system", lambda: system)
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"neon": True})
-    features.host_features.cache_clear()
+    processor.host_features.cache_clear()
 
 
 @pytest.fixture
 def back_here():
     yield
-    features.host_features.cache_clear()
+    processor.host_features.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_arm_processors_dot_product_is_found_though_llvm_does_not_report_it(
 ):
     on_arm(monkeypatch, system, capabilities)
     assert runnable() == expected
-    monkeypatch.setenv(features.FORCE_VARIABLE, "neon-dot")
+    monkeypatch.setenv(processor.FORCE_VARIABLE, "neon-dot")
     assert choose_instruction_set().name == "neon-dot", "it can be forced where nothing tells"
 
 
@@ -105,17 +105,17 @@ def test_without_capability_bits_cpuinfo_tells(back_here, monkeypatch, tmp_path)
     on_arm(monkeypatch)
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd aes asimddp sve\nCPU part\t: 0xd0c\n")
-    assert features.has_arm_dot_product(cpuinfo)
+    assert processor.has_arm_dot_product(cpuinfo)
     cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd aes\n")
-    assert not features.has_arm_dot_product(cpuinfo)
-    assert not features.has_arm_dot_product(tmp_path / "none")
+    assert not processor.has_arm_dot_product(cpuinfo)
+    assert not processor.has_arm_dot_product(tmp_path / "none")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
 def test_the_affinity_mask_counts():
     code = (
         "import os\n"
-        "from forge.backends.cpu.features import usable_cpus\n"
+        "from forge.backends.cpu.processor import usable_cpus\n"
         "print(usable_cpus())\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "print(usable_cpus())\n"
@@ -131,7 +131,7 @@ def test_the_affinity_mask_counts():
     [(None, 8, 8), (2.0, 8, 2), (2.9, 8, 2), (0.5, 8, 1), (16.0, 4, 4), (1.0, 1, 1)],
 )
 def test_the_quota_cuts_and_leaves_at_least_one(quota, cpus, expected, monkeypatch):
-    monkeypatch.setattr(features, "cgroup_quota", lambda: quota)
+    monkeypatch.setattr(processor, "cgroup_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)), raising=False)
     assert usable_cpus() == expected
 
