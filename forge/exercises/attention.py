@@ -20,15 +20,13 @@ class AttentionTrial(Trial):
 
     def __init__(self, piece: ModuleType):
         super().__init__(piece, "import numpy as np; random = np.random.default_rng(0).standard_normal")
-        self.piece = piece
-        self.setup = len(self.calls)
         self.random = np.random.default_rng(0)
 
     def arrays(self, *shape: int) -> np.ndarray:
         return self.random.standard_normal(shape).astype(np.float32)
 
     def head(self, rule: str, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
-        del self.calls[self.setup :]
+        self.restart()
         shown = (
             f"random({array.shape})" if array.size > 8 else f"np.array({array.tolist()})" for array in (q, keys, values)
         )
@@ -38,7 +36,7 @@ class AttentionTrial(Trial):
 
     def rows(self, rule: str, heads: int, kv_heads: int, positions: list[int], further: int = 2) -> None:
         """Check rows at these positions. further: number of keys behind the last position."""
-        del self.calls[self.setup :]
+        self.restart()
         n, dim = max(positions) + 1 + further, 8
         q, keys, values = (
             self.arrays(len(positions), heads, dim),

@@ -231,16 +231,16 @@ def _costs(piece: ModuleType) -> list[Cost]:
 
 
 _OPTIONS = {"kv": "paged", "num_blocks": 64}
-_NAMES = tuple(f"MyBlockPool.{name}" for name in ("allocate", "incref", "decref", "recount"))
+_CLASS = "MyBlockPool"
 
 EXERCISE = Exercise(
     **words_of("block_pool"),
     parts=(
-        Part(_NAMES[:1], lambda piece: _check(piece, "allocate"), True),
-        Part(_NAMES[:2], lambda piece: _check(piece, "allocate", "share"), True),
-        Part((_NAMES[0], _NAMES[2]), lambda piece: _check(piece, "allocate", "release"), True),
-        Part((_NAMES[0], _NAMES[3]), lambda piece: _check(piece, "allocate", "recount"), True),
-        Part(_NAMES, _check_all),
+        Part.of(_CLASS, "allocate", lambda piece: _check(piece, "allocate"), True),
+        Part.of(_CLASS, "allocate incref", lambda piece: _check(piece, "allocate", "share"), True),
+        Part.of(_CLASS, "allocate decref", lambda piece: _check(piece, "allocate", "release"), True),
+        Part.of(_CLASS, "allocate recount", lambda piece: _check(piece, "allocate", "recount"), True),
+        Part.of(_CLASS, "allocate incref decref recount", _check_all),
     ),
     costs=_costs,
     engine=engine,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -143,37 +142,20 @@ def _costs(piece: ModuleType) -> list[Cost]:
         for seq_id in range(number):
             cache.remove(seq_id)
 
-    return [
-        Cost(f"{number} sequences", partial(work, piece.MyContiguousCache, number), partial(work, BasicKvCache, number))
-        for number in (4, 32, 256)
-    ]
+    return Cost.each("{} sequences", (4, 32, 256), work, piece.MyContiguousCache, BasicKvCache)
 
 
+_CLASS = "MyContiguousCache"
 _OPTIONS = {"kv": "basic", "max_model_len": 256, "max_num_seqs": 4, "speculate": "ngram", "speculate_fixed": True}
 _STORY = "The fox lit the lantern and went home. The owl lit the lantern and went home. "
 
 EXERCISE = Exercise(
     **words_of("contiguous_cache"),
     parts=(
-        Part(
-            tuple(f"MyContiguousCache.{name}" for name in ("free_run", "add")), lambda piece: _check(piece, "add"), True
-        ),
-        Part(
-            tuple(f"MyContiguousCache.{name}" for name in ("free_run", "add", "remove")),
-            lambda piece: _check(piece, "add", "remove"),
-            True,
-        ),
-        Part(
-            tuple(f"MyContiguousCache.{name}" for name in ("free_run", "add", "reserve")),
-            lambda piece: _check(piece, "add", "reserve"),
-            True,
-        ),
-        Part(
-            tuple(
-                f"MyContiguousCache.{name}" for name in ("free_run", "add", "reserve", "commit", "truncate", "remove")
-            ),
-            _check_all,
-        ),
+        Part.of(_CLASS, "free_run add", lambda piece: _check(piece, "add"), True),
+        Part.of(_CLASS, "free_run add remove", lambda piece: _check(piece, "add", "remove"), True),
+        Part.of(_CLASS, "free_run add reserve", lambda piece: _check(piece, "add", "reserve"), True),
+        Part.of(_CLASS, "free_run add reserve commit truncate remove", _check_all),
     ),
     costs=_costs,
     engine=engine,

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -101,6 +102,11 @@ class Part:
     alone: bool = False
     """Only while other functions are not written yet: a later part checks the same and more."""
 
+    @classmethod
+    def of(cls, kind: str, methods: str, check: Callable[[ModuleType], None], alone: bool = False) -> "Part":
+        """A part that is these methods, with spaces between them, of one class."""
+        return cls(tuple(f"{kind}.{name}" for name in methods.split()), check, alone)
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -109,6 +115,13 @@ class Cost:
     size: str
     yours: Callable[[], object]
     reference: Callable[[], object]
+
+    @classmethod
+    def each(
+        cls, words: str, sizes: Sequence[int], work: Callable[[Any, int], object], yours: Any, reference: Any
+    ) -> "list[Cost]":
+        """The same work at each size, done with the reader's part and with the engine's own."""
+        return [cls(words.format(size), partial(work, yours, size), partial(work, reference, size)) for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -167,12 +180,21 @@ class Mistake(Exception):
 class Trial:
     """Calls the reader's code and writes down each call as a line of Python that can be pasted."""
 
+    given: tuple[str, ...] = ()
+    """Lines that precede the calls of every such trial."""
+
     def __init__(self, piece: ModuleType, *setup: str):
-        """setup: lines that precede the calls. In each line `piece` is the reader's module."""
-        self.path = str(piece.__file__)
-        self.calls = [f'from forge.exercises import load; piece = load("{_shown(self.path)}")', *setup]
+        """setup: lines that precede the calls of this trial. In each line `piece` is the reader's module."""
+        self.piece, self.path = piece, str(piece.__file__)
+        loading = f'from forge.exercises import load; piece = load("{_shown(self.path)}")'
+        self.calls = [loading, *self.given, *setup]
+        self.setup = len(self.calls)
         self.before: Callable[[], str] = str
         """Draws the state before the last call."""
+
+    def restart(self) -> None:
+        """Drop the calls so far: what comes does not depend on them."""
+        del self.calls[self.setup :]
 
     def draw(self) -> str:
         """Draw the state in the form of the chapter's picture."""
@@ -235,6 +257,7 @@ class Trial:
         line: the work on `large` as Python. work: prepares it. By the processor's clock, which a busy machine does not
         change; `most` is several times what a right solution needs.
         """
+        self.restart()
         self.calls.append(line)
         factor = float("inf")
         for _ in range(3):  # a busy machine can only make one of the two slower

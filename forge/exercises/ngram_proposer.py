@@ -51,17 +51,17 @@ def _request(text: Sequence[int], max_tokens: int, seq_id: int = 0) -> ProposalR
 class ProposerTrial(Trial):
     """Asks the reader's proposer about texts whose continuation is known."""
 
+    given = (
+        "from forge.engine.proposer import ProposalRequest as Request",
+        "from forge import SamplingParams",
+        "proposer = piece.MyProposer()",
+    )
+
     def __init__(self, piece: ModuleType):
-        super().__init__(
-            piece,
-            "from forge.engine.proposer import ProposalRequest as Request",
-            "from forge import SamplingParams",
-            "proposer = piece.MyProposer()",
-        )
+        super().__init__(piece)
         self.proposer: Any = piece.MyProposer()
         self.reference = NgramProposer(2, 4)
         self.next_id = 0
-        self.setup = len(self.calls)
 
     def bound(self, least: int, most: int) -> None:
         self.proposer.min_ngram, self.proposer.max_ngram = least, most
@@ -72,7 +72,7 @@ class ProposerTrial(Trial):
     def propose(self, texts: Sequence[list[int]], max_tokens: int, seq_id: int | None = None) -> list[tuple[int, ...]]:
         """Propose for these texts. seq_id: set if the text has grown since the last call under this id; None for new
         texts."""
-        del self.calls[self.setup :]
+        self.restart()
         first = self.next_id if seq_id is None else seq_id
         self.next_id += len(texts)
         asked = [_request(list(text), max_tokens, first + number) for number, text in enumerate(texts)]
@@ -101,7 +101,7 @@ class ProposerTrial(Trial):
         self._compare(rule, text, max_tokens, proposed)
 
     def looked_up(self, rule: str, text: list[int], max_tokens: int) -> None:
-        del self.calls[self.setup :]
+        self.restart()
         proposed = self.call(f"proposer.lookup({text}, {max_tokens})", self.proposer.lookup, list(text), max_tokens)
         self._compare(rule, text, max_tokens, self._checked(proposed, max_tokens))
 

@@ -3,7 +3,6 @@ story."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from numbers import Integral
 from types import ModuleType
 from typing import Any
@@ -184,39 +183,26 @@ def _costs(piece: ModuleType) -> list[Cost]:
         for seq_id in range(number):
             cache.remove(seq_id)
 
-    return [
-        Cost(f"{number} sequences", partial(work, piece.MyPagedCache, number), partial(work, PagedKvCache, number))
-        for number in (1, 16, 256)
-    ]
+    return Cost.each("{} sequences", (1, 16, 256), work, piece.MyPagedCache, PagedKvCache)
 
 
 _OPTIONS = {"kv": "paged", "num_blocks": 64, "speculate": "ngram", "speculate_fixed": True}
-_NAMES = {
-    name: f"MyPagedCache.{name}" for name in ("add", "blocks_needed", "reserve", "commit", "truncate", "fork", "remove")
-}
-
-
-def _part(*kinds: str) -> Part:
-    """Check only these functions while others are unwritten; `reserve` needs `blocks_needed`."""
-    return Part(tuple(_NAMES[kind] for kind in kinds), lambda piece: _check(piece, *kinds), True)
+_CLASS = "MyPagedCache"
 
 
 EXERCISE = Exercise(
     **words_of("paged_cache"),
     parts=(
-        _part("add"),
-        _part("add", "remove"),
-        Part(
-            tuple(_NAMES[name] for name in ("add", "blocks_needed", "reserve")),
-            lambda piece: _check(piece, "add", "reserve"),
-            True,
-        ),
-        Part(
-            tuple(_NAMES[name] for name in ("add", "blocks_needed", "reserve", "commit")),
+        Part.of(_CLASS, "add", lambda piece: _check(piece, "add"), True),
+        Part.of(_CLASS, "add remove", lambda piece: _check(piece, "add", "remove"), True),
+        Part.of(_CLASS, "add blocks_needed reserve", lambda piece: _check(piece, "add", "reserve"), True),
+        Part.of(
+            _CLASS,
+            "add blocks_needed reserve commit",
             lambda piece: _check(piece, "add", "reserve", "commit", "fill"),
             True,
         ),
-        Part(tuple(_NAMES.values()), _check_all),
+        Part.of(_CLASS, "add blocks_needed reserve commit truncate fork remove", _check_all),
     ),
     costs=_costs,
     engine=engine,

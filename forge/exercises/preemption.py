@@ -45,7 +45,7 @@ class PreemptionTrial(EngineTrial):
             "from forge import SamplingParams; from forge.exercises.preemption import new_llm, oldest_first",
             f"llm = new_llm(piece.MyPreemption, {num_blocks}, {'oldest_first' if policy else 'piece.victim'})",
         )
-        self.piece, self.n = piece, n
+        self.n = n
         self.chosen: TokenSequence | None = None
         self.gave_way: TokenSequence | None = None
         self.llm = new_llm(self._observed(piece), num_blocks, self._policy(policy or piece.victim))

@@ -55,10 +55,8 @@ class IndexTrial(Trial):
 
     def __init__(self, piece: ModuleType, *arguments: Any, line: str = ""):
         super().__init__(piece, f"index = piece.MyPrefixIndex({line})", "root = index.root('')")
-        self.piece = piece
         self.index = piece.MyPrefixIndex(*arguments)
         self.root = self.index.root("")
-        self.setup = len(self.calls)
 
     def keys(self) -> None:
         index = self.index
@@ -66,7 +64,7 @@ class IndexTrial(Trial):
             for size in (1, 2, 4):
                 tokens = [(7 * place + length) % 11 for place in range(length)]
                 for salt in ("", "a", "tenant 2", "ü"):
-                    del self.calls[self.setup :]
+                    self.restart()
                     line = f"index.keys({tokens}, {size}, {salt!r})"
                     keys = self.call(line, index.keys, tokens, size, salt)
                     self.require(isinstance(keys, tuple), "result", f"keys returned {keys!r}")
@@ -79,7 +77,6 @@ class IndexTrial(Trial):
                     finding = f"key {wrong} is not the hash of the key before it and its tokens"
                     self.require(wrong is None, "chained", finding)
         self.require(not index.nodes and not index.node_of, "result", "keys has changed the index")
-        del self.calls[self.setup :]
 
         def work(blocks: int) -> Callable[[], object]:
             tokens = [number % 50 for number in range(4 * blocks)]
@@ -299,8 +296,8 @@ _STORIES = (
 EXERCISE = Exercise(
     **words_of("prefix_index"),
     parts=(
-        Part(("MyPrefixIndex.keys",), lambda piece: IndexTrial(piece).keys()),
-        Part(tuple(f"MyPrefixIndex.{name}" for name in ("child", "insert", "drop")), _check_index),
+        Part.of("MyPrefixIndex", "keys", lambda piece: IndexTrial(piece).keys()),
+        Part.of("MyPrefixIndex", "child insert drop", _check_index),
         Part(
             (
                 *(f"MyPrefixIndex.{name}" for name in ("keys", "child", "insert", "drop")),

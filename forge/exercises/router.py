@@ -43,20 +43,16 @@ blocks, the candidates)."""
 class RouterTrial(Trial):
     """Asks the reader's router about fleets whose right choice is known."""
 
-    def __init__(self, piece: ModuleType):
-        super().__init__(
-            piece,
-            "from forge.cluster.events import CacheEvents",
-            "from forge.cluster.fleet import Fleet, RouteRequest",
-        )
-        self.piece = piece
-        self.setup = len(self.calls)
+    given = (
+        "from forge.cluster.events import CacheEvents",
+        "from forge.cluster.fleet import Fleet, RouteRequest",
+    )
 
     def ask(
         self, fleet: Mapping[str, tuple[int, int, str]], function: str, arguments: Callable[[Fleet], tuple[str, tuple]]
     ) -> Any:
         """Call a function of the router on this fleet, and check that the fleet has not changed."""
-        del self.calls[self.setup :]
+        self.restart()
         filled = _fleet(fleet)
         self.calls += [
             "fleet = Fleet()",
@@ -224,7 +220,7 @@ def _check_choose(piece: ModuleType) -> None:
         trial.threshold = threshold
         for fleet, among in _fleets(40):
             trial.known("random", fleet, "xyz", among)
-    del trial.calls[trial.setup :]
+    trial.restart()
     ours: LocalRun = trial.call(f"two engines, {_TALKS * _TURNS} requests", lambda: _run(piece.MyRouter))
     theirs = _run(PrefixRouter)
     trial.require(ours.answers == theirs.answers, "kept", "the answers are not those of forge's own router")

@@ -49,13 +49,10 @@ _CASES: tuple[tuple[str, list[float], dict[str, Any]], ...] = (
 class SamplingTrial(Trial):
     """Compares the reader's filters and draws with exact sets and counts."""
 
-    def __init__(self, piece: ModuleType):
-        super().__init__(piece, "import numpy as np; from forge import SamplingParams")
-        self.piece = piece
-        self.setup = len(self.calls)
+    given = ("import numpy as np; from forge import SamplingParams",)
 
     def greedy(self, row: list[float]) -> None:
-        del self.calls[self.setup :]
+        self.restart()
         logits = np.array(row, np.float32)
         expected = int(logits.argmax())
         line = f"piece.greedy(np.array({row}, np.float32))"
@@ -64,7 +61,7 @@ class SamplingTrial(Trial):
         self.require(token_id == expected, "greedy", f"of {row} it takes token {token_id}, and not {expected}")
 
     def filtered(self, rule: str, row: list[float], options: dict[str, Any]) -> None:
-        del self.calls[self.setup :]
+        self.restart()
         logits, params = np.array(row, np.float32), SamplingParams(**options)
         expected_ids, expected = sampling.filtered(logits.copy(), params)
         settings = ", ".join(f"{name}={value}" for name, value in options.items())
@@ -91,7 +88,7 @@ class SamplingTrial(Trial):
         return [value.item() if isinstance(value, np.generic) else value for value in listed]
 
     def drawn(self, rule: str, ids: np.ndarray, scores: np.ndarray, uniform: np.ndarray) -> None:
-        del self.calls[self.setup :]
+        self.restart()
         expected = int(ids[np.argmax(scores - np.log(-np.log(uniform)))])
         arrays = ", ".join(f"np.array({array.round(6).tolist()})" for array in (ids, scores, uniform))
         token_id = self.call(f"piece.draw({arrays})", self.piece.draw, ids, scores, uniform)
@@ -115,7 +112,6 @@ def _check_filtered(piece: ModuleType) -> None:
         row = (generator.standard_normal(1 + number % 12) * 3).round(2).tolist()
         options = {"temperature": 0.7, "top_k": int(generator.integers(0, 12)), "top_p": 0.9, "min_p": 0.05}
         trial.filtered("top-p-after-top-k", row, options)
-    del trial.calls[trial.setup :]
     params = SamplingParams(temperature=0.8, top_k=200, top_p=0.95, min_p=0.01)
     trial.require_growth(
         "piece.filtered(np.random.default_rng(0).standard_normal(16_000), SamplingParams(top_k=200, top_p=0.95))",

@@ -4,7 +4,6 @@ rules."""
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -268,10 +267,7 @@ def _costs(piece: ModuleType) -> list[Cost]:
             llm = LLM("hash", kv="paged", num_blocks=4 * number, max_num_seqs=64, max_num_batched_tokens=64)
         llm.generate([[97] * 20] * number, SamplingParams(max_tokens=10, ignore_eos=True))
 
-    return [
-        Cost(f"{number} requests", partial(work, piece.MyScheduler, number), partial(work, Scheduler, number))
-        for number in (4, 16, 64)
-    ]
+    return Cost.each("{} requests", (4, 16, 64), work, piece.MyScheduler, Scheduler)
 
 
 _OPTIONS = {

@@ -46,13 +46,8 @@ class _Bytes:
 class TextTrial(Trial):
     """Compares the reader's text with the engine's own, token by token."""
 
-    def __init__(self, piece: ModuleType):
-        super().__init__(piece)
-        self.piece = piece
-        self.setup = len(self.calls)
-
     def characters(self, rule: str, data: bytes) -> None:
-        del self.calls[self.setup :]
+        self.restart()
         pair = self.call(f"piece.whole_characters({data!r})", self.piece.whole_characters, data)
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         is_pair = is_pair and isinstance(pair[0], str) and isinstance(pair[1], bytes | bytearray)
@@ -65,7 +60,7 @@ class TextTrial(Trial):
         self.require(pair[0] == text, rule, finding)
 
     def text(self, tokens: Sequence[bytes], stop: Sequence[str]) -> None:
-        del self.calls[self.setup :]
+        self.restart()
         reference = OutputText(_Bytes(tokens), stop)
         text = self.call(f"text = piece.MyText({tuple(stop)!r})", lambda: self.piece.MyText(stop))
         untouched = self.piece.MyText(stop)
@@ -142,7 +137,6 @@ def _check_text(piece: ModuleType) -> None:
         words = ["".join(random_.choice("abé") for _ in range(random_.randint(1, 4))) for _ in range(3)]
         data = "".join(random_.choice("abé") for _ in range(9)).encode()
         trial.text(random_.choice(list(_cuts(data))), words)
-    del trial.calls[trial.setup :]
 
     def work(number: int) -> Callable[[], None]:
         def steps() -> None:

@@ -34,13 +34,10 @@ from forge.trace.records import StepRecord, TokenVerdict
 class VerificationTrial(Trial):
     """Compares the reader's verification with the target's own output and distribution."""
 
-    def __init__(self, piece: ModuleType):
-        super().__init__(piece, "import numpy as np; from forge.engine.sampling import Distribution as D")
-        self.piece = piece
-        self.setup = len(self.calls)
+    given = ("import numpy as np; from forge.engine.sampling import Distribution as D",)
 
     def ask(self, line: str, function: Any, *arguments: Any) -> Any:
-        del self.calls[self.setup :]
+        self.restart()
         return self.call(line, function, *arguments)
 
     def greedy(self, argmax: Sequence[int], draft: Sequence[int]) -> None:
@@ -94,7 +91,7 @@ class VerificationTrial(Trial):
             for sides in product((False, True), repeat=len(draft)):
                 draws = [_draw(ratio, stands) for ratio, stands in zip(odds, sides, strict=True)]
                 if None not in draws:
-                    del self.calls[self.setup :]
+                    self.restart()
                     self.calls.append(shown)
                     self._walk(p, q, list(draft), draws, sides)  # type: ignore[arg-type]
 
