@@ -8,7 +8,7 @@ is measured on the caches alone.
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -45,19 +45,9 @@ RUBRIC_TOKENS, RUBRIC_REQUESTS, QUESTION_TOKENS = 200, 32, 30
 SEED = 1
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long a run measures."""
-
-    steps: int = 60
-    """Of each engine, for each figure."""
-    rounds: int = 5
-    """Prompts of each engine, for the time to the first token."""
-    policy_steps: int = 300
-
-
-QUICK = Effort(steps=6, rounds=2, policy_steps=20)
-"""Enough to see that everything runs; too little to believe."""
+EFFORT, QUICK = (60, 5, 300), (6, 2, 20)
+"""Steps of each engine for each figure, its prompts for the time to the first token, and steps of the policies alone;
+with `--quick` too few to believe."""
 
 
 def screen(facts: Facts) -> Iterator[Part]:
@@ -115,18 +105,19 @@ def bench_cache(
 
     [dim]forge bench cache -m Qwen3-0.6B-Q8_0.gguf --length 1024 --block-size 16[/dim]
     """
-    effort = kit.effort_of(QUICK if quick else Effort(), steps=reps)
+    steps, rounds, policy_steps = QUICK if quick else EFFORT
+    steps = steps if reps is None else reps
     lengths, block_sizes = length or LENGTHS, block_size or BLOCK_SIZES
-    kit.at_least_one(length=min(lengths), block_size=min(block_sizes), reps=effort.steps)
+    kit.at_least_one(length=min(lengths), block_size=min(block_sizes), reps=steps)
     say(f"load {engine.model}")
     llm = LLM.from_engine_args(replace(engine, kv="paged", num_blocks=1))  # its own cache is not used
-    fitting = [tokens for tokens in lengths if tokens + effort.steps + 2 <= llm.max_model_len]
+    fitting = [tokens for tokens in lengths if tokens + steps + 2 <= llm.max_model_len]
     times = []
     for tokens, size in product(fitting, block_sizes):
         say(f"decode at {tokens:,} tokens, blocks of {size}")
-        times.append(_step_time(llm, tokens, size, effort.steps))
+        times.append(_step_time(llm, tokens, size, steps))
     say("time to first token with a prefix that is there")
-    first_token = _first_token(llm, effort.rounds) if llm.max_model_len >= PROMPT_TOKENS + 2 else None
+    first_token = _first_token(llm, rounds) if llm.max_model_len >= PROMPT_TOKENS + 2 else None
     say("the policies alone")
     slots, longest = WASTE_SEQUENCES * WASTE_MAX_LEN, BOOKKEEPING_LENGTH + 2048
     wasteful: list[KvCache] = [BasicKvCache(WASTE_SEQUENCES, WASTE_MAX_LEN, DEFAULT_BLOCK_SIZE)]
@@ -136,12 +127,12 @@ def bench_cache(
     bookkept += [kind(blocks, DEFAULT_BLOCK_SIZE) for kind in (PagedKvCache, PrefixKvCache)]
     return {
         **kit.about(llm),
-        "steps": effort.steps,
+        "steps": steps,
         "step_times": times,
         "skipped": [f"{length:,} tokens do not fit the model's context" for length in lengths if length not in fitting],
         "first_token": first_token,
-        "bookkeeping": [bookkeeping(cache, effort.policy_steps) for cache in bookkept],
-        "allocator": allocator_speeds(effort.policy_steps),
+        "bookkeeping": [bookkeeping(cache, policy_steps) for cache in bookkept],
+        "allocator": allocator_speeds(policy_steps),
         "waste": [waste(cache, llm.kv_layout.bytes_per_token) for cache in wasteful],
         "hit_rates": [hit_rate(size) for size in block_sizes],
     }

@@ -4,6 +4,7 @@ engine after each preemption and each step, and compares the tokens with those o
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -58,7 +59,7 @@ class PreemptionTrial(EngineTrial):
             all_running = list(self.llm.engine.scheduler.running.values())
             ids = [sequence.seq_id for sequence in running]
             finding = f"it was asked about {ids} for {getattr(requester, 'seq_id', requester)}"
-            is_all = len(running) == len(all_running) and all(map(_is, running, all_running))
+            is_all = len(running) == len(all_running) and all(map(is_, running, all_running))
             self.require(is_all, "policy", f"{finding}; {[sequence.seq_id for sequence in all_running]} run")
             self.require(requester is self.requester, "policy", f"{finding}; {self.requester.seq_id} needs blocks")
             chosen = choose(running, requester)
@@ -193,10 +194,6 @@ class PreemptionTrial(EngineTrial):
         done = self.call("scheduler.preemption.reserve(sequence, 100, plan)", reserve, sequence, 100, plan)
         finding = f"it returned {done!r}; plan.exhausted is {plan.exhausted}, length_limit {sequence.length_limit}"
         self.require(done is False and self.is_exhausted(sequence, plan), "exhausted", finding)
-
-
-def _is(left: object, right: object) -> bool:
-    return left is right
 
 
 def oldest_first(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:

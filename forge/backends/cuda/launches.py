@@ -175,7 +175,7 @@ class Launches:
         norms = layer.query_norm.weight, layer.key_norm.weight, self._rotations.cos, self._rotations.sin
         call = _AttentionCall(
             decode_attention.decode_attention,
-            self._one_row_tile(inputs),
+            one_row_tile(self._policy, inputs.shape.in_float32),
             num_tiles=len(qkv),
             splits=splits,
             num_rows=len(qkv),
@@ -219,11 +219,13 @@ class Launches:
     ) -> torch.Tensor:
         """Compute attention for every row, or for the logit rows alone: `[T or R, heads * head_dim]`."""
         shape = inputs.shape
+        tile = one_row_tile(self._policy, shape.in_float32)
         if logit_rows_only:
-            tile, num_tiles, splits = self._one_row_tile(inputs), shape.num_logit_rows, shape.last_splits
+            num_tiles, splits = shape.num_logit_rows, shape.last_splits
             tiles = inputs.logit_sequences, inputs.logit_rows, inputs.logit_lengths
         else:
-            tile = self._one_row_tile(inputs) if shape.is_decode else self._tile_of_several(shape)
+            if not shape.is_decode:
+                tile = attention_tile(self._policy, shape.num_rows, shape.in_float32)
             num_tiles, splits = shape.tiles, shape.splits
             tiles = inputs.tile_sequences, inputs.tile_firsts, inputs.tile_lengths
         call = _AttentionCall(
@@ -312,12 +314,6 @@ class Launches:
         """True if attention over that storage multiplies in float32."""
         return torch.float32 in (self._dtype, storage.keys.dtype)
 
-    def _one_row_tile(self, inputs: Inputs) -> shapes.AttentionTile:
-        return one_row_tile(self._policy, inputs.shape.in_float32)
-
-    def _tile_of_several(self, shape: Shape) -> shapes.AttentionTile:
-        return attention_tile(self._policy, shape.num_rows, shape.in_float32)
-
     def _by_cublas(self, num_rows: int, matrix: Matrix) -> bool:
         """True if cuBLAS computes the product."""
         most = self._policy.tuning.tile_rows if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
@@ -343,12 +339,12 @@ class Launches:
     ) -> None:
         """Compute x · matrixᵀ with a kernel that reads the matrix in its own format."""
         tile = self.tile_for(len(x), matrix)
-        weight, eps = (norm.weight, norm.eps) if norm is not None else (matrix_values(matrix), 0.0)
+        arrays = matrix_arrays(matrix)
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (arrays[0], 0.0)
         sizes = (matrix.in_features, matrix.out_features, out.stride(0), eps)
         flags: dict[str, Any] = {"NORM": norm is not None, "ADD": add, "GLU": glu}
         flags |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        arrays = matrix_arrays(matrix)
         if tile.block_m > 1:
             parts = self._split_k(len(x), matrix, tile)
             tiles = -(-len(x) // tile.block_m), -(-matrix.out_features // tile.block_n)
@@ -400,7 +396,7 @@ class Launches:
 
     def make_scratch(self) -> None:
         """Allocate scratch for the largest matrix that has no dense copy."""
-        sizes = [m.num_weights for layer in self._network.layers for m in _layer_matrices(layer) if m.dense is None]
+        sizes = [matrix.num_weights for matrix in self._network.products() if matrix.dense is None]
         self._scratch = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
 
     def _gather(
@@ -442,10 +438,6 @@ class Launches:
         return torch.empty((num_rows, width), dtype=self._dtype, device=self._device)
 
 
-def matrix_values(matrix: Matrix) -> torch.Tensor:
-    return matrix.own_dense() if matrix.packed is None else matrix.packed.values
-
-
 def matrix_arrays(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return values, scales and factors as kernels take them; another array stands in for one that the kind lacks."""
     if matrix.packed is None:
@@ -453,7 +445,3 @@ def matrix_arrays(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         return dense, dense, dense
     packed = matrix.packed
     return packed.values, packed.scales, packed.factors if packed.factors is not None else packed.scales
-
-
-def _layer_matrices(layer: Layer) -> tuple[Matrix, ...]:
-    return *layer.qkv, layer.output, layer.gate_up, layer.down
