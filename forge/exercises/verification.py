@@ -159,8 +159,10 @@ def _distribution(**probabilities: float) -> Distribution:
     return Distribution(np.array([token for token, _ in ids]), np.array([value for _, value in ids]))
 
 
-_P, _Q = _distribution(t1=0.5, t4=0.3, t7=0.2), _distribution(t1=0.2, t4=0.7, t9=0.1)
-_LAST = _distribution(t2=0.9, t5=0.1)
+def _examples() -> tuple[Distribution, Distribution, Distribution]:
+    """Return a p, a q and a last p, new each time: a wrong solution may write into them."""
+    q = _distribution(t1=0.2, t4=0.7, t9=0.1)
+    return _distribution(t1=0.5, t4=0.3, t7=0.2), q, _distribution(t2=0.9, t5=0.1)
 
 
 def _check_greedy(piece: ModuleType) -> None:
@@ -184,9 +186,10 @@ def _check_accept(piece: ModuleType) -> None:
 
 def _check_residual(piece: ModuleType) -> None:
     trial = VerificationTrial(piece)
-    trial.residual(_P, _Q)
+    p, q, _ = _examples()
+    trial.residual(p, q)
     trial.residual(_distribution(t0=0.1, t3=0.9), _distribution(t0=0.6, t2=0.4))
-    trial.residual(_P, _P)
+    trial.residual(p, p)
     trial.residual(_distribution(t2=1.0), _distribution(t5=1.0))
     trial.residual(_distribution(t2=1.0), _distribution(t2=1.0))
     trial.residual(_distribution(t2=0.5, t9=0.5), _distribution(t0=1.0))
@@ -205,14 +208,15 @@ def _random(rng: np.random.Generator, vocab: int = 6) -> Distribution:
 
 def _check_sampled(piece: ModuleType) -> None:
     trial = VerificationTrial(piece)
-    trial.sampled([_P], [])
-    trial.sampled([_P, _LAST], [_Q])
-    trial.sampled([_P, _P, _LAST], [_Q, _P])
+    p, q, last = _examples()
+    trial.sampled([p], [])
+    trial.sampled([p, last], [q])
+    trial.sampled([p, p, last], [q, p])
     rng = np.random.default_rng(0)
     for length in (1, 2, 3, 4):
         for _ in range(3):
-            p = [_random(rng, 3) for _ in range(length + 1)]
-            trial.sampled(p, [_random(rng, 3) for _ in range(length)])
+            rows = [_random(rng, 3) for _ in range(length + 1)]
+            trial.sampled(rows, [_random(rng, 3) for _ in range(length)])
 
 
 def _check_kept(piece: ModuleType) -> None:
