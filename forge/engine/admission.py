@@ -2,9 +2,13 @@
 
 The running sequences have reserved their slots before, so admitting never preempts; in a step that preempts no
 generation is admitted. A sequence is admitted with blocks for all of its tokens, however many steps they take. Those
-that are deferred (`prefix_planner`) let others pass; nothing passes a sequence that does not fit.
+that are deferred (`prefix_planner`) let others pass; nothing passes a sequence that lacks a slot or blocks.
+
+A prompt that lacks tokens alone is passed: where long prompts would take whole steps, a share of each step's tokens
+goes to short sequences (`Admission.admit_short`), as concurrent partial prefills do in vLLM.
 """
 
+from itertools import islice
 from typing import Literal
 
 from forge.cache.host_pool import HostPool, Swap
@@ -22,6 +26,8 @@ from forge.trace.records import AdmitRecord, WaitRecord
 
 MAX_DEFERRED = 256
 """Sequences that one step defers at most: those behind them are not looked at, so a long queue costs no time."""
+SHORT_SHARE = 4
+"""One in so many of a step's tokens goes to sequences that pass longer ones."""
 
 
 class Admission:
@@ -66,6 +72,50 @@ class Admission:
                 sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
                 plan.exhausted.append(sequence.seq_id)
 
+    def admit_short(self, plan: PlanBuilder, num_under_way: int) -> None:
+        """Admit sequences that a share of the step's tokens completes, before longer ones, if prompts under way, which
+        lack `num_under_way` tokens, or the first that waits would take the whole step.
+
+        The first of those that are passed keeps the slot, blocks and scratch blocks that it would find now, and most of
+        the tokens, so none starves. By priority nothing is passed, nor in an order of one's own.
+        """
+        order, chunked = self._config.order, self._config.chunked_prefill
+        if plan.preempted or not chunked or order == "priority" or not isinstance(order, str):
+            return
+        waiting = list(islice(self._queue, MAX_DEFERRED))
+        if max(num_under_way, len(waiting[0].token_ids)) < plan.budget:
+            return
+        share = min(plan.budget, plan.limit // SHORT_SHARE)
+        rest, plan.budget = plan.budget - share, share
+        passed: dict[bool, Sequence] = {}
+        blocked: set[bool] = set()
+        for sequence in waiting:
+            lane = sequence.prefill_only
+            if len(sequence.token_ids) > plan.budget:
+                passed.setdefault(lane, sequence)
+            elif lane not in blocked and self._leaves_room(sequence, passed.get(lane), plan):
+                reason = self._prefill_only.admit(sequence, plan) if lane else self._admit(sequence, plan)
+                plan.num_passing += lane and reason is None
+            else:
+                blocked.add(lane)
+        plan.budget += rest
+
+    def _leaves_room(self, sequence: Sequence, passed: Sequence | None, plan: PlanBuilder) -> bool:
+        """True if the first that a sequence passes could begin beside it."""
+        if passed is None:
+            return True
+        if sequence.prefill_only:
+            return self._prefill_only.has_room(sequence, passed, plan)
+        if self._num_slots < 2:
+            return False
+        return self.cost(sequence, None)[1] + self.cost(passed, None)[1] <= self._cache.num_available
+
+    @property
+    def _num_slots(self) -> int:
+        """Free slots. Samples that wait for their prompt have one each, so that no later request takes it."""
+        running = self._running.values()
+        return self._config.max_num_seqs - sum([1 + len(sequence.waiting_samples) for sequence in running])
+
     def _note_head(self, plan: PlanBuilder) -> None:
         """Note why the first in the queue that is no victim waits: running sequences lacked blocks, so it does too."""
         shortage = plan.preempted[0]
@@ -78,8 +128,7 @@ class Admission:
 
     def _admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
         """Admit a generation with blocks for all its tokens, or say why it has to wait."""
-        # Samples that wait for their prompt have a slot each, so that no later request takes it before they begin.
-        if sum([1 + len(running.waiting_samples) for running in self._running.values()]) >= self._config.max_num_seqs:
+        if self._num_slots <= 0:
             return MaxNumSeqs(self._config.max_num_seqs)
         is_swapped = sequence.seq_id in self._host.entries
         retained = self._retained.match(sequence) if self._retained.sequences and not is_swapped else None

@@ -74,7 +74,7 @@ class PrefillOnly:
         num_rows = length - hit.num_tokens
         logit_rows = sequence.task.logit_rows(hit.num_tokens, length)
         num_bytes = self.temporary_bytes(num_rows, 0 if sequence.task.needs_hidden else len(logit_rows))
-        is_first = not (plan.prefill_only or plan.separate)
+        is_first = _is_first(plan)
         holds_up = plan.items if self._in_chunks else plan.prefill_tokens
         if num_rows > tokens and (holds_up or not is_first):
             return spent
@@ -92,8 +92,13 @@ class PrefillOnly:
     def needs_chunks(self, reason: WaitReason | None, plan: PlanBuilder) -> bool:
         """True if a sequence that `admit` refused for `reason` should begin with what generations leave of this step,
         to be computed in chunks beside them: otherwise a long prompt would hold them up, or never find room."""
-        is_first = not (plan.prefill_only or plan.separate)
-        return isinstance(reason, NoBudget) and self._in_chunks and is_first and plan.budget > 0
+        return isinstance(reason, NoBudget) and self._in_chunks and _is_first(plan) and plan.budget > 0
+
+    def has_room(self, passing: Sequence, passed: Sequence, plan: PlanBuilder) -> bool:
+        """True if a long sequence that a short one passes could still be computed in the same step."""
+        size = self._cache.block_size
+        num_blocks = -(-len(passing.token_ids) // size) + -(-len(passed.token_ids) // size)
+        return num_blocks <= len(self._budget_of(plan).scratch)
 
     def commit(self, item: PlanItem, broken: bool) -> None:
         """Commit an item: cache the blocks that are to be published and release the rest.
@@ -148,3 +153,8 @@ class PrefillOnly:
         item = PlanItem(sequence.seq_id, sequence, *rows, "prefill_only", table, num_published=end)
         apart = sequence.task.needs_hidden or len(logit_rows) > self._max_logit_rows
         (plan.separate if apart else plan.prefill_only).append(item)
+
+
+def _is_first(plan: PlanBuilder) -> bool:
+    """True if the step has no prefill-only sequence yet but those that pass longer ones."""
+    return len(plan.prefill_only) + len(plan.separate) == plan.num_passing

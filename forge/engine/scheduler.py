@@ -5,8 +5,8 @@
 
 A step is decided in this order (iteration-level scheduling: Yu et al. 2022, Orca):
 
-1. running sequences get their slots and tokens, decodes first, then what is left of prompts; a sequence that finds no
-   block preempts (`preemption`);
+1. running sequences get their slots and tokens, decodes first, then what is left of prompts, but for a share of short
+   sequences that wait; a sequence that finds no block preempts (`preemption`);
 2. waiting ones are admitted while tokens and blocks last (`admission`, `prefill_only`), unless the step preempted;
 3. draft tokens get the room that is left (`draft_slots`).
 
@@ -215,8 +215,11 @@ class Scheduler:
                 plan.budget -= 1
             else:
                 plan.add(generation_item(cache, sequence, start, length - start))
+        prefills = [(sequence, start) for sequence, start in prefills if sequence.seq_id in self.running]
+        if self.queue.sequences:
+            self.admission.admit_short(plan, sum([len(sequence.token_ids) - start for sequence, start in prefills]))
         for sequence, start in prefills:
-            if sequence.seq_id in self.running and plan.budget > 0:
+            if plan.budget > 0:
                 num_tokens = min(len(sequence.token_ids) - start, plan.budget)
                 plan.add(generation_item(cache, sequence, start, num_tokens))
                 self.planner.claim(sequence, start, plan)

@@ -112,6 +112,8 @@ class PlanBuilder:
     waiting: list[WaitRecord] = field(default_factory=list)
     preempted: list[PreemptRecord] = field(default_factory=list)
     exhausted: list[int] = field(default_factory=list)
+    num_passing: int = 0
+    """Prefill-only sequences that pass longer ones."""
     prefix_owners: dict[int, int] = field(default_factory=dict)
     """For each block that this step computes, by its prefix key, the sequence that computes it."""
 

@@ -30,7 +30,7 @@ class SchedulerBase(Scheduler):
         super().__init__(*arguments, **options)
         self._given = self.admission
         """The engine's own."""
-        self.admission: Any = SimpleNamespace(admit=lambda plan: self.admit(plan))
+        self.admission: Any = SimpleNamespace(admit=lambda plan: self.admit(plan), admit_short=lambda *_: None)
 
     def schedule_running(self, plan: PlanBuilder) -> None:
         raise NotImplementedError("schedule_running")

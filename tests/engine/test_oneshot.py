@@ -305,6 +305,24 @@ def test_whatever_is_asked_of_long_prompts_a_stream_beside_them_has_one_budget_o
     assert found == run(streams=0, number=5)[1]
 
 
+@pytest.mark.parametrize(("streams", "tokens"), [(0, 32), (1, 32), (0, 3)])
+def test_short_prefill_only_requests_pass_long_ones_without_starving_them(streams, tokens):
+    engine = engine_of("paged", num_blocks=64, max_num_batched_tokens=16, prefill_only_tokens=tokens)
+    generations(engine, streams)
+    engine.has_unfinished() and engine.step()
+    for name in ("a", "b", "c"):
+        engine.add_request(name, letters(f"{name} {LENGTHY}"), ONE)
+    for place in range(40):
+        engine.add_request(f"s{place}", letters("xyz"), ONE)
+        engine.step()
+        assert tokens == 3 or not engine.is_unfinished(f"s{place}")
+        if not engine.is_unfinished("c"):
+            break
+    assert place <= 3 * 43 // 11 + 2, "long ones keep most of each step"
+    run_all(engine)
+    assert answers(engine, ["a", "c", "s0"]) == [alone(f"a {LENGTHY}"), alone(f"c {LENGTHY}"), alone("xyz")]
+
+
 def test_a_generation_admitted_behind_prefill_only_requests_keeps_the_steps_budget():
     engine = engine_of("paged", max_num_batched_tokens=12)
     ask(engine, "abcd")

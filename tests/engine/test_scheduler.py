@@ -3,14 +3,19 @@
 import pytest
 
 from forge.cache.basic import BasicKvCache
+from forge.cache.factory import CacheSize, create_kv_cache
 from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
-from forge.reasons import MaxNumSeqs, NoBlocks
+from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget
 from forge.trace.records import WaitRecord
 from tests.engine.schedules import admitted, new_scheduler, sequence, step
+
+
+def by_arrival(sequence) -> tuple[int, ...]:
+    return (sequence.arrival,)
 
 
 def basic(num_runs: int = 4, max_num_seqs: int = 4) -> Scheduler:
@@ -67,6 +72,63 @@ def test_admission_is_first_come_first_served_and_says_who_waits_and_why():
     plan = step(scheduler)
     assert [item.seq_id for item in plan.items] == [1, 2]
     assert admitted(plan) == (2,)
+
+
+def behind_long_prompts(*, long: int = 30, short: int = 3, **config) -> Scheduler:
+    """A sequence that decodes (0), three long prompts (1 to 3) and a short one (4); a step has 16 tokens."""
+    config = {"num_blocks": 64, "max_num_seqs": 9, "max_num_batched_tokens": 16} | config
+    scheduler = new_scheduler(**config)
+    scheduler.add(sequence(0, tokens=3, max_tokens=29))
+    step(scheduler)
+    for seq_id in (1, 2, 3):
+        scheduler.add(sequence(seq_id, tokens=long, max_tokens=1))
+    scheduler.add(sequence(4, tokens=short))
+    return scheduler
+
+
+@pytest.mark.parametrize("order", ["fcfs", "sjf-aged"])
+def test_a_short_prompt_passes_long_ones_that_would_take_whole_steps(order):
+    scheduler = behind_long_prompts(order=order)
+
+    plan = step(scheduler)
+
+    assert [(item.seq_id, item.num_tokens) for item in plan.items] == [(0, 1), (4, 3), (1, 12)]
+    assert plan.waiting == (WaitRecord(2, NoBudget(16)),)
+    scheduler.add(sequence(5, tokens=4))
+    plan = step(scheduler)
+    assert {item.seq_id: item.num_tokens for item in plan.items} == {0: 1, 4: 1, 5: 4, 1: 10}
+
+
+def test_short_prompts_take_a_quarter_of_a_step_at_most():
+    scheduler, progress = behind_long_prompts(), 0
+    for _ in range(3):
+        for _ in range(4):
+            scheduler.add(sequence(scheduler._num_arrived, tokens=2, max_tokens=1))
+        plan = step(scheduler, ending=tuple(seq_id for seq_id in scheduler.running if seq_id > 3))
+        progress += sum(item.num_tokens for item in plan.items if item.seq_id in (1, 2, 3))
+        assert sum(item.num_tokens for item in plan.items) <= 16
+    assert progress >= 3 * (16 - 4 - 4)
+
+
+@pytest.mark.parametrize(
+    "why",
+    [{"num_blocks": 9}, {"max_num_seqs": 2}, {"order": "priority"}, {"order": by_arrival}, {"long": 14}, {"short": 5}],
+    ids=["blocks", "slots", "priority", "an order of one's own", "nothing long", "nothing short"],
+)
+def test_a_short_prompt_passes_none_that_would_wait_for_more_than_tokens(why):
+    plan = step(behind_long_prompts(**why))
+    assert [item.seq_id for item in plan.items][:2] == [0, 1]
+    assert 4 not in admitted(plan)
+
+
+@pytest.mark.parametrize("num_scratch", [8, 9])
+def test_a_short_prefill_only_request_leaves_scratch_blocks_to_the_long_one_that_it_passes(num_scratch):
+    cache, _ = create_kv_cache("paged", CacheSize(32, 4, 4, 8, 64))
+    config = SchedulerConfig(4, 16, prefill_only_tokens=20)
+    scheduler = Scheduler(cache, config, scratch=range(64, 64 + num_scratch))
+    for seq_id, tokens in enumerate((30, 4)):
+        scheduler.add(sequence(seq_id, tokens=tokens, max_tokens=1, prefill_only=True))
+    assert [item.seq_id for item in step(scheduler, ending=(0, 1)).items] == ([0] if num_scratch == 8 else [1, 0])
 
 
 def test_without_room_a_sequence_waits_with_the_numbers():
