@@ -144,17 +144,27 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
 }
 """With the values that ask for nothing. What a body declares is never looked up here."""
+UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "refusal": ("",),
+    "tools": ([],),
+}
+"""The same of a chat's messages. What else they hold is for the chat template, or labels what was said (`annotations`,
+`cache_control`)."""
 
 
-def check_supported(undeclared: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> None:
+def check_supported(
+    undeclared: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = UNSUPPORTED, within: str = ""
+) -> None:
     """Raise `ApiError` for the first parameter that requests what this server does not do.
 
     undeclared: what a body has beside the fields that its endpoint declares. table: names, and the values that ask for
-    nothing."""
+    nothing. within: what comes before the name, of a field within a field."""
     for name, harmless in table.items():
         value = undeclared.get(name)
         if value is not None and value not in harmless:
-            raise unsupported(name)
+            raise unsupported(within + name)
 
 
 def unsupported(name: str) -> ApiError:

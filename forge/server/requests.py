@@ -14,7 +14,7 @@ from forge.grammar.thinking import thinks
 from forge.grammar.vocabulary import Vocabulary
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
-from forge.server.fields import check_supported, unsupported
+from forge.server.fields import UNSUPPORTED_IN_MESSAGES, check_supported, unsupported
 from forge.server.schema import (
     ChatRequest,
     ChatTemplateVariables,
@@ -149,6 +149,8 @@ class RequestReader:
             message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
             raise ApiError(message, param="continue_final_message")
         messages = body.messages or []
+        for message in messages:
+            check_supported(message.model_extra or {}, UNSUPPORTED_IN_MESSAGES, "messages.")
         begins = not continues and body.add_generation_prompt is not False
         template: dict[str, Any] = {"add_generation_prompt": begins, "continue_final_message": continues}
         template |= {"tools": shown_tools(body), "enable_thinking": thinking_of(body)}
@@ -158,6 +160,8 @@ class RequestReader:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
                 turn.setdefault("content", "")
+                if "reasoning" in turn:  # vLLM's name
+                    turn.setdefault("reasoning_content", turn.pop("reasoning"))
                 if "tool_calls" in turn:
                     turn["tool_calls"] = [shown_call(call) for call in turn["tool_calls"]]
             special = {"parse_special": bool(body.parse_special), "add_special_tokens": bool(body.add_special_tokens)}

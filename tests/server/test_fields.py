@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
-from openai.types import completion_create_params, embedding_create_params
+from openai.types import chat, completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
@@ -289,3 +289,101 @@ def test_a_field_within_a_field_is_refused_by_both_names(server, body, name):
 
 def test_a_parameter_that_no_server_has_is_ignored(server):
     assert answer(server, "completions", zzz={}) == answer(server, "completions")
+
+
+MESSAGES = {
+    "done": {"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"},
+    "refused": {"audio", "function_call", "refusal", "tools"},
+    "without effect": {"name", "annotations", "cache_control"},
+}
+"""Of a message's keys: the template of this model shows no name."""
+PARTS = {"text": {"text", "type", "prompt_cache_breakpoint", "cache_control"}}
+VLLM_MESSAGES = {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "tools"}
+LLAMA_MESSAGES = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"}
+
+
+def of_message(server, **further) -> tuple[int, dict]:
+    first = {"role": "assistant", "content": "Hi"} | further
+    return answer(
+        server, "chat", messages=[{"role": "user", "content": "Hi"}, first, {"role": "user", "content": "Go"}]
+    )
+
+
+def test_every_key_of_a_message_is_in_the_table():
+    params = typing.get_args(chat.ChatCompletionMessageParam)
+    official = {name for message in params for name in typing.get_type_hints(message)}
+    answered = set(chat.ChatCompletionMessage.model_fields)  # clients send an answer back as it came
+    assert official | answered | VLLM_MESSAGES | LLAMA_MESSAGES <= set().union(*MESSAGES.values())
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGES["refused"]))
+def test_a_key_of_a_message_that_would_change_the_answer_is_refused_by_name(server, name):
+    status, found = of_message(server, **{name: OF_NO_TYPE})
+    assert (status, found["error"]["param"]) == (400, "messages")
+    assert found["error"]["message"] == f"messages.{name} is not supported by this server"
+    assert of_message(server, **{name: None}) == of_message(server)
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGES["without effect"]))
+def test_a_label_of_a_message_changes_nothing_of_the_answer(server, name):
+    assert of_message(server, **{name: "x"}) == of_message(server)
+
+
+def test_an_answer_may_be_sent_back_as_it_came(server):
+    _, found = of_message(server)
+    message = found["choices"][0]["message"]
+    whole = chat.ChatCompletionMessage.model_validate(message).model_dump()
+    assert of_message(server, **whole)[0] == of_message(server, **message)[0] == 200
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "tool_call_id", "content"])
+def test_a_key_of_a_message_that_is_done_is_read(server, name):
+    status, found = of_message(server, **{name: OF_NO_TYPE})
+    assert (status, found["error"]["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thinking_of_an_earlier_answer_has_two_names(roomy_server, name):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", name: "hm"}]
+    body = {"messages": turns, "add_generation_prompt": False}
+    tokens = roomy_server.request("/tokenize", body)[1]["tokens"]
+    assert "<think>\nhm\n</think>\n\nHo" in roomy_server.request("/detokenize", {"tokens": tokens})[1]["prompt"]
+
+
+def test_a_part_is_text_with_hints_or_refused(server):
+    plain = of_message(server)
+    text = {"type": "text", "text": "Hi"}
+    for hint in PARTS["text"] - text.keys():
+        assert of_message(server, content=[text | {hint: {"type": "ephemeral"}}]) == plain
+    for part in typing.get_args(chat.ChatCompletionContentPartParam):
+        kind = typing.get_args(typing.get_type_hints(part)["type"])[0]
+        assert kind == "text" or of_message(server, content=[{"type": kind, kind: {}}])[0] == 400
+        assert set(typing.get_type_hints(part)) <= PARTS["text"] or kind != "text"
+
+
+FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "custom", "custom": {"name": "look"}},
+        {"type": "web_search"},
+        {"type": "function", "function": FUNCTION | {"strict": OF_NO_TYPE}},
+        {"type": "function", "function": FUNCTION | {"description": OF_NO_TYPE}},
+        {"type": "function", "function": FUNCTION | {"parameters": OF_NO_TYPE}},
+        {"type": "function", "function": FUNCTION | {"name": OF_NO_TYPE}},
+    ],
+)
+def test_every_key_of_a_tool_is_read_and_other_kinds_are_refused(server, tool):
+    status, found = answer(server, "chat", tools=[tool])
+    assert (status, found["error"]["param"]) == (400, "tools"), found
+    keys = typing.get_type_hints(typing.get_type_hints(chat.ChatCompletionFunctionToolParam)["function"])
+    assert set(keys) == {"name", "description", "parameters", "strict"}
+
+
+@pytest.mark.parametrize("choice", [{"type": "allowed_tools", "allowed_tools": {}}, {"type": "custom", "custom": {}}])
+def test_a_choice_of_tools_that_is_not_done_is_refused(server, choice):
+    tools = [{"type": "function", "function": FUNCTION}]
+    status, found = answer(server, "chat", tools=tools, tool_choice=choice)
+    assert (status, found["error"]["param"]) == (400, "tool_choice")
