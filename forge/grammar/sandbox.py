@@ -27,8 +27,8 @@ from forge.errors import ForgeError, UsageError
 from forge.grammar.compiler import GrammarCompiler, check_size
 from forge.grammar.vocabulary import Vocabulary
 
-MAX_JOBS = 128
-"""Grammars that wait or are being compiled."""
+MAX_JOBS = 512
+"""Grammars that wait or are being compiled: of as many that explode, an ordinary one waits for none."""
 MAX_REMEMBERED = 256
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """In the environment of a process that forks."""

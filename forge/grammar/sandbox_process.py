@@ -5,7 +5,7 @@ within milliseconds. Each lane has a worker and a slice of the processor's time.
 the system kills a worker whose slice is over, and its grammar begins again in the next lane, with a larger slice and a
 lower priority. In each lane the grammar with the least estimated work is the next (`work_estimate`), of equals the
 newest. So a grammar that explodes delays an ordinary one by a slice of `LANES[0]` at most, and any number of them leave
-the processor to the engine.
+the processor to the engine: most of a crowd are refused after that slice.
 
 Memory and stack are limited by the system, too; a worker that wants more dies of it.
 
@@ -40,8 +40,11 @@ MEMORY = 256 << 20
 """Bytes, beyond those of the vocabulary."""
 STACK = 4 << 20
 """Bytes: half of what a thread of the engine's process has, which compiles the same grammar afterwards."""
-MAX_SLOW = 8
-"""Grammars that wait for the last lane. A further one is refused when it has taken the slice before."""
+MAX_WAITING = (0, 32, 8)
+"""Grammars that wait for a lane, but for the first. Of more, the one with the most estimated work leaves it."""
+_TOO_MUCH = 1 << 20
+"""Estimated work that no grammar within the limits has: one that leaves a full lane is refused, and need not come
+again."""
 DEADLINE = 30.0
 """Seconds that a job may wait and take together."""
 
@@ -182,18 +185,24 @@ class Supervisor:
     def _take_back(self, lane: Lane, job: Job, status: int) -> None:
         """Hand a job whose worker has died with this status to the next lane, or refuse it."""
         killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        *_, before, last = self._lanes
         too_long = f"it takes more than {lane.seconds} s to compile"
         if killed_by == signal.SIGKILL and "again" not in job:  # perhaps before it began
             lane.waiting.append(job | {"again": True})
         elif killed_by != signal.SIGPROF:
             self._refuse(job, _why_it_died(status))
-        elif lane is last:
+        elif lane is self._lanes[-1]:
             self._refuse(job, f"{too_long}: make it simpler")
-        elif lane is before and len(last.waiting) >= MAX_SLOW:
-            self._refuse(job, f"{too_long}, and {MAX_SLOW} such wait: make it simpler")
         else:
-            self._lanes[self._lanes.index(lane) + 1].waiting.append(job)
+            place = self._lanes.index(lane) + 1
+            waiting = self._lanes[place].waiting
+            waiting.append(job)
+            if len(waiting) > MAX_WAITING[place]:
+                most = max(waiting, key=lambda job: job["work"])
+                waiting.remove(most)
+                if most["work"] > _TOO_MUCH or self._lanes[place] is self._lanes[-1]:
+                    self._refuse(most, f"{too_long}, and {MAX_WAITING[place]} such wait: make it simpler")
+                else:
+                    self._answer(most, {"busy": True})
 
     def _replace(self, lane: Lane) -> int:
         """Give a lane a new worker; return the status of the one that was ended."""

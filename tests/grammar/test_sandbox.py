@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import CancelledError, as_completed
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,30 @@ def test_a_crowd_is_refused_in_a_bounded_time_without_waiting_for_the_second_wor
     assert any("it takes more than 0.1 s to compile, and 8 such wait" in message for message in messages)
     for waiter in crowd:
         waiter.cancel()
+
+
+def test_most_of_a_crowd_is_refused_after_its_first_slice(sandbox):
+    crowd = [sandbox.check(doubling(30, f"many{number}")) for number in range(50)]
+    messages = [str(waiter.exception(PATIENCE)) for waiter in islice(as_completed(crowd, PATIENCE), 12)]
+    assert any("it takes more than 0.02 s to compile, and 32 such wait" in message for message in messages)
+    for waiter in crowd:
+        waiter.cancel()
+
+
+@pytest.mark.parametrize(
+    ("number", "work", "expected"),
+    [(0, 1 << 30, "and 32 such wait"), (0, 9000, {"busy": True}), (1, 9000, "and 8 such wait"), (2, 9000, "0.5 s")],
+)
+def test_of_too_many_that_wait_for_a_lane_the_one_with_the_most_work_leaves(monkeypatch, number, work, expected):
+    """What is refused need not come again, so one whose work is not known to be too much is only sent away."""
+    supervisor, answers = object.__new__(Supervisor), []
+    supervisor._lanes = [Lane(None, *slice_) for slice_ in LANES]
+    monkeypatch.setattr(supervisor, "_answer", lambda job, answer: answers.append((job["id"], answer)))
+    jobs = [{"id": index, "form": {"regex": "a"}, "work": work if index == 3 else 5} for index in range(40)]
+    for job in [jobs[3]] if number == 2 else jobs:
+        supervisor._take_back(supervisor._lanes[number], job, signal.SIGPROF)
+    index, answer = answers[0]
+    assert index == 3 and (answer == expected or expected in answer["error"])
 
 
 def test_equal_grammars_share_a_job_and_the_decision_is_remembered(sandbox):
