@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -341,6 +342,15 @@ def _why_failed(state: Any) -> str:
     return failures[-1] if failures else f"the engines do not start: {' '.join(' '.join(messages).split())[-300:]}"
 
 
+def end_with_front(connection: socket.socket, has_started: threading.Event) -> None:
+    """End this process when the front ends before Ray has answered, which `ray.init` may wait for in vain. Blocks."""
+    hung_up = select.poll()
+    hung_up.register(connection, select.POLLRDHUP)
+    while not has_started.is_set():
+        if hung_up.poll(200):
+            os._exit(1)
+
+
 async def _described(handle: Any) -> Any:
     return await handle.describe.remote(None)
 
@@ -357,9 +367,11 @@ def main() -> None:
         if not data:
             return
         received = inbox.feed(data)
-    keeper = Keeper(connection, received[0])
+    keeper, has_started = Keeper(connection, received[0]), threading.Event()
+    threading.Thread(target=end_with_front, args=(connection, has_started), daemon=True).start()
     try:
         keeper.start()
+        has_started.set()
         asyncio.run(keeper.follow())
     except ForgeError as error:
         keeper.tell(LoadFailed(str(error), error.exit_code))

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from forge.cluster.keeper_messages import Deployment
 from forge.cluster.options import ClusterOptions
 from forge.server.messages import Inbox, LoadFailed
+from tests.waiting import PATIENCE
 
 with warnings.catch_warnings(action="ignore"):  # Ray's, of its own use of a library
     pytest.importorskip("ray", reason="Ray Serve is not installed: pip install 'ray[serve]'")
@@ -41,6 +43,27 @@ def test_an_engine_is_a_ray_resource_of_its_threads_and_its_gpu(ends):
     assert (private.ray_actor_options["num_cpus"], private.ray_actor_options["num_gpus"]) == (0, 1)
     on_cpus = deployed(ends[1], "10.0.0.1:1", options=OPTIONS | {"device": "cpu"})
     assert on_cpus.ray_actor_options["num_gpus"] == 0
+
+
+@pytest.mark.parametrize("front_ends", [True, False])
+def test_a_keeper_that_ray_does_not_answer_ends_with_its_front(ends, front_ends: bool, monkeypatch):
+    front, back = ends
+    has_started, statuses = threading.Event(), []
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        has_started.set()
+
+    monkeypatch.setattr(module.os, "_exit", end)
+    watching = threading.Thread(target=module.end_with_front, args=(back, has_started))
+    watching.start()
+    if front_ends:
+        front.close()
+    else:
+        front.send(b"a change")  # which is read later
+        has_started.set()
+    watching.join(PATIENCE)
+    assert not watching.is_alive() and statuses == [1] * front_ends
 
 
 def test_serve_replaces_engines_for_another_model_and_not_for_another_number(ends):

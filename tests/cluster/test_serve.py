@@ -7,6 +7,8 @@ times.
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -435,6 +438,73 @@ def test_serve_adds_a_replica_when_requests_pile_up():
             [one.result(60) for one in asked]
     finally:
         server.stop()
+
+
+NODE_IP = "127.0.0.2"
+"""Of this machine alone. For 127.0.0.1 Ray takes the machine's address, at which these nodes do not listen."""
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """A Ray of two nodes on this machine, each with room for one engine and one GPU that is only said to be there."""
+    from ray.cluster_utils import Cluster
+
+    size = {"num_cpus": 1, "num_gpus": 1, "node_ip_address": NODE_IP}
+    found = Cluster(initialize_head=True, head_node_args=size | {"include_dashboard": False})
+    found.add_node(**size)
+    yield found
+    found.shutdown()
+
+
+@long
+def test_engines_are_on_two_nodes_and_every_stream_goes_on_when_one_node_dies(nodes, alone):
+    server = cluster("--replicas", "2", "--ray-address", nodes.address, "--name", "nodes")
+    try:
+        assert until(lambda: server.metric("forge:replicas_reachable") == 2, 60)
+        (second,) = nodes.worker_nodes
+        with ThreadPoolExecutor(STREAMS) as pool:
+            prompts = [f"a node {number}" for number in range(STREAMS)]
+            ask = lambda prompt: text_of(list(events(server, prompt, max_tokens=TOKENS)))  # noqa: E731
+            streams = [pool.submit(ask, prompt) for prompt in prompts]
+            assert until(lambda: server.metric("vllm:num_requests_running") == STREAMS, 20)
+            nodes.remove_node(second, allow_graceful=False)
+            assert [stream.result(60) for stream in streams] == [said(alone, prompt, TOKENS) for prompt in prompts]
+        assert until(lambda: server.metric("forge:replicas_reachable") == 1, 60), "the other node has no room"
+        nodes.add_node(num_cpus=1, num_gpus=1, node_ip_address=NODE_IP)
+        assert until(lambda: server.metric("forge:replicas_reachable") == 2, 90)
+    finally:
+        server.stop()
+
+
+PLACED = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import ray
+from forge.cluster.keeper import Keeper
+from forge.cluster.keeper_messages import Deployment
+from forge.cluster.options import ClusterOptions
+
+options = {"threads": 1, "kv": "prefix", "device": "cuda"}
+plan = Deployment("gpus", "hash", options, ClusterOptions(replicas=3), address=sys.argv[1])
+wanted = Keeper(None, plan)._application("engines")._bound_deployment.ray_actor_options
+ray.init(address=sys.argv[1], log_to_driver=False)
+
+@ray.remote
+class Engine:
+    def place(self):
+        return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+
+engines = [Engine.options(**wanted).remote() for _ in range(3)]
+placed, waiting = ray.wait([engine.place.remote() for engine in engines], num_returns=3, timeout=10)
+print(len({node for node, _ in ray.get(placed)}), [len(gpus) for _, gpus in ray.get(placed)], len(waiting))
+"""
+
+
+@long
+def test_an_engine_takes_one_gpu_of_its_node_and_a_third_one_waits(nodes):
+    command_line = [sys.executable, "-c", PLACED, nodes.address]
+    result = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
+    assert result.stdout.split("\n")[-2] == "2 [1, 1] 1", result.stderr[-1000:]
 
 
 @long
