@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from forge.backends.devices import create_backend, is_gpu, kv_memory
-from forge.cache.block_table import blocks_for
+from forge.cache.block_pool import blocks_for
 from forge.cache.factory import CacheSize
 from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.engine import tasks

@@ -14,7 +14,7 @@ from forge.cache.kv_cache import KvCache
 from forge.engine.preemption import Preemption
 from forge.engine.proposer import Proposer
 from forge.engine.scheduler import Scheduler
-from forge.speculation.ngram import NgramProposer
+from forge.speculation.lookup import NgramProposer
 
 
 @dataclass(frozen=True)

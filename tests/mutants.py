@@ -48,10 +48,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "forge.engine.token_filter": ("engine/test_token_filter.py",),
     "forge.grammar": ("grammar",),
     "forge.speculation": ("speculation",),
-    "forge.speculation.controller": ("speculation/test_controller.py", "speculation/test_cycle.py"),
-    "forge.speculation.costs": ("speculation/test_costs.py", "speculation/test_controller.py"),
+    "forge.speculation.controller": (
+        "speculation/test_controller.py",
+        "speculation/test_cycle.py",
+        "speculation/test_costs.py",
+    ),
     "forge.speculation.leases": ("speculation/test_leases.py",),
-    "forge.speculation.ngram": ("speculation/test_ngram.py",),
+    "forge.speculation.lookup": ("speculation/test_ngram.py",),
     "forge.speculation.verification": ("speculation/test_verification.py", "speculation/test_distribution.py"),
 }
 """Which tests a module's mutants are shown to, cheap ones first: those of the longest name that fits."""

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 
 from forge.backends.reference import ReferenceOperations
-from forge.cache.block_table import BlockTable
+from forge.cache.block_pool import BlockTable
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache, PrefixTable

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from forge.cache.block_table import blocks_for
+from forge.cache.block_pool import blocks_for
 from forge.cache.kv_cache import CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
 from forge.trace.records import BlockMap, TableRecord

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from forge.cache.basic import BasicKvCache
-from forge.cache.block_table import blocks_for
+from forge.cache.block_pool import blocks_for
 from forge.cache.eviction import EvictionPolicy, eviction_policy
 from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache

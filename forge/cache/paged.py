@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import TypeVar
 
-from forge.cache.block_pool import BlockPool
-from forge.cache.block_table import BlockTable, blocks_for
+from forge.cache.block_pool import BlockPool, BlockTable, blocks_for
 from forge.cache.kv_cache import NO_HIT, CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
 from forge.trace.records import BlockMap, BlockSplit, CacheEvent, TableRecord

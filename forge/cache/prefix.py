@@ -22,7 +22,7 @@ from itertools import takewhile
 from operator import eq
 from typing import cast
 
-from forge.cache.block_table import BlockTable, blocks_for
+from forge.cache.block_pool import BlockTable, blocks_for
 from forge.cache.eviction import EvictionPolicy, lru
 from forge.cache.kv_cache import Hit
 from forge.cache.paged import PagedKvCache

@@ -25,8 +25,8 @@ from forge.cluster.metrics import ClusterMetrics
 from forge.cluster.pool import Pool
 from forge.cluster.routers import DEFAULT_THRESHOLD
 from forge.cluster.wire import Address, Place, ReplicaUpdate, Source, Unreachable
+from forge.engine.handoff import Emitted
 from forge.engine.output_text import OutputText
-from forge.engine.resume import Emitted
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
 from forge.server.engine_client import EngineDead, Generation, Prompt, RequestFailed, ResumableClient

@@ -27,8 +27,7 @@ from forge.cluster.events import CacheEvents, EventLog
 from forge.cluster.handoff import fetch
 from forge.cluster.load import LoadMeter
 from forge.cluster.wire import ORPHANED, PULSE_INTERVAL, Address, Place, Pulse, Purpose, ReplicaUpdate, admit, listen
-from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
-from forge.engine.resume import add_resumed
+from forge.engine.handoff import KvHandoff, add_handed_over, add_resumed, hand_off
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
 from forge.server.engine_process import EngineServer, fault_of, ready_message

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from forge.cluster.events import NO_EVENTS, CacheEvents
 from forge.cluster.fleet import Load
-from forge.engine.resume import Emitted
+from forge.engine.handoff import Emitted
 from forge.errors import ForgeError
 from forge.server.messages import Submit, Update
 

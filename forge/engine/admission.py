@@ -11,13 +11,10 @@ goes to short sequences (`Admission.admit_short`), as concurrent partial prefill
 from itertools import islice
 from typing import Literal
 
-from forge.cache.host_pool import HostPool, Swap
+from forge.cache.host_pool import Swap
 from forge.cache.kv_cache import NO_HIT, KvCache
-from forge.engine.policies import SchedulerConfig
+from forge.engine.containers import Containers
 from forge.engine.prefill_only import PrefillOnly
-from forge.engine.prefix_planner import PrefixPlanner
-from forge.engine.request_queue import RequestQueue
-from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, PlanItem
 from forge.engine.task import GENERATE
@@ -33,20 +30,9 @@ SHORT_SHARE = 4
 class Admission:
     """Moves sequences from the queue to the running ones, as far as slots, tokens and blocks allow."""
 
-    def __init__(
-        self,
-        cache: KvCache,
-        config: SchedulerConfig,
-        queue: RequestQueue,
-        running: dict[int, Sequence],
-        host: HostPool,
-        retained: RetainedCaches,
-        planner: PrefixPlanner,
-        prefill_only: PrefillOnly,
-    ):
-        """Share the scheduler's own containers."""
-        self._cache, self._config, self._queue, self._running = cache, config, queue, running
-        self._host, self._retained, self._planner, self._prefill_only = host, retained, planner, prefill_only
+    def __init__(self, containers: Containers, prefill_only: PrefillOnly):
+        self._cache, self._config, self._planner, self._queue, self._running, self._host, self._retained = containers
+        self._prefill_only = prefill_only
 
     def admit(self, plan: PlanBuilder) -> None:
         """Admit what fits, and note in the plan why the rest waits."""
@@ -185,7 +171,6 @@ class Admission:
         self._queue.remove(sequence)
         self._running[seq_id] = sequence
         if sequence.prefix_keys:
-            self._planner.remove(sequence)
             self._planner.claim(sequence, start, plan)
         num_tokens = min(length - start, plan.budget) if self._config.chunked_prefill else length - start
         plan.add(generation_item(cache, sequence, start, num_tokens))

@@ -1,20 +1,27 @@
-"""A hand-over: the keys and values of a prompt that one engine has computed, for another engine to continue.
+"""What another engine has begun goes on here: with its keys and values, or with its tokens alone.
 
-The other engine takes it in as it takes a swapped sequence in: the blocks wait in its host pool until the sequence is
-admitted. Nothing of sampling, text or grammars is handed over, because all of that follows from the tokens. So the last
-prompt token is computed again where it is sampled, and the tokens are those of one engine to the last bit.
-(Zhong et al. 2024, DistServe; Patel et al. 2024, Splitwise. vLLM's KV connectors compute the last token again too.)
+A hand-over is the keys and values of a prompt that one engine has computed. The other engine takes it in as it takes a
+swapped sequence in: the blocks wait in its host pool until the sequence is admitted. Nothing of sampling, text or
+grammars is handed over, because all of that follows from the tokens. So the last prompt token is computed again where
+it is sampled, and the tokens are those of one engine to the last bit. (Zhong et al. 2024, DistServe; Patel et al. 2024,
+Splitwise. vLLM's KV connectors compute the last token again too.)
+
+A resumption needs tokens alone, because a sequence is its tokens. Draws belong to a seed and positions, keys and values
+follow from tokens, and so do text, stop strings and grammars. So the tokens that were chosen elsewhere are appended to
+the prompt's, and the sequence waits as a preempted one does; its prefill computes prompt and output together, as far as
+no cache has them.
 """
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from forge.cache.block_table import blocks_for
+from forge.cache.block_pool import blocks_for
 from forge.cache.host_pool import HostEntry
 from forge.cache.kv_storage import KvLayout
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.task import Logprobs
 from forge.errors import UsageError
 
 
@@ -80,3 +87,36 @@ def add_handed_over(
     handoff.check(engine.storage.layout, prompt_token_ids, salt)
     computed = HostEntry(handoff.num_blocks, handoff.position, handoff.data)
     return engine.add_request(request_id, prompt_token_ids, params, salt=salt, computed=computed, **options)
+
+
+class Emitted(NamedTuple):
+    """The known output tokens of one sample."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each token, or none where the request asks for none."""
+
+
+def add_resumed(
+    engine: Engine,
+    emitted: Items[Emitted],
+    request_id: str,
+    prompt_token_ids: Items[int],
+    params: SamplingParams,
+    **options: Any,
+) -> tuple[int, ...]:
+    """Queue a request that goes on after the tokens of `emitted`, one for each sample, with the options of
+    `Engine.add_request`. The seed must be given. None of the samples may have ended: leave out the last token of one
+    that has, and it is chosen again.
+
+    Raises `UsageError`, with nothing changed, where that cannot be.
+    """
+    if params.seed is None or len(emitted) != params.n:
+        raise UsageError("a request is resumed with its seed and with the tokens of each of its samples")
+    longest = max(len(sample.token_ids) for sample in emitted)
+    if longest >= params.max_tokens:
+        raise UsageError(f"a sample of {longest} tokens has ended: max_tokens is {params.max_tokens}")
+    seq_ids = engine.add_request(request_id, prompt_token_ids, params, **options)
+    if longest:
+        engine.append_emitted(request_id, [(sample.token_ids, sample.logprobs) for sample in emitted])
+    return seq_ids

@@ -6,12 +6,10 @@ before all sequences that never ran. Each preemption lets a sequence compute a t
 progress.
 """
 
-from forge.cache.block_table import blocks_for
-from forge.cache.host_pool import HostEntry, HostPool, Swap
-from forge.cache.kv_cache import KvCache, OutOfBlocks
-from forge.engine.policies import SchedulerConfig
-from forge.engine.request_queue import RequestQueue
-from forge.engine.retained import RetainedCaches
+from forge.cache.block_pool import blocks_for
+from forge.cache.host_pool import HostEntry, Swap
+from forge.cache.kv_cache import OutOfBlocks
+from forge.engine.containers import Containers
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder
 from forge.reasons import HostPoolFull, NoBlocks, PoolExhausted
@@ -21,17 +19,8 @@ from forge.trace.records import PreemptRecord
 class Preemption:
     """Frees blocks for running sequences. Retained caches go first, then victims."""
 
-    def __init__(
-        self,
-        cache: KvCache,
-        config: SchedulerConfig,
-        queue: RequestQueue,
-        running: dict[int, Sequence],
-        host: HostPool,
-        retained: RetainedCaches,
-    ):
-        """Share the scheduler's own containers."""
-        self._cache, self._queue, self._running, self._host, self._retained = cache, queue, running, host, retained
+    def __init__(self, containers: Containers):
+        self._cache, config, _, self._queue, self._running, self._host, self._retained = containers
         self._policy_name, self._choose_victim = config.victim_policy
         self._swaps = config.preemption == "swap"
 

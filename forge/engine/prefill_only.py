@@ -13,10 +13,8 @@ a generation until it is computed, in chunks: however long it is, it makes no ru
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forge.cache.kv_cache import NO_HIT, Hit, KvCache
-from forge.engine.policies import SchedulerConfig
-from forge.engine.prefix_planner import PrefixPlanner
-from forge.engine.request_queue import RequestQueue
+from forge.cache.kv_cache import NO_HIT, Hit
+from forge.engine.containers import Containers
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, PlanItem
 from forge.reasons import NoBlocks, NoBudget, WaitReason
@@ -37,10 +35,7 @@ class PrefillOnly:
 
     def __init__(
         self,
-        cache: KvCache,
-        config: SchedulerConfig,
-        queue: RequestQueue,
-        planner: PrefixPlanner,
+        containers: Containers,
         scratch: range,
         temporary_bytes: Callable[[int, int], int],
         max_logit_rows: int,
@@ -48,10 +43,10 @@ class PrefillOnly:
         """scratch: blocks past the cache's own. temporary_bytes: what a forward of so many rows, so many of them with
         logits, needs for itself. max_logit_rows: rows of logits that one sequence may add to the step's own forward;
         with more it gets forwards of its own."""
-        self._cache, self._config, self._queue, self._planner = cache, config, queue, planner
+        self._cache, self._config, self._planner, self._queue, *_ = containers
         self.scratch = scratch
         self.temporary_bytes, self._max_logit_rows = temporary_bytes, max_logit_rows
-        self._in_chunks = config.chunked_prefill and cache.persistent
+        self._in_chunks = self._config.chunked_prefill and self._cache.persistent
         """Whether a prompt that exceeds a step's tokens can be computed in several steps."""
         self._budget: _StepBudget | None = None
 
@@ -145,7 +140,6 @@ class PrefillOnly:
             table = cache.block_table(sequence.seq_id)
             self._planner.claim(sequence, hit.num_tokens, plan, len(table))
         self._queue.remove(sequence)
-        self._planner.remove(sequence)
         start, length = hit.num_tokens, len(sequence.token_ids)
         table += tuple([budget.scratch.pop() for _ in range(-(-length // size) - len(table))])
         samples = sequence.task.sample and sequence.max_output_tokens > 0

@@ -27,7 +27,6 @@ class PrefixPlanner:
 
     def __init__(self, block_size: int):
         self._block_size = block_size
-        self._waiting: dict[int, tuple[int, ...]] = {}
         self._beginnings: Counter[int] = Counter()
         """Of each block key, how many waiting sequences begin with it."""
         self._seen: dict[int, None] = {}
@@ -35,19 +34,17 @@ class PrefixPlanner:
 
     def add(self, sequence: Sequence) -> None:
         """Count the keys of a sequence that begins to wait."""
-        self._waiting[sequence.seq_id] = sequence.prefix_keys
         self._beginnings.update(sequence.prefix_keys)
 
     def remove(self, sequence: Sequence) -> None:
-        """Stop counting a sequence that begins to run or has ended. Removing it again does nothing."""
-        for key in self._waiting.pop(sequence.seq_id, ()):
+        """Stop counting a sequence that begins to run or has ended."""
+        for key in sequence.prefix_keys:
             self._beginnings[key] -= 1
             if not self._beginnings[key]:
                 del self._beginnings[key]
 
     def clear(self) -> None:
         """Remove all waiting sequences, and remember which keys were seen."""
-        self._waiting.clear()
         self._beginnings.clear()
 
     def deferral(self, sequence: Sequence, num_cached: int, plan: PlanBuilder) -> Deferred | None:

@@ -17,12 +17,11 @@ from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
 from forge.engine.outputs import RequestOutput
 from forge.engine.proposer import NoSpeculation, Speculation
-from forge.engine.requests import PromptLimits, RequestState, check_answerable, check_drafts
+from forge.engine.requests import PromptLimits, RequestState, SequenceBuilder, check_answerable, check_drafts
 from forge.engine.sampler import StepResults
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
-from forge.engine.sequence_builder import SequenceBuilder
 from forge.engine.step_plan import Outcome, StepPlan, flat
 from forge.engine.step_record import RecordBuilder
 from forge.engine.structured_output import CompileGrammar, Grammar
@@ -152,7 +151,7 @@ class RequestRegistry(ABC):
 
     def append_emitted(self, request_id: str, emitted: Items[tuple[Items[int], Items[Logprobs]]]) -> None:
         """Append output tokens, with their log probabilities, that another engine has chosen to each sample of a
-        request that no step has seen. Its samples wait apart, as after a preemption. See `forge.engine.resume`."""
+        request that no step has seen. Its samples wait apart, as after a preemption. See `forge.engine.handoff`."""
         sequences = self._requests[request_id].sequences
         with self.operation:
             for sequence, (token_ids, logprobs) in zip(sequences, emitted, strict=True):

@@ -21,17 +21,15 @@ A sequence's state is the container that holds it: the queue (waiting; with an e
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 
-from forge.cache.host_pool import HostEntry, HostPool
+from forge.cache.host_pool import HostEntry
 from forge.cache.kv_cache import CacheStats, KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
 from forge.engine.admission import Admission, generation_item
+from forge.engine.containers import Containers
 from forge.engine.draft_slots import DraftSlots
 from forge.engine.policies import SchedulerConfig
 from forge.engine.preemption import Preemption
 from forge.engine.prefill_only import PrefillOnly
-from forge.engine.prefix_planner import PrefixPlanner
-from forge.engine.request_queue import RequestQueue
-from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanBuilder, PlanItem, StepPlan
 from forge.reasons import FinishReason
@@ -58,11 +56,8 @@ class Scheduler:
         rows, so many of them with logits, needs for itself. max_logit_rows: see `PrefillOnly`."""
         self.cache = cache
         self.config = config
-        self.queue = RequestQueue(config.admission_order)
-        self.running: dict[int, Sequence] = {}
-        """Generations that hold slots and blocks, in the order of their admission."""
-        self.host = HostPool(config.num_host_blocks)
-        self.retained = RetainedCaches(cache)
+        containers = Containers.empty(cache, config)
+        self.planner, self.queue, self.running, self.host, self.retained = containers[2:]
         self.draft_slots: DraftSlots | None = None
         """Set where a proposer proposes draft tokens."""
         self.num_finished = 0
@@ -71,14 +66,9 @@ class Scheduler:
         self.block_map: BlockMap | None = None
         """Every block as the last step left it, where `keep_block_map` is set."""
         self.keep_block_map = False
-        self.planner = PrefixPlanner(cache.block_size)
-        self.prefill_only = PrefillOnly(
-            cache, config, self.queue, self.planner, scratch, temporary_bytes, max_logit_rows
-        )
-        self.preemption = preemption(cache, config, self.queue, self.running, self.host, self.retained)
-        self.admission = Admission(
-            cache, config, self.queue, self.running, self.host, self.retained, self.planner, self.prefill_only
-        )
+        self.prefill_only = PrefillOnly(containers, scratch, temporary_bytes, max_logit_rows)
+        self.preemption = preemption(containers)
+        self.admission = Admission(containers, self.prefill_only)
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
         self._token_budget = config.token_budget if cache.persistent else _UNLIMITED
         self._max_logit_rows = max_logit_rows
@@ -97,7 +87,7 @@ class Scheduler:
         if self.config.prefix_planning:
             cacheable = sequence.token_ids[: sequence.max_cacheable_tokens]
             sequence.prefix_keys = self.cache.prefix_keys(cacheable, sequence.salt)
-        self._enqueue(sequence)
+        self.queue.add(sequence)
         if computed is None or sequence.prefill_only:
             return
         if computed.num_blocks <= self.host.num_free and 0 < computed.num_tokens <= sequence.max_cacheable_tokens:
@@ -108,7 +98,7 @@ class Scheduler:
         samples, sequence.waiting_samples = sequence.waiting_samples, []
         for sample in samples:
             sample.waits_in = None
-            self._enqueue(sample)
+            self.queue.add(sample)
 
     def has_unfinished(self) -> bool:
         return bool(self.queue.sequences or self.running)
@@ -154,7 +144,7 @@ class Scheduler:
 
         The cache is emptied and every sequence waits, as after a preemption. May itself be interrupted and repeated.
         """
-        for container in (self.queue, self.running, self.retained, self.planner, self.host.entries):
+        for container in (self.queue, self.running, self.retained, self.host.entries):
             container.clear()
         self.cache.clear()
         begun: dict[str, list[Sequence]] = {sequence.request_id: [] for sequence in sequences}
@@ -165,7 +155,7 @@ class Scheduler:
                 sequence.waits_in = fresh[0]
                 fresh[0].waiting_samples.append(sequence)
             else:
-                self._enqueue(sequence)
+                self.queue.add(sequence)
                 fresh += [sequence] if not sequence.num_output_tokens else []
         self.num_finished = num_finished
         self.stats = self.cache.stats()
@@ -295,15 +285,10 @@ class Scheduler:
                     continue
             except OutOfBlocks:
                 pass
-            self._enqueue(child)
+            self.queue.add(child)
         return copies
 
     # Containers
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        self.queue.add(sequence)
-        if sequence.prefix_keys:
-            self.planner.add(sequence)
 
     def _retire(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """Remove a sequence that ended. Every end comes through here."""
@@ -320,7 +305,6 @@ class Scheduler:
                 self.cache.remove(seq_id)
         elif seq_id in self.queue.sequences:
             self.queue.remove(sequence)
-            self.planner.remove(sequence)
             self.host.drop(seq_id)
 
     def _promote_sample(self, ended: Sequence) -> None:
@@ -330,7 +314,7 @@ class Scheduler:
         heir.prefix_keys, ended.waiting_samples = ended.prefix_keys, []
         for sample in samples:
             sample.waits_in = heir
-        self._enqueue(heir)
+        self.queue.add(heir)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sequence is in two containers or the cache disagrees with its tokens."""

@@ -13,7 +13,7 @@ import numpy as np
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
-from forge.speculation.ngram import NgramProposer
+from forge.speculation.lookup import NgramProposer
 from forge.testing import check_proposer
 from forge.workload.judging import HELD_OUT
 

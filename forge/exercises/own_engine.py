@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from rich.text import Text
 
-from forge.cache.block_table import blocks_for
+from forge.cache.block_pool import blocks_for
 from forge.cache.eviction import EvictionPolicy
 from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheFactory, CacheSize, create_kv_cache
 from forge.cache.kv_cache import KvCache

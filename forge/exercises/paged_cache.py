@@ -7,7 +7,7 @@ from numbers import Integral
 from types import ModuleType
 from typing import Any
 
-from forge.cache.block_table import BlockTable, blocks_for
+from forge.cache.block_pool import BlockTable, blocks_for
 from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
 from forge.cache.kv_cache import CacheStats
 from forge.cache.paged import PagedKvCache

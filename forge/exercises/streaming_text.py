@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from forge.engine import sequence_builder
+from forge.engine import requests
 from forge.engine.output_text import OutputText
 from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
@@ -152,8 +152,8 @@ def _check_text(piece: ModuleType) -> None:
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
     with (
-        patch.object(sequence_builder, "StreamingDetokenizer", lambda tokenizer: tokenizer),
-        patch.object(sequence_builder, "OutputText", _text_of(piece)),
+        patch.object(requests, "StreamingDetokenizer", lambda tokenizer: tokenizer),
+        patch.object(requests, "OutputText", _text_of(piece)),
     ):
         yield _OPTIONS
 

@@ -14,8 +14,7 @@ from forge.model.loader import load_model, load_qwen3, open_weights
 from forge.model.model import Model
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
-from forge.speculation.forced import ForcedProposer
-from forge.speculation.ngram import NgramProposer
+from forge.speculation.lookup import ForcedProposer, NgramProposer
 from forge.speculation.verification import Acceptance
 from forge.tokenizer import Tokenizer
 

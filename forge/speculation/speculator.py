@@ -37,8 +37,7 @@ from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.structured_output import Matcher
 from forge.errors import ForgeError
 from forge.reasons import UndraftedReason
-from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
-from forge.speculation.costs import CostMeter
+from forge.speculation.controller import NO_CYCLES, CostMeter, Costs, RecentCycles, SpeculationControl
 from forge.speculation.leases import LeaseRevoked
 from forge.speculation.verification import Acceptance, verify_argmax, verify_drafts
 from forge.trace.records import SpecCycle, SpecDecision, Undrafted

@@ -18,7 +18,7 @@ from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel
 from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill, random_batches
 from forge.model.model import Model
-from forge.speculation.replay import ReplayProposer
+from forge.speculation.lookup import ReplayProposer
 
 _BLOCK = 16
 _LENGTHS = (1, 2, 15, 16, 17, 33, 47)

@@ -37,8 +37,7 @@ from forge.model.hash_model import HashModel
 from forge.reasons import Deferred
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer
-from forge.speculation.forced import ForcedProposer
-from forge.speculation.ngram import NgramProposer
+from forge.speculation.lookup import ForcedProposer, NgramProposer
 from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord
 from tests.engine.late_model import LateModel

@@ -8,7 +8,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Task
 from forge.errors import UsageError
 from forge.reasons import PoolExhausted
-from forge.speculation.ngram import NgramProposer
+from forge.speculation.lookup import NgramProposer
 from tests.engine.scripted import (
     EOS,
     PIECES,

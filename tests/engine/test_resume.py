@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from forge import LLM, SamplingParams
-from forge.engine.resume import Emitted, add_resumed
+from forge.engine.handoff import Emitted, add_resumed
 from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 

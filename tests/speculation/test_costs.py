@@ -2,8 +2,7 @@
 
 import pytest
 
-from forge.speculation.controller import Costs
-from forge.speculation.costs import CostMeter
+from forge.speculation.controller import CostMeter, Costs
 
 ASSUMED = Costs(0.1, 0.02)
 

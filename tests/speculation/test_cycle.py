@@ -13,8 +13,7 @@ from forge.model.manual_batch import Part, new_storage, one_prefill
 from forge.model.qwen3 import Qwen3
 from forge.speculation.controller import RecentCycles
 from forge.speculation.draft import DraftProposer
-from forge.speculation.ngram import NgramProposer
-from forge.speculation.replay import ReplayProposer
+from forge.speculation.lookup import NgramProposer, ReplayProposer
 from forge.speculation.verification import verify_drafts
 from forge.tokenizer import Tokenizer
 from tests.small_models import write_small_qwen3

@@ -13,8 +13,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.speculation.controller import Costs
 from forge.speculation.leases import Lease, LeaseRevoked, lease_model
-from forge.speculation.ngram import NgramProposer
-from forge.speculation.replay import ReplayProposer
+from forge.speculation.lookup import NgramProposer, ReplayProposer
 from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord
 from tests.engine.scripted import EOS, assert_nothing_held, complete, letters, muddled, new_engine, run_all, saying

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from forge.errors import UsageError
-from forge.speculation.ngram import NgramProposer
+from forge.speculation.lookup import NgramProposer
 from tests.speculation.requests import proposed, request
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.speculation.replay import ReplayProposer
+from forge.speculation.lookup import ReplayProposer
 from tests.speculation.requests import proposed
 
 TEXTS = [[1, 2, 3, 4, 5, 6], [1, 2, 9, 9]]

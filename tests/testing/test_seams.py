@@ -6,7 +6,7 @@ from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.engine import policies
 from forge.engine.proposer import Proposal, Proposer
-from forge.speculation.ngram import NgramProposer
+from forge.speculation.lookup import NgramProposer
 from forge.testing import check_cache, check_proposer, check_victim_policy
 
 

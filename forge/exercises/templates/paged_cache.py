@@ -15,7 +15,7 @@ passed. The time of a call may grow with the length of its own sequence, not wit
 
 from collections.abc import Sequence
 
-from forge.cache.block_table import BlockTable, blocks_for  # blocks_for(5, 4) == 2: how many blocks 5 tokens take
+from forge.cache.block_pool import BlockTable, blocks_for  # blocks_for(5, 4) == 2: how many blocks 5 tokens take
 from forge.cache.kv_cache import OutOfBlocks  # OutOfBlocks(needed, free): raise it if blocks are missing
 from forge.cache.kv_storage import BlockCopy  # BlockCopy(old, new): the engine copies one block into the other
 from forge.exercises.paged_cache import PagedBase

@@ -1,4 +1,4 @@
-from forge.cache.block_table import BlockTable, blocks_for
+from forge.cache.block_pool import BlockTable, blocks_for
 from forge.cache.kv_cache import OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
 from forge.exercises.paged_cache import PagedBase

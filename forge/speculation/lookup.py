@@ -1,11 +1,19 @@
-"""Drafting without a model: what followed the last time that the text ended like this.
+"""Drafting without a model: what the text or the grammar says already.
 
-Prompt lookup (Saxena 2023): find the last few tokens earlier in the prompt or output, the longest match first and of
-equal ones the latest, and propose what came after it. Answers that quote, code that repeats a name and lists that go on
-as they began need no model.
+`NgramProposer` proposes what followed the last time that the text ended like this. Prompt lookup (Saxena 2023): find
+the last few tokens earlier in the prompt or output, the longest match first and of equal ones the latest, and propose
+what came after it. Answers that quote, code that repeats a name and lists that go on as they began need no model. A
+match may run up to the end of the text, as in "ab ab ab": then what is proposed is read on from the proposal itself, so
+a repetition of any period goes on for as many tokens as requested.
 
-A match may run up to the end of the text, as in "ab ab ab": then what is proposed is read on from the proposal itself,
-so a repetition of any period goes on for as many tokens as requested.
+`ForcedProposer` proposes the text that a grammar leaves no choice about. After `{"he` a schema may leave only `ro": "`.
+That is text, and seldom one token: `ro` and `r` are both legal. So the tokens in which the tokenizer would write it are
+proposed, and verified like any other draft's. A model that writes them otherwise is not overruled, and the output stays
+what it would have been.
+
+`ReplayProposer` knows the answer: it replays texts that were recorded before. Its draft tokens are always right and
+cost nothing, which bounds what speculation can gain. With an agreement below 1 some are wrong on purpose, and with 0
+all of them: the worst that a proposer can do.
 """
 
 from collections.abc import Sequence
@@ -13,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
+from forge.engine.rng import Purpose, uniform
 from forge.errors import UsageError
 
 DEFAULT_MIN_NGRAM = 2
@@ -88,3 +97,47 @@ def _index_after_match(ids: np.ndarray, min_ngram: int, max_ngram: int) -> int |
         if length >= min_ngram:
             best = ends
     return int(best[-1]) + 1 if len(best) else None
+
+
+class ForcedProposer(Proposer):
+    """Proposes the text that a sequence's grammar forces, and nothing for other sequences."""
+
+    name = "grammar"
+
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
+        """Propose the forced tokens, as many as are requested."""
+        return [self._propose(request) for request in requests]
+
+    def _propose(self, request: ProposalRequest) -> Proposal:
+        if request.matcher is None or not request.max_tokens:
+            return NO_PROPOSAL
+        forced = request.matcher.forced(request.token_ids[request.num_prompt_tokens :])
+        return Proposal(forced[: request.max_tokens])
+
+
+class ReplayProposer(Proposer):
+    """Proposes the recorded continuation of a text."""
+
+    name = "replay"
+
+    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int, agreement: float = 1.0):
+        """texts: token ids, prompt and output, of every sequence that will be requested. A token is proposed as
+        recorded with probability `agreement`; its position alone decides."""
+        self._texts = [list(text) for text in texts]
+        self.vocab_size, self.agreement = vocab_size, agreement
+
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
+        """Propose the recorded tokens after each request's text, nothing for a text that was not recorded."""
+        return [self._propose(request) for request in requests]
+
+    def _propose(self, request: ProposalRequest) -> Proposal:
+        start = len(request.token_ids)
+        text = next((text for text in self._texts if text[:start] == list(request.token_ids)), None)
+        if text is None:
+            return NO_PROPOSAL
+        following = text[start : start + request.max_tokens]
+        return Proposal(tuple(self._token(token_id, start + index) for index, token_id in enumerate(following)))
+
+    def _token(self, token_id: int, position: int) -> int:
+        agrees = uniform(0, 0, position, Purpose.PROPOSE) < self.agreement
+        return token_id if agrees else (token_id + 1) % self.vocab_size
