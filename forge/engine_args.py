@@ -65,7 +65,7 @@ class EngineArgs:
     """Or a function from a `CacheSize` to a `KvCache`."""
     speculate: "str | Proposer | None" = option(
         None,
-        "Guess tokens ahead and verify them together: draft, a small model; ngram, what followed before; grammar, "
+        "Draft tokens and verify them together: draft, a small model; ngram, what followed before; grammar, "
         "what a grammar leaves no choice about; off.",
         shown="off",
     )
@@ -100,13 +100,13 @@ class EngineArgs:
     kernels: str | None = option(None, "triton, or torch (cuda).", _MODEL, shown="triton")
 
     draft: str | Path | Sequence[str | Path] = option(
-        (), "The draft model; may be repeated, then all of them guess.", _SPECULATION, shown="tales-draft"
+        (), "The draft model; may be repeated, then all of them propose.", _SPECULATION, shown="tales-draft"
     )
     draft_device: str | None = option(
         None, "Where drafts are computed: cpu, reference or cuda.", _SPECULATION, shown="--device"
     )
-    k: int = option(4, "Tokens to guess at a time, at most.", _SPECULATION)
-    speculate_fixed: bool = option(False, "Always guess that many, also where it loses.", _SPECULATION)
+    k: int = option(4, "Draft tokens at a time, at most.", _SPECULATION)
+    speculate_fixed: bool = option(False, "Always draft that many, also where it loses.", _SPECULATION)
     acceptance: str = option(
         "gumbel",
         "Which draft tokens stand when tokens are sampled: gumbel (the output is the same as without a draft) or "

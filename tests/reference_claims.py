@@ -79,14 +79,14 @@ CLAIMS: dict[str, tuple[str, ...]] = {
     ),
     'forge generate --speculate draft --k 4 "Once upon a time" 64': (
         r"8 plain steps to go, to know what one takes",
-        r"guessed: tales-draft-q8_0",
-        r"tales-draft-q8_0 guesses",
+        r"drafted: tales-draft-q8_0",
+        r"tales-draft-q8_0 drafted",
     ),
     'forge generate --speculate ngram "Once upon a time" 64': (r"plain decodes",),
     "forge bench engine -m hash --draft hash:0.8": (r"speculative",),
     "forge compare --speculate off vs draft": (SAME, r"off +draft"),
-    "forge trace-scheduler -n 9 --speculate draft --tenants 4,2,0": (r"Each tenant's guesses",),
-    "forge trace-scheduler -n 8 --speculate draft": (r"guessed: tales-draft-q8_0 \d of \d",),
+    "forge trace-scheduler -n 9 --speculate draft --tenants 4,2,0": (r"Each tenant's draft tokens",),
+    "forge trace-scheduler -n 8 --speculate draft": (r"drafted: tales-draft-q8_0 \d of \d",),
     'forge speculation --revoke-target-at 10 "Once" 40': (r"taken back|given back|waits|away",),
     "forge speculation pins --model tales --draft tales-draft": (r"(?s)(✓.*){4}", r"all bits"),
     "forge speculation pins --lengths 8,64,256 --temperature 1 --seeds 0,1,2": (
@@ -103,7 +103,7 @@ CLAIMS: dict[str, tuple[str, ...]] = {
     'forge generate --regex "My name is [A-Z][a-z]{2,6} and I live in a [a-z]{3,6}\\."    --speculate grammar '
     '--speculate-fixed "Hello" 30': (
         r"(?m)^My name is [A-Z][a-z]{2,6} and I live in a [a-z]{3,6}\.$",
-        r"grammar guesses +[1-9]\d* of \d+ accepted",
+        r"grammar drafted +[1-9]\d* of \d+ accepted",
     ),
     "forge constrained --only run --ask record": (r"with the form \{",),
     "forge constrained --bug mask-after": (r"What catches it\? mask-after", r"the model has no say"),

@@ -53,6 +53,16 @@ AS_THEY_STAND = {
 GUESSES_OF_READERS = ("book/", "cli/chapters.py")
 """A chapter asks its reader for a guess."""
 
+RETIRED_IN_TEXTS = {
+    "draft token, proposal, drafted": (
+        r"\bguess(es|ed|ing)?\b",
+        r"^7\. Guess, verify, keep what agrees|(?-i:\bGuess[.;]|is a \*guess\*|The defaults are guesses)",
+    ),
+    "prefill-only": (r"\bone-shots?\b", r"Prelude calls it OneShot"),
+}
+"""From a concept's name to words that no screen, help text, docstring or exercise has, and to the lines that may: a
+chapter's title, and constants that no GPU has measured."""
+
 RETIRED_IN_CHAPTERS = {
     "prefill-only": (
         r"\bone-?shots?\b",
@@ -97,6 +107,19 @@ def test_a_retired_word_is_no_identifier(concept, names):
         if "guess" not in name.lower() or not path.startswith(GUESSES_OF_READERS)
     }
     assert standing - AS_THEY_STAND == set()
+
+
+@pytest.mark.parametrize("concept", RETIRED_IN_TEXTS)
+def test_a_retired_word_is_on_no_screen_and_in_no_help(concept):
+    former, allowed = (re.compile(pattern, re.IGNORECASE) for pattern in RETIRED_IN_TEXTS[concept])
+    standing = [
+        f"{name}:{number}: {line}"
+        for path in sorted([*ROOT.rglob("*.py"), *ROOT.rglob("*.toml")])
+        if not (name := path.relative_to(ROOT).as_posix()).startswith(GUESSES_OF_READERS)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if former.search(line) and not allowed.search(line.strip().removeprefix('"""'))
+    ]
+    assert standing == []
 
 
 @pytest.mark.parametrize("concept", RETIRED_IN_CHAPTERS)

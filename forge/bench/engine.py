@@ -1,4 +1,4 @@
-"""`forge bench engine`: the batching chapter's experiment with sizes of one's own, guesses ahead included."""
+"""`forge bench engine`: the batching chapter's experiment with sizes of one's own, speculation included."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -32,7 +32,7 @@ def bench_engine(
     """Requests one after another, in static batches and continuously: tokens/s, ms per request, latency.
 
     sequential makes a fresh engine for each request; loading the weights is not counted. With --draft or --speculate
-    each size also runs with K guesses in every cycle.
+    each size also runs with K draft tokens in every cycle.
 
     [dim]forge bench engine --requests 64 --prompt-tokens 16 --max-tokens 64[/dim]
 

@@ -45,7 +45,7 @@ _Turn = tuple[list[StepRecord], list[tuple[int, ...]]]
 def screen(facts: Facts) -> Iterator[Part]:
     """Yield every batch's table, narrow enough for 80 columns, with the best K of each proposer in bold; what plain
     decoding does beside it, and whether the tokens stayed the same."""
-    yield from (title("How many tokens should be guessed at a time?"), facts["label"])
+    yield from (title("How many tokens should be drafted at a time?"), facts["label"])
     figures = facts["figures"]
     columns = [": {proposer}", "K: {k}", "α: {alpha:.2f}", "tokens\nper\ncycle: {tokens_per_cycle:.2f}"]
     columns += ["speed-up: {speed_up:.2f} x", "least–most: {least:.2f}–{most:.2f}", "formula: {predicted:.2f}"]
@@ -54,7 +54,7 @@ def screen(facts: Facts) -> Iterator[Part]:
         of_batch = [figure for figure in figures if figure["batch"] == batch]
         best = {figure["proposer"]: figure for figure in sorted(of_batch, key=lambda figure: figure["speed_up"])}
         plain = count(round(of_batch[0]["plain_tokens_per_second"]))
-        yield from (None, title(f"{plural(batch, 'sequence')}, {plain} tok/s without guesses"))
+        yield from (None, title(f"{plural(batch, 'sequence')}, {plain} tok/s without draft tokens"))
         bold = lambda figure, best=best: TITLE if figure in best.values() else ""  # noqa: E731
         yield Table.of(of_batch, *columns, row_style=bold, wraps=True)
     yield from (
@@ -77,13 +77,13 @@ def bench_speculation(
     say: Progress,
     engine: Annotated[EngineArgs, Takes("model kv device threads draft", kv="paged", speculate="draft")],
     speculate: Annotated[list[str] | None, option("draft or ngram; may be repeated.", default="both")] = None,
-    k: Annotated[list[int] | None, option("Guesses at a time; may be repeated.", "--k", default="1 to 8")] = None,
+    k: Annotated[list[int] | None, option("Draft tokens at a time; may be repeated.", "--k", default="1 to 8")] = None,
     batch: Annotated[list[int] | None, option("Sequences; may be repeated.", default="1, 4, 16")] = None,
     tokens: Annotated[int | None, option("Of each sequence; 128 if not given.")] = None,
     reps: Annotated[int | None, option("Rounds; 5 if not given.")] = None,
     quick: QuickOption = False,
 ) -> Generator[Facts, None, None]:
-    """Acceptance, tokens per cycle and speed-up by the number of guesses, beside what the formula predicts.
+    """Acceptance, tokens per cycle and speed-up by the number of draft tokens, beside what the formula predicts.
 
     [dim]forge bench speculation --batch 1 --k 2 --k 4[/dim]
     """

@@ -344,9 +344,9 @@ BUGS: Mapping[str, Bug] = {
         Bug(
             "rollback",
             "speculation",
-            "After a verification the cache holds the known tokens and the accepted guesses.",
+            "After a verification the cache holds the known tokens and the accepted draft tokens.",
             "The target's own token counts as accepted too: the slot of a rejected guess stays, as if it were right.",
-            "mlx-vlm: rejected guesses left in the cache of a batch (issue 1144)",
+            "mlx-vlm: rejected draft tokens left in the cache of a batch (issue 1144)",
             "invariant",
             _rollback,
             _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},

@@ -52,7 +52,7 @@ class Benchmarks(TyperGroup):
 
 bench = typer.Typer(
     cls=Benchmarks,
-    help="Measure speed beside llama.cpp and transformers, the caches, the engine, guessing ahead, or the accuracy "
+    help="Measure speed beside llama.cpp and transformers, the caches, the engine, speculation, or the accuracy "
     "of quantization.",
     no_args_is_help=True,
     rich_markup_mode="rich",

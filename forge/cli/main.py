@@ -71,7 +71,7 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "Measure": {
         "compare": "Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.",
-        "bench": "Measure speed beside llama.cpp and transformers, the caches, the engine, guessing ahead, or the "
+        "bench": "Measure speed beside llama.cpp and transformers, the caches, the engine, speculation, or the "
         "accuracy of quantization.",
     },
     "Serve": {

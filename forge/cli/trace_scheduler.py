@@ -58,7 +58,7 @@ def trace_scheduler(
         str | None,
         typer.Option(
             "--tenants",
-            help="Guesses at a time of each tenant, 0 for none: 4,2,0 gives the requests in turn to three tenants.",
+            help="Draft tokens a cycle of each tenant, 0 for none: 4,2,0 gives the requests in turn to three tenants.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
@@ -103,7 +103,7 @@ def _tenants(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise UsageError(f"--tenants takes numbers of guesses with commas, such as 4,2,0, and not {text!r}")
+        raise UsageError(f"--tenants takes numbers of draft tokens with commas, such as 4,2,0, and not {text!r}")
     return tuple(int(part) for part in text.split(","))
 
 

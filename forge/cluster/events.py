@@ -1,4 +1,4 @@
-"""Cache events: which blocks a replica's prefix cache has, told by the cache and not guessed from what was routed.
+"""Cache events: which blocks a replica's prefix cache has, told by the cache and not inferred from what was routed.
 
 A block is named by the engine's own prefix key, the chained hash of all tokens up to its end. An `EventLog` observes a
 replica's `PrefixIndex`; its batches go to the router's `Fleet`, which applies them in order. (vLLM publishes the same

@@ -1,4 +1,4 @@
-"""How much work compiling a grammar may be, guessed from its text in far less than that takes.
+"""How much work compiling a grammar may be, estimated from its text in far less than that takes.
 
 Only an order follows from it: which of the grammars that wait is compiled next. A grammar that is taken for less than
 it is loses its slice of the processor like any other (`sandbox_process`).

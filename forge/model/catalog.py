@@ -185,8 +185,8 @@ class BundledModel:
 BUNDLED = (
     BundledModel("tales-q8_0", ("tales",), "tales-q8_0.gguf", "tells short stories and answers questions about them"),
     BundledModel("tales-q4_0", (), "tales-q4_0.gguf", "the same model in 4 bits"),
-    BundledModel("tales-draft-q8_0", ("tales-draft",), "tales-draft-q8_0.gguf", "a small model that guesses ahead"),
-    BundledModel("tales-bad-draft-q8_0", ("tales-bad-draft",), "tales-bad-draft-q8_0.gguf", "one that guesses badly"),
+    BundledModel("tales-draft-q8_0", ("tales-draft",), "tales-draft-q8_0.gguf", "a small model that drafts for it"),
+    BundledModel("tales-bad-draft-q8_0", ("tales-bad-draft",), "tales-bad-draft-q8_0.gguf", "a bad draft"),
 )
 
 

@@ -1,7 +1,7 @@
 """One forward's input: every row of every sequence in the step, flattened (the field's "varlen" form).
 
-A prefill, a chunk of a prefill, a decode and a verification of K guesses are the same thing here with other numbers:
-a run of rows of one sequence that starts at some position. Nothing is padded: rows of all sequences lie end to end.
+A prefill, a chunk of a prefill, a decode and a verification of K draft tokens are the same thing here, with other
+numbers: rows of one sequence that start at some position. Nothing is padded: rows of all sequences lie end to end.
 """
 
 from collections.abc import Sequence

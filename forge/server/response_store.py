@@ -2,7 +2,7 @@
 
 They are in this process's memory alone, as JSON and token ids, `max_bytes` of them together: the least recently used
 are dropped. They end with the server. A client whose key has a name finds those of this name only; without names, a
-client that knows a response's id, which cannot be guessed, may read it.
+client that knows a response's id, which is random, may read it.
 """
 
 from collections import OrderedDict

@@ -150,7 +150,7 @@ def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
 
 def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
     """The same tokens, and logits equal to the last bit, whatever the cache, the batch, the budget, which sequences are
-    preempted, and with guesses."""
+    preempted, and with draft tokens."""
     prompts = [_random_tokens(loaded.model, length, length) for length in (5, 33, 20, 33, 9)]
     prompts.append(prompts[1][:32] + prompts[2])  # begins as another does
     alone = LLM(loaded, kv="off", max_num_seqs=1, max_model_len=96, prefill_only=False)
@@ -181,7 +181,10 @@ def _engines(proposer: Proposer) -> list[tuple[str, dict]]:
         ("with prompts in chunks of 7 tokens", {"kv": "prefix", "max_num_seqs": 6, "max_num_batched_tokens": 7}),
         ("in a pool too small for all, where victims compute again,", {"kv": "paged", **few}),
         ("in a pool too small for all, where victims are swapped,", {"kv": "paged", "preemption": "swap", **few}),
-        ("with guesses, three in ten of them wrong,", {"kv": "paged", "speculate": proposer, "speculate_fixed": True}),
+        (
+            "with draft tokens, three in ten of them wrong,",
+            {"kv": "paged", "speculate": proposer, "speculate_fixed": True},
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Whether a proposer guesses by the rules: its guesses follow from a request's tokens and change none of the text."""
+"""Whether a proposer keeps the rules: its draft tokens follow from a request's tokens and change none of the text."""
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -10,7 +10,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 
 _VOCAB_SIZE = 259
-"""Of the hash model, for which the guesses are made."""
+"""Of the hash model, for which is drafted."""
 
 
 def check_proposer(
@@ -58,11 +58,11 @@ def _check_alone(
     text: list[int],
     reuses_ids: bool,
 ) -> None:
-    """Beside others, from a new one, after forgetting, and for an id that had another text before: the same guess."""
+    """Propose beside others, anew, after forgetting, and for an id that had another text: the proposal is the same."""
     (expected,) = new_proposer().propose([_request(text, 4, number)])
     beside = proposer.propose([_request(text, 4, seq_id) for seq_id, text in enumerate(texts)])
     assert len(beside) == len(texts), f"{len(texts)} requests, and {len(beside)} proposals"
-    subject = f"after a text of {len(text)} tokens it guesses {expected.token_ids} when new and asked for it alone"
+    subject = f"after a text of {len(text)} tokens it proposes {expected.token_ids} when new and asked for it alone"
     assert beside[number].token_ids == expected.token_ids, f"{subject}, beside others {beside[number].token_ids}"
     for seq_id in (number, number + 1) if reuses_ids else (number,):
         (again,) = proposer.propose([_request(text, 4, seq_id)])
@@ -80,4 +80,6 @@ def _check_text(new_proposer: Callable[[], Proposer]) -> None:
     drafted = LLM("hash", kv="paged", speculate=new_proposer(), speculate_fixed=True).generate(prompts, params)
     for output, drafted_output in zip(plain, drafted, strict=True):
         ours, theirs = output.outputs[0].token_ids, drafted_output.outputs[0].token_ids
-        assert ours == theirs, f"after {output.prompt!r} the text with its guesses is another: {theirs} and not {ours}"
+        assert ours == theirs, (
+            f"after {output.prompt!r} the text with its draft tokens is another: {theirs} and not {ours}"
+        )

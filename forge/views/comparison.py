@@ -163,8 +163,8 @@ _QUESTIONS = {
     "--model": "What does another model say, and what does it cost?",
     "--device": "Does the device change what the model says, and which is faster?",
     "--threads": "What do more threads buy?",
-    "--speculate": "Does guessing ahead change what the model says, and what does it gain?",
-    "--k": "How many tokens should be guessed at a time?",
+    "--speculate": "Does speculation change what the model says, and what does it gain?",
+    "--k": "How many tokens should be drafted at a time?",
     "--kv-dtype": "What does rounding keys and values change, and what does it save?",
 }
 
@@ -301,7 +301,7 @@ def _table_rows(sides: Sequence[Side], facts: Sequence[dict[str, Any]]) -> Itera
         yield "last / second forward: {result.last_over_second:times}"
     yield from ("all forwards: {all_ms:ms ms}", "forwards: {forwards:count}")
     if any(run["accepted"] is not None for run in facts):
-        yield from ("guesses accepted: {accepted:percent}", "proposing them: {drafts_ms:ms ms}")
+        yield from ("draft tokens accepted: {accepted:percent}", "proposing them: {drafts_ms:ms ms}")
     yield from ("tokens computed: {result.tokens_computed:count}", "KV held: {result.kv_bytes_held:size}")
     if any(cache and cache.most_bytes_reserved for cache in caches):
         yield from ("KV reserved: {cache.most_bytes_reserved:size}", "blocks used at once: {cache.most_blocks:count}")

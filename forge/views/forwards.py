@@ -117,7 +117,7 @@ def shape_sentence(forwards: Sequence[Forward]) -> str:
         return f"{plural(len(forwards), 'forward')}: too few to have a shape"
     most = max(forward.num_draft_tokens for forward in later)
     if most:
-        return f"{plural(len(forwards), 'forward')}: up to {plural(most, 'guess', 'guesses')} verified in each"
+        return f"{plural(len(forwards), 'forward')}: up to {plural(most, 'draft token')} verified in each"
     quarter = max(1, len(later) // 4)
     before, after = (median(forward.ms for forward in part) for part in (later[:quarter], later[-quarter:]))
     climbs = after > before * _CLIMB

@@ -152,7 +152,7 @@ def forward_line(number: int, record: StepRecord) -> str:
     """
     tokens = (f"{quoted(token.text)}  id {token.token_id}{_probability(token.probability)}" for token in record.tokens)
     figures = f"{count(record.tokens_computed):>5} tok  {ms(record.forward_ms):>8} ms"
-    cycles = "".join(f"  guessed: {explain_cycle(cycle)}" for cycle in record.cycles)
+    cycles = "".join(f"  drafted: {explain_cycle(cycle)}" for cycle in record.cycles)
     plain = "".join(f"  plain: {explain_undrafted(undrafted)}" for undrafted in record.undrafted[:1])
     return f"forward {number:>3}  {record.phase:<7}  {figures}  {' | '.join(tokens)}{cycles}{plain}".rstrip()
 

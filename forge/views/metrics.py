@@ -44,7 +44,7 @@ def draft_facts(records: Sequence[StepRecord]) -> list[Fact]:
         figure = (
             f"{count(draft.accepted)} of {count(draft.proposed)} accepted ({percent(draft.acceptance)}; by position"
         )
-        facts.append((f"{one_line(draft.name)} guesses", f"{figure} {positions}), {ms(draft.ms)} ms"))
+        facts.append((f"{one_line(draft.name)} drafted", f"{figure} {positions}), {ms(draft.ms)} ms"))
         if len(drafts) > 1:
             gained = f"{plural(draft.gained, 'token')} beyond the other"
             facts.append(

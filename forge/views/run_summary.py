@@ -144,13 +144,13 @@ def print_tenants(console: Console, tenants: Tenants) -> None:
     """A row per tenant; nothing without tenants."""
     if not tenants:
         return
-    table = new_table(None, "guesses at a time", "requests", "guessed", "accepted", "", "ms per token")
+    table = new_table(None, "--k", "requests", "drafted", "accepted", "", "ms per token")
     for tenant in tenant_objects(tenants):
         share = NOTHING if tenant["acceptance"] is None else percent(tenant["acceptance"])
         figures = (tenant[name] for name in ("num_speculative_tokens", "requests", "proposed", "accepted"))
         table.add_row(*map(count, figures), share, ms(tenant["time_per_output_token_ms"]))
     console.print()
-    console.print(Text("Each tenant's guesses", TITLE))
+    console.print(Text("Each tenant's draft tokens", TITLE))
     print_table(console, table)
 
 

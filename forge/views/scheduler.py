@@ -107,11 +107,11 @@ def items_line(record: StepRecord, width: int) -> Text:
 
 
 def work_texts(record: StepRecord) -> list[str]:
-    """Return what the step computes: `decode 11 seqs + 9 guesses`, each prefill, `prefill-only 8 requests, 367
+    """Return what the step computes: `decode 11 seqs + 9 draft tokens`, each prefill, `prefill-only 8 requests, 367
     rows`."""
     decodes = sum(item.phase == "decode" for item in record.items)
     num_draft_tokens = sum(len(cycle.proposed) for cycle in record.cycles)
-    verified = f" + {plural(num_draft_tokens, 'guess', 'guesses')}" if num_draft_tokens else ""
+    verified = f" + {plural(num_draft_tokens, 'draft token')}" if num_draft_tokens else ""
     texts = [f"decode {plural(decodes, 'seq')}{verified}"] if decodes else []
     texts += [prefill_text(item) for item in record.items if item.phase == "prefill"]
     alone = [item.num_tokens for item in record.items if item.phase == "prefill_only"]
@@ -173,7 +173,7 @@ def reason_lines(record: StepRecord, width: int) -> list[Text]:
     lines += [
         _reason("+", "admitted", admission.seq_id, explain_admission(admission), GOOD) for admission in record.admitted
     ]
-    lines += [_reason("?", "guessed", cycle.seq_id, one_line(explain_cycle(cycle)), QUIET) for cycle in record.cycles]
+    lines += [_reason("?", "drafted", cycle.seq_id, one_line(explain_cycle(cycle)), QUIET) for cycle in record.cycles]
     lines += [_reason("·", "plain", who, text, QUIET) for who, text in undrafted_texts(record)]
     lines += [_reason("✓", "finished", finish.seq_id, finish_text(finish), ACCENT) for finish in record.finished]
     lines += [
@@ -267,7 +267,7 @@ def step_line(record: StepRecord) -> str:
         *(f"+{admission.seq_id} {explain_admission(admission)}" for admission in record.admitted),
         *(f"-{victim.seq_id} {explain_preemption(victim)}" for victim in record.preempted),
         *(f"{who} {'waits' if isinstance(who, int) else 'wait'} {text}" for who, text in wait_texts(record)),
-        *(f"{cycle.seq_id} guessed: {one_line(explain_cycle(cycle))}" for cycle in record.cycles),
+        *(f"{cycle.seq_id} drafted: {one_line(explain_cycle(cycle))}" for cycle in record.cycles),
         *(f"{who} plain: {text}" for who, text in undrafted_texts(record)),
         *(f"{finish.seq_id} finished {finish_text(finish)}" for finish in record.finished),
         *(f"{one_line(refusal.request_id)} refused: {one_line(refusal.message)}" for refusal in record.rejected),

@@ -1,4 +1,4 @@
-"""A run with draft tokens as text: which of its tokens were guessed, and which guesses fell."""
+"""A run with draft tokens as text: which of its tokens were drafted, and which draft tokens were rejected."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ class Step:
 
     @property
     def winner(self) -> SpecCycle | None:
-        """The cycle that the tokens are from; None for a step without guesses."""
+        """The cycle that the tokens are from; None for a step without draft tokens."""
         return next((cycle for cycle in self.cycles if cycle.won and cycle.proposed), None)
 
     @property
     def num_accepted(self) -> int:
-        """Of the step's tokens, those that had been guessed."""
+        """Of the step's tokens, the accepted draft tokens."""
         cycle = self.winner
         return min(cycle.num_accepted, len(self.tokens)) if cycle else 0
 
     @property
     def rejected(self) -> tuple[int, ...]:
-        """The guesses that fell."""
+        """The rejected draft tokens."""
         cycle = self.winner
         return cycle.proposed[cycle.num_accepted :] if cycle else ()
 
@@ -46,7 +46,7 @@ def steps_of(records: Sequence[StepRecord]) -> list[Step]:
 
 
 def marked_text(steps: Sequence[Step], token_text: TokenText) -> Text:
-    """Return what was said: [accepted guesses], ~the first that was rejected~, and the target's own tokens as they
+    """Return what was said: [accepted draft tokens], ~the first that was rejected~, and the target's own tokens as they
     are."""
     text = Text()
     open_bracket = False

@@ -88,9 +88,9 @@ def test_compare_with_and_without_guesses(forge, pair):
     )
 
     assert found.status == 0
-    assert "Does guessing ahead change what the model says" in found.out
+    assert "Does speculation change what the model says" in found.out
     assert "✓ identical: 32 tokens, logits equal to the last bit" in found.out
-    assert "guesses verified in each" in found.out
+    assert "draft tokens verified in each" in found.out
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_bench_speculation_measures_every_case(forge, pair):
 def test_guesses_are_in_every_record_and_every_view_of_a_run(forge, pair, tmp_path):
     path, options = str(tmp_path / "run.jsonl"), (*pair, "--speculate", "draft", "--k", "3", "--speculate-fixed")
     live = forge("generate", "the hat on the hat", "20", *options, "--trace", path)
-    assert live.status == 0 and "guessed: little " in live.out and "little guesses" in live.out
+    assert live.status == 0 and "drafted: little " in live.out and "little drafted" in live.out
     again = forge("replay", path)
-    assert "decode 1 seq + 3 guesses" in again.out and "little guesses" in again.out
+    assert "decode 1 seq + 3 draft tokens" in again.out and "little drafted" in again.out
     (draft,) = json.loads(forge("replay", path, "--json").out)["speculation"]
     many = forge("trace-scheduler", "-n", "3", "--max-tokens", "12", "--prompt-tokens", "4:8", *options)
-    assert "decode 3 seqs + 9 guesses" in many.out
+    assert "decode 3 seqs + 9 draft tokens" in many.out
     both = forge("compare", "the hat", "20", *pair, "--speculate-fixed", "--speculate", "off", "vs", "draft")
-    assert "guesses accepted" in both.out and "proposing them" in both.out and "identical" in both.out
+    assert "draft tokens accepted" in both.out and "proposing them" in both.out and "identical" in both.out
     for cycle in (
         cycle for step in json.loads(forge("replay", path, "--json").out)["steps"] for cycle in step["cycles"]
     ):
@@ -157,7 +157,7 @@ def test_the_table_of_batching_has_a_row_with_guesses_and_its_tokens_are_the_sam
 
 
 def test_a_hash_draft_is_a_draft_for_the_hash_model_alone(forge):
-    assert "hash:1 guesses" in forge("generate", "-m", "hash", *HASH_DRAFT, "--speculate-fixed", "x", "9").out
+    assert "hash:1 drafted" in forge("generate", "-m", "hash", *HASH_DRAFT, "--speculate-fixed", "x", "9").out
     assert "cannot draft for this target" in forge("generate", *HASH_DRAFT, "x", "9").err
     assert "between 0 and 1" in forge("generate", "-m", "hash", "--speculate", "draft", "--draft", "hash:7", "x").err
 
@@ -169,7 +169,7 @@ def test_a_request_says_which_drafts_guess_for_it_and_how_many(forge):
     line = ("-m", "hash", "--speculate-fixed", "--ignore-eos", "--draft", "hash:0.8", "--draft", "hash:0.5", "x", "12")
     speculating = (*line, "--speculate", "draft")
     found = forge("generate", *speculating, "--drafts", "hash:0.5", "--num-speculative-tokens", "2").out
-    assert "hash:0.5 guesses" in found and "hash:0.8 guesses" not in found and " of 3" not in found
+    assert "hash:0.5 drafted" in found and "hash:0.8 drafted" not in found and " of 3" not in found
     varied = json.loads(forge("compare", *speculating, "--num-speculative-tokens", "0", "vs", "4", "--json").out)
     assert varied["identical"] and varied["option"] == "--num-speculative-tokens"
     none, four = (len(side["forwards"]) for side in varied["sides"])
@@ -210,9 +210,9 @@ def test_each_tenant_has_its_number_of_guesses_and_its_acceptance(forge, pair):
         2
     ] * 3
     assert found[0]["proposed"] > found[1]["proposed"] > 0 == found[2]["proposed"] and found[2]["acceptance"] is None
-    assert "Each tenant's guesses" in forge(*few, "--speculate", "draft", "--tenants", "2,0").out
+    assert "Each tenant's draft tokens" in forge(*few, "--speculate", "draft", "--tenants", "2,0").out
     assert "give --speculate" in forge(*few[:-1], "--draft", "x", "--tenants", "1").err
-    assert "takes numbers of guesses" in forge(*few, "--speculate", "draft", "--tenants", "a").err
+    assert "takes numbers of draft tokens" in forge(*few, "--speculate", "draft", "--tenants", "a").err
 
 
 def test_a_draft_is_revoked_while_its_forward_is_under_way():

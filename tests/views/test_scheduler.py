@@ -128,10 +128,10 @@ def test_guesses_are_shown_with_their_acceptance_and_the_rollback_in_both_caches
     )
     record = replace(RUN.steps[3], items=(ItemRecord(2, "decode", 9, 1, 0, 4),), cycles=(cycle,))
     for text in shown(record):
-        assert "decode 1 seq + 4 guesses" in text and "small 1 of 4; KV 9 > 14 > 11; 0.50 + 1.0 ms" in text
+        assert "decode 1 seq + 4 draft tokens" in text and "small 1 of 4; KV 9 > 14 > 11; 0.50 + 1.0 ms" in text
     console, own = piped(), history((*RUN.steps[:3], record))
     print_serving(console, own, own.requests())
-    assert "small guesses 1 of 4 accepted (25 %; by position 100 0 0 0), 0.50 ms" in written(console)
+    assert "small drafted 1 of 4 accepted (25 %; by position 100 0 0 0), 0.50 ms" in written(console)
     found = serving_object(LABEL, own.records, own.requests())
     assert found["speculation"][0]["accepted"] == 1
     assert found["steps"][3]["cycles"][0]["target_positions"] == [
@@ -246,4 +246,4 @@ def test_a_cycle_is_shown_whole_on_a_narrow_screen(width):
     lines = reason_lines(record, width)
     assert max(line.cell_len for line in lines) <= width
     told = " ".join(" ".join(line.plain for line in lines).split())
-    assert told == "? guessed 7 tales-draft-q8_0 0 of 4; KV 8 > 13 > 9, draft's 0 > 15 > 9; 65.5 + 22.2 ms"
+    assert told == "? drafted 7 tales-draft-q8_0 0 of 4; KV 8 > 13 > 9, draft's 0 > 15 > 9; 65.5 + 22.2 ms"
