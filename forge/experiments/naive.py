@@ -55,9 +55,11 @@ def naive(
     engine: Annotated[EngineArgs, Takes("model device threads", kv="off")],
     output: Annotated[OutputArgs, Takes("trace step")],
 ) -> Experiment:
+    if heads and (output.trace is not None or output.step):
+        raise UsageError("--heads is about one forward pass: leave --trace and --step out")
     subscriber = StepSubscriber(output.trace, output.step)
     if heads:
-        return Experiment(lambda: heads_report(options.read_prompt(prompt), max_tokens, engine))
+        return Experiment(lambda: heads_report(options.read_prompt(prompt), max_tokens, engine), alone=True)
     return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, engine, subscriber), subscriber.is_on)
 
 

@@ -352,6 +352,7 @@ def test_prefix_as_json_has_what_its_chapter_names(forge, small, tmp_path):
     [
         (("paged", "Once", "--sequences", "0"), "--sequences is at least 1"),
         (("prefix", "Once", "--requests", "1"), "--requests is at least 2"),
+        (("naive", "--heads", "--trace", "run.jsonl"), "leave --trace and --step out"),
         (("prefix", "Once", "16", "--branch-at", "16"), "--branch-at is between 1 and 15"),
     ],
 )
