@@ -397,3 +397,8 @@ def test_generate_keeps_to_a_form(forge, small, tmp_path):
 def test_a_form_that_is_wrong_is_one_line(forge, small, form, message):
     found = forge("generate", "Once", "4", *small, *form)
     assert found.status == 2 and message in found.err and found.err.count("\n") == 1
+
+
+def test_the_hash_model_has_no_heads_to_show(forge):
+    found = forge("naive", "--heads", "-m", "hash")
+    assert found.status == 2 and found.err.startswith("forge: the hash model has no attention heads")

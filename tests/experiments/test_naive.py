@@ -142,8 +142,3 @@ def test_the_weights_are_those_with_which_the_reference_attends(tmp_path, monkey
     uniform = lambda q, keys: np.full((len(q), len(keys)), 1 / len(keys), np.float32)  # noqa: E731
     monkeypatch.setattr("forge.backends.reference.attention_weights", uniform)
     assert attention_of(llm.model, llm.kv_dtype, [5, 6, 7, 8])[-1][:, -1] == pytest.approx(0.25)
-
-
-def test_the_hash_model_has_no_heads_to_show(forge):
-    found = forge("naive", "--heads", "-m", "hash")
-    assert found.status == 2 and found.err.startswith("forge: the hash model has no attention heads")
