@@ -515,21 +515,22 @@ def sweep_screen(levels: Sequence[Facts]) -> Iterator[Part]:
         yield from (None, fill("the server's first answer came after {ready_after_s:.2f} s", levels[0]))
     if len(good) > 1:
         yield from (None, title("End-to-end latency, median, over output tokens/s", style=""))
-        yield from latency_over_throughput(good)
+        yield lambda width: latency_over_throughput(good, width)
 
 
-def latency_over_throughput(levels: Sequence[Facts]) -> list[Text]:
+def latency_over_throughput(levels: Sequence[Facts], width: int) -> list[Text]:
     """Return each level's number at its place: to the right more tokens per second, upwards more milliseconds."""
     speed, latency = (max(level[name] for level in levels) for name in ("output_throughput", "p50_e2el_ms"))
-    rows = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    top, axis = f"{latency:,.1f} ms", f"{speed:,.0f} tok/s"
+    room = min(_WIDTH, width - len(top) - 2)
+    rows = [[" "] * room for _ in range(_HEIGHT)]
     for level in levels:
         name = str(level["max_concurrency"])
-        start = min(round(level["output_throughput"] / speed * (_WIDTH - 1)), _WIDTH - len(name))
+        start = min(round(level["output_throughput"] / speed * (room - 1)), room - len(name))
         rows[row_of(level["p50_e2el_ms"], latency, _HEIGHT)][start : start + len(name)] = name
-    top, axis = f"{latency:,.1f} ms", f"{speed:,.0f} tok/s"
     names = [top, *[""] * (_HEIGHT - 2), "0"]
     lines = [Text(f"{name:>{len(top)}} │{''.join(row)}") for name, row in zip(names, rows, strict=True)]
-    return [*lines, Text(" " * (len(top) + 1) + "└" + "─" * _WIDTH), Text(" " * (len(top) + 2) + axis.rjust(_WIDTH))]
+    return [*lines, Text(" " * (len(top) + 1) + "└" + "─" * room), Text(" " * (len(top) + 2) + axis.rjust(room))]
 
 
 def chart_parts(result: ServeBenchmark) -> list[Part]:
@@ -538,7 +539,8 @@ def chart_parts(result: ServeBenchmark) -> list[Part]:
     if not (times := [moment - began for request in result.good for moment in request.chunks]):
         return []
     heading = f"Throughput over time, concurrency {result.plan.concurrency}"
-    return [None, title(heading, style=""), *throughput_plot(times, max(times), _WIDTH + 16, ACCENT)]
+    plot: Part = lambda width: throughput_plot(times, max(times), min(_WIDTH + 16, width), ACCENT)  # noqa: E731
+    return [None, title(heading, style=""), plot]
 
 
 def save_logs(folder: Path, levels: Sequence[Facts]) -> None:

@@ -13,8 +13,9 @@ from forge.errors import UsageError
 from forge.server.settings import is_loopback
 from forge.trace.codec import codec_of
 from forge.trace.records import StepRecord
+from forge.views.palette import QUIET
 from forge.views.summary import RunLabel
-from forge.views.terminal import open_console
+from forge.views.terminal import open_console, open_error_console
 from forge.views.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def watch(
 
     [dim]forge watch http://127.0.0.1:8080[/dim]
     """
+    open_error_console().print(f"{url}: its steps as they happen; Ctrl-C ends the watching", style=QUIET)
     with Traffic(open_console(), RunLabel(url, "", "", "")) as traffic:
         for record in steps_of(url, api_key):
             traffic.step(record)

@@ -17,6 +17,7 @@ from forge.bench.serve import (
     ServePlan,
     engine_turns,
     goodput,
+    latency_over_throughput,
     parse_goodput,
     percentiles,
     run,
@@ -289,6 +290,16 @@ def test_a_sweep_has_a_row_per_level_a_picture_and_logs(forge, tmp_path):
     assert sorted(path.name.rpartition("-")[2] for path in logs.iterdir()) == ["1.json", "2.json", "4.json"]
     assert all(json.loads(path.read_text())["completed"] == 12 for path in logs.iterdir())
     assert svg.read_text(encoding="utf-8").startswith("<svg")
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_picture_of_a_sweep_is_as_wide_as_the_terminal_at_most(width):
+    speeds = ((1, 300.0, 1000.0), (16, 900.0, 4321.0))
+    levels = [
+        {"max_concurrency": number, "output_throughput": speed, "p50_e2el_ms": ms} for number, speed, ms in speeds
+    ]
+    lines = latency_over_throughput(levels, width)
+    assert max(line.cell_len for line in lines) <= width and lines[0].plain.endswith("16")
 
 
 def test_levels_that_are_none_are_refused(forge):

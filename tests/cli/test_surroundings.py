@@ -98,3 +98,8 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(forge, monkeypa
     with socket.create_server(("127.0.0.1", 0)) as taken:
         found = forge("serve", "-m", "hash", "--port", str(taken.getsockname()[1]))
     assert found.status == 2 and "Address already in use" in found.err.splitlines()[-1]
+
+
+def test_watching_says_so_before_the_first_step(forge):
+    first, last = forge("watch", "http://127.0.0.1:1").err.splitlines()
+    assert first.endswith("Ctrl-C ends the watching") and last.startswith("forge: http://127.0.0.1:1 shows no steps")
