@@ -17,12 +17,11 @@ from itertools import count
 from typing import Any
 
 from forge.cache.prefix_index import PrefixIndex
-from forge.cluster.breaker import Breaker
 from forge.cluster.fleet import NoReplica, RouteRequest
 from forge.cluster.handoff import MIN_PROMPT, prefill_of
 from forge.cluster.link import Link, open_link, watch_pulses
 from forge.cluster.metrics import ClusterMetrics
-from forge.cluster.pool import Pool
+from forge.cluster.pool import Breaker, Pool
 from forge.cluster.routers import DEFAULT_THRESHOLD
 from forge.cluster.wire import Address, Place, ReplicaUpdate, Source, Unreachable
 from forge.engine.handoff import Emitted

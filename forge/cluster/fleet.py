@@ -9,16 +9,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
-from forge.cluster.events import CacheEvents
+from forge.cluster.events import NO_LOAD, CacheEvents, Load
 from forge.errors import ForgeError
 from forge.trace.records import RouteRecord
 
 _LOAD = attrgetter("tokens", "routed_tokens")
-SEQUENCE_TOKENS = 16
-"""Prompt tokens that a running sequence counts for: a prompt of some hundred tokens, computed in a few chunks, shares
-each of those steps with one row of every sequence."""
 INDEX_BYTES = 128 << 20
 """Of a `PrefixMap`, at most."""
 _ENTRY_BYTES = 320
@@ -32,25 +28,6 @@ class NoReplica(ForgeError):
 
     def __init__(self) -> None:
         super().__init__("no replica runs at the moment: try again when one has started")
-
-
-class Load(NamedTuple):
-    """The work that an engine has left, as the engine counts it."""
-
-    tokens: int = 0
-    """Prompt tokens that are not yet computed, without those that are cached."""
-    sequences: int = 0
-    """Sequences that run or wait."""
-    given: int = 0
-    """Prompt tokens of all requests that it was ever given, without those that were cached."""
-
-    @property
-    def work(self) -> int:
-        """Both numbers as one, in prompt tokens. How long answers may become is not in it: no client knows."""
-        return self.tokens + SEQUENCE_TOKENS * self.sequences
-
-
-NO_LOAD = Load()
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from forge.cache.prefix import PrefixKvCache
 from forge.cache.prefix_index import PrefixIndex
-from forge.cluster.events import EventLog
+from forge.cluster.events import EventLog, LoadMeter
 from forge.cluster.fleet import Fleet, RouteRequest
-from forge.cluster.load import LoadMeter
 from forge.cluster.routers import Router, new_router
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput

@@ -1,15 +1,44 @@
-"""The engines of one kind as a front sees them: a link to each, their breakers, and the router that chooses."""
+"""The engines of one kind as a front sees them: a circuit breaker for each, and the router that chooses."""
 
 import secrets
 from collections import OrderedDict
+from dataclasses import dataclass
 
-from forge.cluster.breaker import Breaker
 from forge.cluster.fleet import Fleet, RouteRequest
 from forge.cluster.routers import DEFAULT_THRESHOLD, new_router
 from forge.trace.records import RouteRecord
 
+FAILURES = 3
+"""In a row that open it."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds."""
 MAX_DECISIONS = 4096
 """Decisions that are remembered."""
+
+
+@dataclass
+class Breaker:
+    """A circuit breaker: closed while a replica works, open after failures in a row. Then it gets no requests for a
+    while, and a trial; the pause doubles with each trial that fails (Nygard 2007, *Release It!*). It knows no clock:
+    its caller waits."""
+
+    failures: int = 0
+    """In a row."""
+    pause: float = 0.0
+    """Seconds of the current pause; 0 while it is closed."""
+
+    def succeeded(self) -> None:
+        """Note that the replica did its work."""
+        self.failures, self.pause = 0, 0.0
+
+    def failed(self, is_gone: bool = False) -> float | None:
+        """Note a failure; return the seconds for which the replica gets no requests, or None if it goes on. is_gone: it
+        cannot be reached, which opens the breaker at once."""
+        self.failures += 1
+        if self.failures < FAILURES and not is_gone and not self.pause:
+            return None
+        self.pause = min(LONGEST_PAUSE, 2 * self.pause or FIRST_PAUSE)
+        return self.pause
 
 
 class Pool:

@@ -23,9 +23,8 @@ from contextlib import suppress
 from typing import Any
 
 from forge.cache.prefix import PrefixKvCache
-from forge.cluster.events import CacheEvents, EventLog
+from forge.cluster.events import CacheEvents, EventLog, LoadMeter
 from forge.cluster.handoff import fetch
-from forge.cluster.load import LoadMeter
 from forge.cluster.wire import ORPHANED, PULSE_INTERVAL, Address, Place, Pulse, Purpose, ReplicaUpdate, admit, listen
 from forge.engine.handoff import KvHandoff, add_handed_over, add_resumed, hand_off
 from forge.errors import ForgeError, UsageError

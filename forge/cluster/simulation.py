@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from forge.cache.prefix import PrefixKvCache
-from forge.cluster.events import EventLog
+from forge.cluster.events import EventLog, LoadMeter
 from forge.cluster.fleet import Fleet, RouteRequest
-from forge.cluster.load import LoadMeter
 from forge.cluster.routers import DEFAULT_THRESHOLD, Router, new_router
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams

@@ -14,8 +14,7 @@ from hashlib import sha256
 from struct import Struct
 from typing import Literal, NamedTuple
 
-from forge.cluster.events import NO_EVENTS, CacheEvents
-from forge.cluster.fleet import Load
+from forge.cluster.events import NO_EVENTS, CacheEvents, Load
 from forge.engine.handoff import Emitted
 from forge.errors import ForgeError
 from forge.server.messages import Submit, Update

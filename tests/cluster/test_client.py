@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from forge import SamplingParams
-from forge.cluster import breaker
+from forge.cluster import pool
 from forge.cluster.client import NoHealthyReplica
 from forge.cluster.handoff import MIN_PROMPT
 from forge.engine.structured_output import StructuredOutput
@@ -207,11 +207,11 @@ async def test_an_engine_whose_steps_raise_gets_no_requests_and_none_is_lost():
         a.break_steps()
         alone = expected(SEEDED, 7)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(breaker, "FIRST_PAUSE", breaker.LONGEST_PAUSE)  # no trial while this runs
+            patch.setattr(pool, "FIRST_PAUSE", pool.LONGEST_PAUSE)  # no trial while this runs
             for number in range(30):
                 assert await read(submit(client, f"r{number}", SEEDED)) == alone
         went = [client.pools["engines"].decisions[f"r{number}"].replica for number in range(30)]
-        assert set(went) == {"b"} and client.num_resumed <= breaker.FAILURES, (
+        assert set(went) == {"b"} and client.num_resumed <= pool.FAILURES, (
             "it is asked a few times, and then left alone"
         )
         assert client.pools["engines"].fleet.num_healthy == 1 and client.is_ready

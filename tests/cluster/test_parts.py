@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge.cluster.breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
 from forge.cluster.events import CacheEvents
 from forge.cluster.launch import default_name
 from forge.cluster.options import _NAME
+from forge.cluster.pool import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
 from forge.cluster.scaling import by_sequences, wanted_replicas
 from forge.cluster.wire import Pulse, Unreachable, admit, connect, listen, pulses
 

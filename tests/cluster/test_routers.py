@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from forge.cluster.events import CacheEvents
-from forge.cluster.fleet import SEQUENCE_TOKENS, Fleet, Load, NoReplica, PrefixMap, Replica, RouteRequest
+from forge.cluster.events import SEQUENCE_TOKENS, CacheEvents, Load
+from forge.cluster.fleet import Fleet, NoReplica, PrefixMap, Replica, RouteRequest
 from forge.cluster.routers import ROUTERS, new_router
 from forge.errors import UsageError
 
