@@ -3,9 +3,10 @@
 import json
 import os
 import signal
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -81,11 +82,13 @@ def measure_failure(replicas: int) -> Report:
 def _ask_all(server: ServerProcess, kill: bool) -> tuple[list[str], list[float]]:
     """Return the texts of all requests, and each stream's longest time between two events in milliseconds."""
     with ThreadPoolExecutor(STREAMS + WHOLE) as pool:
-        streams = [pool.submit(_stream, server.url, number) for number in range(STREAMS)]
+        victim, has_begun = _engines(server.pid)[0], threading.Semaphore(0)
         whole = [pool.submit(_whole, server.url, number) for number in range(WHOLE)]
+        streams = [pool.submit(_stream, server.url, number, has_begun.release) for number in range(STREAMS)]
         if kill:
-            _wait(lambda: _metric(server.url, "vllm:num_requests_running") >= STREAMS + WHOLE - 2)
-            os.kill(_engines(server.pid)[0], signal.SIGKILL)
+            for _ in range(STREAMS):
+                has_begun.acquire()
+            os.kill(victim, signal.SIGKILL)
         streamed = [request.result() for request in streams]
         return [text for text, _ in streamed] + [request.result() for request in whole], [gap for _, gap in streamed]
 
@@ -97,11 +100,20 @@ def _post(url: str, number: int, stream: bool) -> Any:
     return urllib.request.urlopen(request, timeout=120)
 
 
-def _stream(url: str, number: int) -> tuple[str, float]:
+def _stream(url: str, number: int, on_begin: Callable[[], None]) -> tuple[str, float]:
     """Read a stream. Returns its text, empty if it did not end well, and the longest time between two events in
-    milliseconds."""
-    with _post(url, number, True) as answer:
-        events = [(time.perf_counter(), line[6:].strip()) for line in answer if line.startswith(b"data: ")]
+    milliseconds. on_begin: is called at its first event."""
+    events = []
+    try:
+        with _post(url, number, True) as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    events.append((time.perf_counter(), line[6:].strip()))
+                    if len(events) == 1:
+                        on_begin()
+    finally:
+        if not events:
+            on_begin()  # it has failed, and nothing waits for it
     longest = max((later - before) * 1e3 for (before, _), (later, _) in pairwise(events))
     if events[-1][1] != b"[DONE]" or any(event.startswith(b'{"error"') for _, event in events):
         return "", longest
