@@ -175,13 +175,9 @@ def effort_of(wanted: _Effort, **given: Any) -> _Effort:
 
 def select_peers(names: list[str] | None, known: Mapping[str, str]) -> tuple[str, ...]:
     """`all`, `none`, or names of peers, in the order of `known`. Raises `UsageError` for an unknown name."""
-    if names in (None, ["all"], ["none"]):
-        return () if names == ["none"] else tuple(known)
-    assert names is not None
-    for name in names:
-        if name not in known:
-            raise UsageError(f"unknown peer {name!r}; there are {', '.join(known)}, all and none")
-    return tuple(name for name in known if name in names)
+    if names == ["none"]:
+        return ()
+    return select(None if names in (None, ["all"]) else ",".join(names or ()), tuple(known), "peer")
 
 
 def select(names: str | None, known: Sequence[_Found], what: str = "figure") -> tuple[_Found, ...]:

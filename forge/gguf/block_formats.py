@@ -62,16 +62,6 @@ class _Format:
     """What the scales are multiplied by in the end."""
 
 
-def group_size(ggml_type: GGMLType) -> int:
-    """Columns that share one scale in `ggml_type`, which must be one of `QUANTIZED_TYPES`."""
-    return _FORMATS[ggml_type].group_size
-
-
-def has_minimums(ggml_type: GGMLType) -> bool:
-    """Return whether the values of `ggml_type`, one of `QUANTIZED_TYPES`, have a minimum subtracted."""
-    return _FORMATS[ggml_type].minimum_at is not None
-
-
 def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> QuantizedGroups:
     """Unpack the integers and scales of a quantized tensor. `raw` is uint8, the bytes of `shape`, whose last axis is
     the row.
@@ -86,7 +76,7 @@ def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> Quan
     elements, groups = ggml_type.block.elements, columns // layout.group_size
     quants = np.empty((rows, columns), dtype=np.int8)
     scales = np.empty((rows, groups), dtype=np.float32)
-    minimums = np.empty((rows, groups), dtype=np.float32) if has_minimums(ggml_type) else None
+    minimums = np.empty((rows, groups), dtype=np.float32) if layout.minimum_at is not None else None
 
     quants_by_block, scales_by_block = quants.reshape(-1, elements), scales.reshape(len(blocks), -1)
     minimums_by_block = None if minimums is None else minimums.reshape(len(blocks), -1)

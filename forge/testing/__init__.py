@@ -7,8 +7,7 @@ function for each promise of a model.
 """
 
 from forge.testing.caches import check_cache
-from forge.testing.engines import check_victim_policy
+from forge.testing.engines import check_proposer, check_victim_policy
 from forge.testing.models import MODEL_CHECKS, check_model
-from forge.testing.proposers import check_proposer
 
 __all__ = ["MODEL_CHECKS", "check_cache", "check_model", "check_proposer", "check_victim_policy"]

@@ -1,6 +1,15 @@
-"""Whether a policy lets every request end with the tokens that it would have alone."""
+"""What plugs into an engine: whether a victim policy lets every request end with the tokens that it would have alone,
+and whether a proposer guesses by the rules (its draft tokens follow from a request's tokens and change none of the
+text).
+"""
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+
+import numpy as np
 
 from forge.engine.policies import VictimPolicy
+from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 
@@ -29,3 +38,79 @@ def check_victim_policy(policy: VictimPolicy) -> None:
             assert preempted, f"{where} no sequence was preempted, so the policy was never asked"
             tokens = [output.outputs[0].token_ids for output in run.outputs]
             assert tokens == expected, f"{where} a preemption changed what is said"
+
+
+_VOCAB_SIZE = 259
+"""Of the hash model, for which is drafted."""
+
+
+def check_proposer(
+    new_proposer: Callable[[], Proposer], texts: Sequence[Sequence[int]] = (), reuses_ids: bool = True
+) -> None:
+    """Raise AssertionError, saying which, if a proposer breaks a promise of its seam.
+
+    texts: token ids after which it has a proposal, beside random ones. reuses_ids: whether the same sequence id may
+    come with another text, as it does after a restart of the engine.
+    """
+    proposer, rng = new_proposer(), np.random.default_rng(0)
+    texts = [list(text) for text in texts] + [rng.integers(97, 101, length).tolist() for length in (1, 2, 9, 30)]
+    for number, text in enumerate(texts):
+        for k in (0, 1, 4, 9):
+            _check_answer(proposer, text, k, number)
+    for number, text in enumerate(texts):
+        _check_alone(proposer, new_proposer, texts, number, text, reuses_ids)
+    _check_text(new_proposer)
+
+
+def _request(text: Sequence[int], k: int, seq_id: int) -> ProposalRequest:
+    return ProposalRequest(seq_id, text, k, SamplingParams(temperature=0.0), seed=0, sample_index=0)
+
+
+def _check_answer(proposer: Proposer, text: list[int], k: int, seq_id: int) -> None:
+    before = list(text)
+    proposals = proposer.propose([_request(text, k, seq_id)])
+    assert len(proposals) == 1 and isinstance(proposals[0], Proposal), f"one request, and the answer is {proposals}"
+    (proposal,) = proposals
+    assert text == before, "it changed the tokens of the request, which are the caller's own"
+    assert len(proposal) <= k, f"asked for {k} tokens at most, it proposed {len(proposal)}: {proposal.token_ids}"
+    assert all(isinstance(token_id, Integral) for token_id in proposal.token_ids), (
+        f"not token ids: {proposal.token_ids}"
+    )
+    for token_id, distribution in zip(proposal.token_ids, proposal.distributions or (), strict=False):
+        odds = distribution.probability(token_id)
+        assert odds > 0, f"it proposed token {token_id} and says that it could not have been drawn"
+
+
+def _check_alone(
+    proposer: Proposer,
+    new_proposer: Callable[[], Proposer],
+    texts: list[list[int]],
+    number: int,
+    text: list[int],
+    reuses_ids: bool,
+) -> None:
+    """Propose beside others, anew, after forgetting, and for an id that had another text: the proposal is the same."""
+    (expected,) = new_proposer().propose([_request(text, 4, number)])
+    beside = proposer.propose([_request(text, 4, seq_id) for seq_id, text in enumerate(texts)])
+    assert len(beside) == len(texts), f"{len(texts)} requests, and {len(beside)} proposals"
+    subject = f"after a text of {len(text)} tokens it proposes {expected.token_ids} when new and asked for it alone"
+    assert beside[number].token_ids == expected.token_ids, f"{subject}, beside others {beside[number].token_ids}"
+    for seq_id in (number, number + 1) if reuses_ids else (number,):
+        (again,) = proposer.propose([_request(text, 4, seq_id)])
+        assert again.token_ids == expected.token_ids, f"{subject}, for an id of another text {again.token_ids}"
+    proposer.forget(number)
+    proposer.forget(number)
+    (again,) = proposer.propose([_request(text, 4, number)])
+    assert again.token_ids == expected.token_ids, f"{subject}, after forgetting it {again.token_ids}"
+
+
+def _check_text(new_proposer: Callable[[], Proposer]) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    prompts = ["Once upon a time", "ab ab ab ab", "a"]
+    plain = LLM("hash", kv="paged").generate(prompts, params)
+    drafted = LLM("hash", kv="paged", speculate=new_proposer(), speculate_fixed=True).generate(prompts, params)
+    for output, drafted_output in zip(plain, drafted, strict=True):
+        ours, theirs = output.outputs[0].token_ids, drafted_output.outputs[0].token_ids
+        assert ours == theirs, (
+            f"after {output.prompt!r} the text with its draft tokens is another: {theirs} and not {ours}"
+        )
