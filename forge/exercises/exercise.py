@@ -41,36 +41,15 @@ class Rule:
     """What to ask a reader whose code breaks it."""
 
 
-UNIVERSAL = {
-    "unwritten": Rule("Every function of the exercise is written.", "What does its docstring ask for?"),
-    "endless": Rule("Every call returns.", "Which condition ends this loop, and what makes it true?"),
-    "raises": Rule("No call raises an exception but those that its docstring names.", "What was this line given?"),
-    "imports": Rule("The file can be imported.", "Does `python` on this file alone say the same?"),
-    "missing": Rule(
-        "The names of the template stay as they are, and each function is your own.",
-        "Was a class or a function renamed or deleted?",
-    ),
-    "untouched": Rule(
-        "Arguments belong to the caller: a call changes none of them.", "Which line writes into its argument?"
-    ),
-    "again": Rule("The same call has the same result.", "What does the code remember from the call before?"),
-    "exits": Rule("No call ends the process.", "Which line calls exit?"),
-    "unusable": Rule(
-        "forge can go on with what a call returns and leaves behind.", "What has its type, and which line sets it?"
-    ),
-    "memory": Rule("A call takes no more memory than the exercise has.", "Which list or array grows here, and when?"),
-    "slow": Rule(
-        "The time of a call does not grow faster than the exercise says.",
-        "What does the call look at, and how much of that does it need?",
-    ),
-}
-
-
 def words_of(exercise: str) -> dict[str, Any]:
-    """Read what an exercise says to its reader (`templates/<exercise>.toml`): the words of an `Exercise`'s fields."""
+    """Read what an exercise says to its reader: some fields of its `Exercise`, from `templates/<exercise>.toml`."""
     path = Path(__file__).parent / "templates" / f"{exercise}.toml"
     words = tomllib.loads(path.read_text(encoding="utf-8"))
     return words | {"rules": {name: Rule(*pair) for name, pair in words["rules"].items()}}
+
+
+UNIVERSAL: Mapping[str, Rule] = words_of("universal")["rules"]
+"""The rules of every exercise."""
 
 
 def to_write(*names: str) -> Callable[[type[_Base]], type[_Base]]:
