@@ -545,6 +545,29 @@ def test_what_was_shared_once_is_forgotten_when_it_is_no_longer_asked_for():
     cache.check_invariants()
 
 
+def test_what_was_found_more_often_but_long_ago_goes_before_what_was_found_just_now():
+    cache = PrefixKvCache(3, 4, evict=prefix_cost)
+    for seq_id, block in enumerate((A, B, B, D, D, D, D, A)):  # found: A once, now; B once, long ago; D often
+        ran(cache, seq_id, block)
+    ran(cache, 8, E)
+    assert [cache.lookup(block).num_tokens for block in (A, B, D, E)] == [4, 0, 4, 4]
+    for seq_id in range(9, 40):
+        ran(cache, seq_id, A)
+
+    ran(cache, 40, C)  # takes the place of E, which no request has found
+    ran(cache, 41, C)
+    ran(cache, 42, B)
+
+    assert [cache.lookup(block).num_tokens for block in (A, B, C, D)] == [4, 4, 4, 0]
+
+
+def test_a_policy_is_told_which_request_computed_a_block_last():
+    cache = PrefixKvCache(3, 4)
+    for seq_id, block in enumerate((A, B)):
+        ran(cache, seq_id, block)
+    assert sorted((node.num_hits, node.last_request) for node in cache.index.nodes.values()) == [(0, 1), (0, 2)]
+
+
 def test_of_two_blocks_found_as_often_the_one_behind_fewer_tokens_is_cheaper_to_compute_again():
     cache = PrefixKvCache(4, 4, evict=prefix_cost)
     run(cache, 0, C + A + B)

@@ -1,10 +1,14 @@
 """What is handed to `LLM` as it is: a cache, an order, a policy, a proposer, a model, a piece of the engine."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from forge import LLM, SamplingParams, UsageError
+from forge.cache.factory import create_kv_cache
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
+from forge.cache.prefix_index import Node
 from forge.cli.run_control import trace_header
 from forge.engine.policies import SchedulerConfig, lifo
 from forge.engine.proposer import Proposal, Proposer
@@ -87,10 +91,16 @@ def returning(evict) -> tuple[list[tuple[int, ...]], int, int]:
 
 
 def test_what_is_evicted_changes_what_is_found_and_no_token():
-    oldest, cheapest = returning("lru"), returning("prefix-cost")
+    chosen: list[Node] = []
 
-    assert oldest[0] == cheapest[0] == returning(lambda leaves, requests: max(leaves, key=id))[0]
-    assert oldest[1:] == (12, 18) and cheapest[1:] == (24, 15)
+    def newest(leaves: Iterator[Node], requests: int) -> Node:
+        chosen.append(list(leaves)[-1])
+        return chosen[-1]
+
+    oldest, cheapest, latest = returning("lru"), returning("prefix-cost"), returning(newest)
+
+    assert oldest[0] == cheapest[0] == latest[0]
+    assert oldest[1:] == (12, 18) and cheapest[1:] == (24, 15) and latest[2] == len(chosen) > 0
 
 
 def test_an_unknown_eviction_policy_is_refused_with_those_there_are():
@@ -114,6 +124,18 @@ def test_a_piece_of_the_engine_is_given_to_one_model_or_stands_in_for_a_while():
             assert scheduler_of(llm) is MyScheduler and llm.engine.scheduler.preemption == "mine"
         raise RuntimeError
     assert scheduler_of(LLM("hash")) is Scheduler
+
+
+def test_a_cache_and_a_proposer_are_pieces_too():
+    modes: list[object] = []
+
+    def new_cache(mode, size, evict):
+        modes.append(mode)
+        return create_kv_cache("basic", size, evict)
+
+    llm = LLM("hash", kv="paged", speculate="ngram", pieces=Pieces(kv_cache=new_cache, ngram=Same))
+    assert llm.engine.cache.kind == "basic" and modes == ["paged"]
+    assert [proposer.name for proposer in llm.engine.speculation.proposers] == ["same"]
 
 
 class Same(Proposer):
