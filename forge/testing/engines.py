@@ -1,5 +1,5 @@
 """What plugs into an engine: whether a victim policy lets every request end with the tokens that it would have alone,
-and whether a proposer guesses by the rules (its draft tokens follow from a request's tokens and change none of the
+and whether a proposer keeps the rules (its draft tokens follow from a request's tokens and change none of the
 text).
 """
 
