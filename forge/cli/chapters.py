@@ -33,6 +33,11 @@ from forge.views.terminal import open_console
 if TYPE_CHECKING:
     from forge.book.catalog import Entry
     from forge.book.chapter import Chapter
+    from forge.engine_args import EngineArgs
+
+_MODEL_OF_BUGS = "tales"
+UNNOTICED = 1
+"""The exit status when nothing caught the bug, or the engine fails without it."""
 
 _CHAPTER = "Chapter"
 
@@ -184,10 +189,8 @@ def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Call
             ctx: typer.Context, only: str | None, pause: bool, json: bool, bug: str | None = None, **arguments: Any
         ):
             if bug is not None:
-                from forge.cli.bugs import run_bug
-
                 _check_bug_options(ctx)
-                return run_bug(ctx.command.name or "", bug, arguments["engine"], json)
+                return _run_bug(ctx.command.name or "", bug, arguments["engine"], json)
             prepared = prepare(**arguments, **({"json": json} if "json" in declared.parameters else {}))
             if reads_chapter(only, json) and not prepared.alone:
                 return read_chapter(ctx, pause)
@@ -210,6 +213,23 @@ def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Call
 
 _OF_A_BUG = ("bug", "device", "threads", *_NOT_GIVEN)
 """The options that a run with `--bug` takes: it has its own requests, on the bundled model."""
+
+
+def _run_bug(chapter: str, name: str, engine_args: "EngineArgs", json: bool) -> Report:
+    """Run one of a chapter's bugs, which compares texts of the bundled model, with the device and threads of
+    `engine_args`."""
+    from forge.book.bug_runs import bug_object, print_bug, run_with_and_without
+    from forge.book.bugs import find_bug
+    from forge.cli.run_control import create_llm
+
+    bug = find_bug(name, chapter)
+    loading = {"device": engine_args.device, "threads": engine_args.threads}
+    if bug.loading.get("device", engine_args.device) == "reference":
+        del loading["threads"]  # which that device has none of
+    runs = run_with_and_without(bug, lambda: create_llm(_MODEL_OF_BUGS, **{**loading, **bug.loading}))
+    is_caught = runs.sound.failure is None and runs.caught_by is not None
+    report = Report(bug_object(runs), lambda console: print_bug(console, runs), 0 if is_caught else UNNOTICED)
+    return report.as_json() if json else report
 
 
 def _check_bug_options(ctx: typer.Context) -> None:

@@ -1,12 +1,12 @@
 """`forge models`: which models there are, what is in a file, and where more come from."""
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forge.cli import completion, options
-from forge.cli.models_pull import pull
 from forge.cli.models_synth import synth
 from forge.gguf import GGUFError, GGUFFile
 from forge.model.catalog import HASH_MODEL, bundled_models, pulled_models, resolve_model
@@ -21,7 +21,8 @@ from forge.views.models import (
     summarise,
     summary_object,
 )
-from forge.views.terminal import open_console
+from forge.views.progress import TransferBar, print_pulled
+from forge.views.terminal import open_console, open_error_console
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,6 @@ models = typer.Typer(
     help="List models, look into a file, make one up, or download one.", no_args_is_help=True, rich_markup_mode="rich"
 )
 models.command("synth")(synth)
-models.command("pull")(pull)
 
 
 @models.command("list")
@@ -71,6 +71,33 @@ def inspect_model(
         open_console().print(to_json(summary_object(summary)), soft_wrap=True)
     else:
         print_inspection(open_console(), summary, everything)
+
+
+@models.command("pull")
+def pull(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="OWNER/NAME[:QUANT]",
+            help="A model on the hub, such as Qwen/Qwen3-0.6B-GGUF:Q8_0.",
+            show_default=False,
+        ),
+    ],
+    json: options.JsonOption = False,
+) -> None:
+    """Download a model from the Hugging Face hub: a GGUF file, or a folder of safetensors. Resumes, and verifies."""
+    from forge.model.pull import pull
+
+    try:
+        with TransferBar(open_error_console()) as bar:
+            pulled = pull(name, on_progress=bar)
+    except KeyboardInterrupt:
+        print("forge: interrupted; what has come is kept, and the same command goes on from there", file=sys.stderr)
+        raise
+    if json:
+        open_console().print(to_json(pulled), soft_wrap=True)
+    else:
+        print_pulled(open_console(), pulled)
 
 
 def _bundled() -> list[ListedModel]:

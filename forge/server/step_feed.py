@@ -7,10 +7,10 @@ A step costs the loop some 0.1 ms to encode, and each subscriber a write per pie
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from forge.server.engine_client import EngineClient, offer
 from forge.server.errors import ApiError
-from forge.server.redaction import without_texts
 from forge.server.streaming import DONE, event
 from forge.trace.codec import codec_of
 from forge.trace.records import StepRecord
@@ -77,3 +77,22 @@ class StepFeed:
         self._reading = None
         for subscriber in self._subscribers:
             offer(subscriber, DONE)
+
+
+def without_texts(record: StepRecord) -> StepRecord:
+    """Return `record` with 0 for every token id and no text: those belong to the client that asked. Counts, times and
+    reasons stay."""
+    return replace(
+        record,
+        tokens=tuple([token._replace(token_id=0, text="", probability=None, logprobs=None) for token in record.tokens]),
+        finished=tuple([replace(finish, text="", stop=None) for finish in record.finished]),
+        cycles=tuple(
+            replace(
+                cycle,
+                proposed=(0,) * len(cycle.proposed),
+                emitted=(0,) * len(cycle.emitted),
+                verdicts=tuple(replace(verdict, token_id=0, target_argmax=0) for verdict in cycle.verdicts),
+            )
+            for cycle in record.cycles
+        ),
+    )

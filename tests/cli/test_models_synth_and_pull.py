@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import typer
 
-from forge.cli.models_pull import pull
+from forge.cli.models import pull
 from forge.cli.models_synth import synth
 from forge.errors import UsageError
 from forge.gguf import GGUFFile

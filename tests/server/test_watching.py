@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from forge import LLM, SamplingParams, __version__
-from forge.server.redaction import without_texts
+from forge.server.step_feed import without_texts
 from forge.trace.codec import codec_of
 from forge.trace.records import FinishRecord, SpecCycle, StepRecord, TokenVerdict
 from tests.waiting import PATIENCE, until
