@@ -5,12 +5,15 @@ from typing import Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.answering import AnsweringEngine, counting, load_answering
 from forge.cli.arguments import command
+from forge.cli.options import AnsweringEngine
+from forge.cli.run_control import create_llm
 from forge.engine.tasks import classify_prompt
 from forge.errors import UsageError
 from forge.views.answers import classification_object, print_classifications
+from forge.views.progress import CountingBar
 from forge.views.report import Report
+from forge.views.terminal import open_error_console
 
 _LABELS_NEEDED = "--labels takes two labels or more with commas: --labels happy,sad"
 
@@ -54,13 +57,13 @@ def classify(
     if len(names) == 1:
         raise UsageError(_LABELS_NEEDED)
     inputs = options.read_texts(texts, file)
-    llm = load_answering(engine)
+    llm = create_llm(engine)
     by_head = bool(llm.model.labels) and not names
     if not names and not by_head:
         raise UsageError(_LABELS_NEEDED)
     raw = raw or by_head
     prompts = inputs if raw else [classify_prompt(llm.tokenizer, text, names, question) for text in inputs]
-    with counting("classify") as on_progress:
+    with CountingBar(open_error_console(), "classify") as on_progress:
         classifications = llm.classify(prompts, names, on_progress=on_progress)
     return Report(
         {"model": llm.model_name, "results": classification_object(inputs, classifications)},

@@ -5,10 +5,13 @@ from typing import Annotated, Any, cast
 import typer
 
 from forge.cli import options
-from forge.cli.answering import AnsweringEngine, counting, load_answering
 from forge.cli.arguments import command
+from forge.cli.options import AnsweringEngine
+from forge.cli.run_control import create_llm
 from forge.views.answers import embedding_object, print_cosines
+from forge.views.progress import CountingBar
 from forge.views.report import Report
+from forge.views.terminal import open_error_console
 
 
 @command
@@ -31,8 +34,8 @@ def embed(
     [dim]forge embed "the fox found a lantern" "a lantern was found" "the sea is cold"[/dim]
     """
     inputs = options.read_texts(texts, file)
-    llm = load_answering(engine)
-    with counting("embed") as on_progress:
+    llm = create_llm(engine)
+    with CountingBar(open_error_console(), "embed") as on_progress:
         vectors = llm.embed(inputs, cast(Any, pooling), on_progress=on_progress)  # it checks `pooling`
     used = pooling or llm.pooling
     return Report(

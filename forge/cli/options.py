@@ -12,10 +12,14 @@ from typing import Annotated
 
 import typer
 
-from forge.cli.arguments import JSON_HELP, JsonOption, was_given  # noqa: F401
+from forge.cli.arguments import JSON_HELP, JsonOption, Takes, was_given  # noqa: F401
 from forge.engine.structured_output import StructuredOutput
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
+
+AnsweringEngine = Annotated[EngineArgs, Takes("model Model prefill_only_tokens prefill_only_memory", kv="prefix")]
+"""Of the commands whose answers come from one forward pass each: what several inputs begin with is computed once."""
 
 _OUTPUT, _WORKLOAD, _FORM = "Output", "Requests", "Structured output (one of these)"
 

@@ -5,10 +5,13 @@ from typing import Annotated, Any, cast
 import typer
 
 from forge.cli import options
-from forge.cli.answering import AnsweringEngine, counting, load_answering
 from forge.cli.arguments import command
+from forge.cli.options import AnsweringEngine
+from forge.cli.run_control import create_llm
 from forge.views.answers import print_ranking, ranking_object
+from forge.views.progress import CountingBar
 from forge.views.report import Report
+from forge.views.terminal import open_error_console
 
 _QUERY = "Query"
 
@@ -43,8 +46,8 @@ def rerank(
     [dim]forge rerank --query "who found the lantern" lines.txt[/dim]
     """
     documents = options.read_prompts(file)
-    llm = load_answering(engine)
-    with counting("rerank") as on_progress:
+    llm = create_llm(engine)
+    with CountingBar(open_error_console(), "rerank") as on_progress:
         scores = llm.rerank(query, documents, instruction, by=cast(Any, by), on_progress=on_progress)  # it checks `by`
     return Report(
         {"model": llm.model_name, "query": query, "by": by, "ranking": ranking_object(documents, scores, by)},

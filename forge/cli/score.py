@@ -5,12 +5,15 @@ from typing import Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.answering import AnsweringEngine, counting, load_answering
 from forge.cli.arguments import command
+from forge.cli.options import AnsweringEngine
+from forge.cli.run_control import create_llm
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.answers import print_score, score_object
+from forge.views.progress import CountingBar
 from forge.views.report import Report
+from forge.views.terminal import open_error_console
 
 _TOP = typer.Option("--top", help="List this many of the likeliest tokens at each place.", rich_help_panel="Output")
 
@@ -46,9 +49,9 @@ def _scored(engine_args: EngineArgs, prompt: str, continuation: str, top: int) -
 
     if top < 0:
         raise UsageError(f"--top is a number of tokens, and not {top}")
-    llm = load_answering(engine_args)
+    llm = create_llm(engine_args)
     top = min(top, llm.model.vocab_size)
-    with counting("score") as on_progress:
+    with CountingBar(open_error_console(), "score") as on_progress:
         (scored,) = llm.score([(prompt, continuation)], top, on_progress=on_progress)
     token_text = llm.tokenizer.token_text
     facts = {"model": llm.model_name, "prompt": prompt, "continuation": continuation}
