@@ -32,7 +32,7 @@ _standing = [Pieces()]
 
 
 def current_pieces() -> Pieces:
-    """The pieces of an engine that is given none of its own."""
+    """Return the pieces of an engine that is given none of its own."""
     return _standing[-1]
 
 

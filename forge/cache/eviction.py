@@ -23,12 +23,12 @@ matrices, 0.23 MFLOP per key)."""
 
 
 def lru(leaves: Iterator[Node], requests: int) -> Node:
-    """The leaf that was released longest ago."""
+    """Choose the leaf that was released longest ago."""
     return next(leaves)
 
 
 def prefix_cost(leaves: Iterator[Node], requests: int) -> Node:
-    """The leaf that is cheapest to lose: how often it was found, by what it takes to compute again, per request since.
+    """Choose the leaf that is cheapest to lose: its hits, times what it takes to compute again, per request since then.
 
     What came once goes first, in the order of `lru`, so a shared beginning outlives prompts that pass through; and it
     is forgotten when it is no longer asked for (hyperbolic caching: Blankstein et al. 2017, with the time since the
@@ -39,7 +39,7 @@ def prefix_cost(leaves: Iterator[Node], requests: int) -> Node:
 
 
 def _loss(leaf: Node, requests: int) -> float:
-    """Of equals, `min` takes the one released longest ago."""
+    """Return what losing a leaf is expected to cost. Of equals, `min` takes the one released longest ago."""
     return leaf.num_hits * (1 + leaf.depth / ATTENTION_BLOCKS) / (1 + requests - leaf.last_request)
 
 
@@ -47,7 +47,7 @@ EVICTION_POLICIES: Mapping[str, EvictionPolicy] = {"lru": lru, "prefix-cost": pr
 
 
 def eviction_policy(choice: str | EvictionPolicy) -> EvictionPolicy:
-    """A policy by its name, or itself. Raises `UsageError` for an unknown name, listing those there are."""
+    """Return a policy by its name, or the policy itself. Raises `UsageError` for an unknown name, listing the known."""
     if callable(choice):
         return choice
     if choice not in EVICTION_POLICIES:

@@ -212,7 +212,7 @@ class PrefixKvCache(PagedKvCache):
         return super()._allocate(number)
 
     def _cached_leaves(self) -> Iterator[Node]:
-        """The contents of cached blocks behind which nothing is indexed, the one released longest ago in front."""
+        """Yield the contents of cached blocks behind which nothing is indexed, the one released longest ago first."""
         nodes = map(self.index.node_of.__getitem__, self.pool.cached)
         return (node for node in nodes if not node.children)
 

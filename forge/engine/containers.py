@@ -101,7 +101,7 @@ class RequestQueue:
 
 
 class RetainedCaches:
-    """Ended sequences whose blocks are still held, by sequence id, the oldest first."""
+    """Holds the blocks of ended sequences, by sequence id, the oldest first."""
 
     def __init__(self, cache: KvCache):
         self._cache = cache

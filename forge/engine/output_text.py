@@ -65,7 +65,7 @@ class OutputText:
         return self._release(end if self._include_stop else end - len(self.stopped_by))
 
     def _possible_beginning(self) -> int:
-        """Length of the longest end of the held text with which some stop string begins."""
+        """Return the length of the longest end of the held text with which some stop string begins."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(self._held)), longest, -1):

@@ -188,7 +188,7 @@ class Speculation(Protocol):
         ...
 
     def wanted_forks(self, sequence: Sequence) -> int:
-        """The number of drafts beyond the first: one for each further proposer."""
+        """Return the number of drafts beyond the first: one for each further proposer."""
         ...
 
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:

@@ -36,7 +36,7 @@ from forge.trace.timeline import Timeline
 
 
 class _Issued(NamedTuple):
-    """The ids that have been issued. Replaced as a whole, so that an interruption cannot separate its numbers."""
+    """Counts the ids that have been issued. It is replaced as a whole, so no interruption separates its numbers."""
 
     seq_ids: int
     retained_forks: int

@@ -53,7 +53,7 @@ class Purpose(IntEnum):
 
 
 def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32-10 of the counter (x0, x1, x2, x3) under the key (k0, k1).
+    """Return Philox4x32-10 of the counter (x0, x1, x2, x3) under the key (k0, k1).
 
     All are 32-bit words: Python ints, or uint64 arrays, one counter per entry.
     """
@@ -151,7 +151,7 @@ def numpy_argmax(
     purpose: Purpose = Purpose.SAMPLE,
     branch: int = 0,
 ) -> int:
-    """`gumbel_argmax` in NumPy.
+    """Draw as `gumbel_argmax` does, in NumPy.
 
     Nearly all of the time goes to Philox (151,936 tokens: 1.1 of 1.4 ms). So the noise of the leader, the token with
     the greatest score, is computed first. Tokens so far below that no noise lets them win are left out, where they are

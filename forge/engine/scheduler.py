@@ -104,7 +104,7 @@ class Scheduler:
         return bool(self.queue.sequences or self.running)
 
     def unfinished(self) -> Iterator[Sequence]:
-        """Every sequence that has not ended, whichever container holds it."""
+        """Yield every sequence that has not ended, whichever container holds it."""
         for sequence in [*self.queue, *self.running.values()]:
             yield sequence
             yield from sequence.waiting_samples

@@ -40,7 +40,7 @@ class LaunchedStep:
     """Until the model returned. Async scheduling adds the time that the host then waited for the device."""
 
     def cost(self, seconds: float) -> StepCost:
-        """What the step took, of which the proposers took a part. seconds: until its tokens were known."""
+        """Return what the step took, without the part of the proposers. seconds: until its tokens were known."""
         num_rows = self.batch.num_rows if self.batch is not None else 0
         return StepCost(num_rows, self.forward_ms, seconds * 1e3 - self.drafts.total_ms)
 

@@ -63,7 +63,7 @@ class StructuredOutput:
         return "choice" if self.choice is not None else "grammar"
 
     def form(self) -> dict[str, Any]:
-        """The form as plain data; `StructuredOutput(**form)` is the same without thinking."""
+        """Return the form as plain data; `StructuredOutput(**form)` is the same without thinking."""
         return {self.kind: getattr(self, self.kind)}
 
 

@@ -102,7 +102,7 @@ def classify(
 
 
 def classify_by_head(prompts: Sequence[Sequence[int]], labels: Sequence[str]) -> Question[list[Classification]]:
-    """Ask for the same by the model's own classification head (`Model.labels`)."""
+    """Ask for the label probabilities of each prompt by the model's classification head (`Model.labels`)."""
 
     def by_score(logprobs: Sequence[float]) -> Classification:
         (name,), (logprob, rest) = labels, logprobs
@@ -199,7 +199,7 @@ def _check_labels(labels: Sequence[Sequence[int]], names: Sequence[str]) -> None
 def _choose(
     candidates: Iterable[int], prompts: Sequence[Sequence[int]], value: Callable[[Sequence[float]], Value]
 ) -> Question[list[Value]]:
-    """A value for each prompt, of the candidates' log probabilities to come next."""
+    """Ask for a value of each prompt, computed from the log probabilities of the candidates to come next."""
     task = Task(candidates=tuple(candidates))
     return Question(
         [(prompt, task) for prompt in prompts], lambda readouts: [value(readout.candidates) for readout in readouts]

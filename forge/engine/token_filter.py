@@ -118,7 +118,7 @@ class TokenFilter:
         return FilterMatcher(self, self.form.new_matcher() if self.form is not None else None)
 
     def mask(self, output: Items[int]) -> np.ndarray:
-        """True for every token that may come next, whatever the grammar says: bool `[vocab]`."""
+        """Return True for every token that the filter allows next, whatever the grammar says: bool `[vocab]`."""
         allowed = self._unending if len(output) < self._min_tokens else self.allowed
         if not self._words:
             return allowed

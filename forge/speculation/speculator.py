@@ -179,7 +179,7 @@ class Speculator:
         return Undrafted(seq_id, "measures", left) if left else k
 
     def wanted_forks(self, sequence: Sequence) -> int:
-        """The number of drafts beyond the first: one for each further proposer."""
+        """Return the number of drafts beyond the first: one for each further proposer."""
         return max(0, len(self._sources_of(sequence)) - 1)
 
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
