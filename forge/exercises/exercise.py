@@ -159,14 +159,14 @@ class Mistake(Exception):
 class Trial:
     """Calls the reader's code and writes down each call as a line of Python that can be pasted."""
 
-    given: tuple[str, ...] = ()
+    setup_lines: tuple[str, ...] = ()
     """Lines that precede the calls of every such trial."""
 
     def __init__(self, piece: ModuleType, *setup: str):
         """setup: lines that precede the calls of this trial. In each line `piece` is the reader's module."""
         self.piece, self.path = piece, str(piece.__file__)
         loading = f'from forge.exercises import load; piece = load("{_shown(self.path)}")'
-        self.calls = [loading, *self.given, *setup]
+        self.calls = [loading, *self.setup_lines, *setup]
         self.setup = len(self.calls)
         self.before: Callable[[], str] = str
         """Draws the state before the last call."""

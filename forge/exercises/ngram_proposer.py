@@ -51,7 +51,7 @@ def _request(text: Sequence[int], max_tokens: int, seq_id: int = 0) -> ProposalR
 class ProposerTrial(Trial):
     """Asks the reader's proposer about texts whose continuation is known."""
 
-    given = (
+    setup_lines = (
         "from forge.engine.proposer import ProposalRequest as Request",
         "from forge import SamplingParams",
         "proposer = piece.MyProposer()",

@@ -43,7 +43,7 @@ blocks, the candidates)."""
 class RouterTrial(Trial):
     """Asks the reader's router about fleets whose right choice is known."""
 
-    given = (
+    setup_lines = (
         "from forge.cluster.events import CacheEvents",
         "from forge.cluster.fleet import Fleet, RouteRequest",
     )

@@ -49,7 +49,7 @@ _CASES: tuple[tuple[str, list[float], dict[str, Any]], ...] = (
 class SamplingTrial(Trial):
     """Compares the reader's filters and draws with exact sets and counts."""
 
-    given = ("import numpy as np; from forge import SamplingParams",)
+    setup_lines = ("import numpy as np; from forge import SamplingParams",)
 
     def greedy(self, row: list[float]) -> None:
         self.restart()

@@ -34,7 +34,7 @@ from forge.trace.records import StepRecord, TokenVerdict
 class VerificationTrial(Trial):
     """Compares the reader's verification with the target's own output and distribution."""
 
-    given = ("import numpy as np; from forge.engine.sampling import Distribution as D",)
+    setup_lines = ("import numpy as np; from forge.engine.sampling import Distribution as D",)
 
     def ask(self, line: str, function: Any, *arguments: Any) -> Any:
         self.restart()

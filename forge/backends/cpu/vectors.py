@@ -50,7 +50,7 @@ def emits(result: types.Type, *arguments: types.Type):
     result is void. Called with positional arguments only."""
 
     def decorate(emit):
-        def typing(typingctx, *given):
+        def typing(typingctx, *argument_types):
             def codegen(context, builder, sig, values):
                 value = emit(builder, *values)
                 return context.get_dummy_value() if value is None else value
