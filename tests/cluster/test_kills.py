@@ -1,4 +1,4 @@
-"""Kill after kill under load: no token is lost, none comes twice, none differs."""
+"""Fault after fault under load: no token is lost, none comes twice, none differs."""
 
 import asyncio
 import random
@@ -15,11 +15,12 @@ STREAMS = 5
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.slow)])
-def test_streams_of_every_kind_survive_every_kill(kills: int):
-    asyncio.run(asyncio.wait_for(survive(kills), 600))
+@pytest.mark.parametrize("fault", ["killed", "every step raises"])
+def test_streams_of_every_kind_survive_every_kill(kills: int, fault: str):
+    asyncio.run(asyncio.wait_for(survive(kills, fault), 600))
 
 
-async def survive(kills: int) -> None:
+async def survive(kills: int, fault: str) -> None:
     random_, pauses, number, resumed = random.Random(5), [], 0, 0
     engines = {name: LocalEngine() for name in "ab"}
     async with front_of(*engines.values()) as client:
@@ -40,12 +41,20 @@ async def survive(kills: int) -> None:
             ]
             await eventually(lambda: any(engine.is_held for engine in engines.values()))
             victim = random_.choice([name for name, engine in engines.items() if engine.is_held])
-            engines.pop(victim).kill()
+            failing = engines.pop(victim)
+            if fault == "killed":
+                failing.kill()
+                client.leave(victim)
+            else:
+                failing.break_steps()
+                failing.go_on()
             for engine in engines.values():
                 engine.go_on()
-            client.leave(victim)
             killed = time.monotonic()
             found = await asyncio.gather(*readers)
+            if fault != "killed":
+                client.leave(victim)
+                failing.kill()
             for case, prompt, seed, choices in zip(cases, prompts, seeds, found, strict=True):
                 assert choices == expected(replace(KILLED[case], max_tokens=60), seed, prompt), (kill, case)
             for times in came:
