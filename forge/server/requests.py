@@ -146,8 +146,8 @@ class RequestReader:
         """Write a conversation as the model's chat template does."""
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
-            message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
-            raise ApiError(message, param="continue_final_message")
+            error = "continue_final_message goes on with the last message: set add_generation_prompt to false"
+            raise ApiError(error, param="continue_final_message")
         messages = body.messages or []
         for message in messages:
             check_supported(message.model_extra or {}, UNSUPPORTED_IN_MESSAGES, "messages.")

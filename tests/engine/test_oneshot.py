@@ -517,6 +517,7 @@ def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, 
     for line in range(0, lines, 13):
         engine = busy(kv, steps)
         assert interrupted_at(line, engine.step)
+        engine.output("g")  # recovers
         assert engine.has_unfinished()
         engine.scheduler.check_invariants()
         run_all(engine)
