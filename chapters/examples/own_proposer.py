@@ -8,12 +8,12 @@ from forge.testing import check_proposer
 
 
 class PhraseProposer(Proposer):
-    """Where a text ends with the beginning of a phrase, guess the rest of it. A wrong guess only costs time."""
+    """Where a text ends with the beginning of a phrase, propose the rest of it. A wrong draft only costs time."""
 
     name = "phrases"
 
     def __init__(self, phrases: Sequence[Sequence[int]], least: int = 2):
-        """phrases: token ids. least: how many tokens of one have to be there before it is guessed."""
+        """phrases: token ids. least: how many tokens of one have to be there before the rest is proposed."""
         self.phrases, self.least = [list(phrase) for phrase in phrases], least
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
@@ -33,6 +33,6 @@ prompt, params = "Once upon a time", SamplingParams(max_tokens=32)
 phrase = llm.tokenizer.encode(prompt + plain.outputs[0].text)  # what it says anyway: the best of all phrases
 check_proposer(lambda: PhraseProposer([phrase]), texts=[phrase[:5]])
 llm.speculate_with(PhraseProposer([phrase]))
-(guessed,) = llm.generate(prompt, params)
-assert guessed.outputs[0].token_ids == plain.outputs[0].token_ids
-print(len(plain.metrics.forward_ms), "forwards without guesses,", len(guessed.metrics.forward_ms), "with")
+(drafted,) = llm.generate(prompt, params)
+assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+print(len(plain.metrics.forward_ms), "forwards without drafts,", len(drafted.metrics.forward_ms), "with")
