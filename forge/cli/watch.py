@@ -30,7 +30,6 @@ def watch(
 
     [dim]forge watch http://127.0.0.1:8080[/dim]
     """
-    open_error_console().print(f"{url}: its steps as they happen; Ctrl-C ends the watching", style=QUIET)
     with Traffic(open_console(), RunLabel(url, "", "", "")) as traffic:
         for record in steps_of(url, api_key):
             traffic.step(record)
@@ -38,7 +37,10 @@ def watch(
 
 
 def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
-    """Yield the steps of the server at `url` from now on, until it ends. Raises `UsageError` if it gives none."""
+    """Yield the steps of the server at `url` from now on, until it ends. Raises `UsageError` if it gives none.
+
+    Once the server has answered, a line on standard error says what is waited for.
+    """
     decode = codec_of(StepRecord).decode
     address = (url if "//" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/debug/steps"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -46,6 +48,7 @@ def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
         is_here = is_loopback(urlsplit(address).hostname or "")
         proxies = urllib.request.ProxyHandler({} if is_here else None)  # a proxy's 127.0.0.1 is another machine
         with urllib.request.build_opener(proxies).open(urllib.request.Request(address, headers=headers)) as answer:
+            open_error_console().print(f"{url}: its steps as they happen; Ctrl-C ends the watching", style=QUIET)
             for line in answer:
                 if line.startswith(b"data: {"):
                     yield decode(json.loads(line[6:]), "step")

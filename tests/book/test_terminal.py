@@ -18,13 +18,21 @@ def naive(tmp_path_factory) -> tuple[str, ...]:
     return ("naive", "Once", "12", "-m", str(path), "--device", "reference")
 
 
+def to_the_second_prediction(terminal: Terminal) -> None:
+    """Read on, and answer the first prediction, which is about the heads."""
+    terminal.press_until("Your guess: ▌", " ")
+    terminal.press("1")
+    assert "--heads" in terminal.press("\r")
+    terminal.press_until("Your guess: ▌", " ")
+
+
 def test_reading_predicting_and_stopping(naive):
     with Terminal(*naive) as terminal:
         first = terminal.wait_for("[q]uit")
         assert first.strip().startswith("── 1 · A forward pass") and " 1 / " in first
         assert " 2 / " in terminal.press("n")
         assert " 1 / " in terminal.press("b")
-        terminal.press_until("Your guess: ▌", " ")
+        to_the_second_prediction(terminal)
         assert "Your guess: 3▌" in terminal.press("3")
         assert "  1  attention" in terminal.press("\r")
         assert "Your guess: 2▌" in terminal.press("2")
@@ -77,7 +85,7 @@ def test_the_output_of_a_command_of_ones_own_waits_after_each_screen(naive):
 def test_keys_that_were_typed_before_a_run_ended_do_nothing(naive):
     with Terminal(*naive) as terminal:
         terminal.wait_for("[q]uit")
-        terminal.press_until("Your guess: ▌", " ")
+        to_the_second_prediction(terminal)
         terminal.press("n")
         assert "Where does the time of a" in terminal.press("n")
         terminal.press("n")
