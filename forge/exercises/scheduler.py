@@ -67,7 +67,9 @@ def first_of_others(running: Items[Sequence], requester: Sequence) -> Sequence |
     return next((sequence for sequence in running if sequence is not requester), None)
 
 
-def new_llm(scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPolicy = "lifo") -> LLM:
+def new_llm(
+    scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPolicy = "lifo", budget: int = _BUDGET
+) -> LLM:
     """Create a small engine that this class schedules."""
     with standing_in(scheduler=scheduler):
         return LLM(
@@ -76,7 +78,7 @@ def new_llm(scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPol
             block_size=_BLOCK,
             num_blocks=num_blocks,
             max_num_seqs=_MAX_SEQS,
-            max_num_batched_tokens=_BUDGET,
+            max_num_batched_tokens=budget,
             prefill_only=False,
             preempt=policy,
         )
@@ -86,15 +88,21 @@ class SchedulerTrial(EngineTrial):
     """Runs an engine and checks each plan while the reader's scheduler builds it."""
 
     def __init__(
-        self, piece: ModuleType, num_blocks: int, kind: type | None = None, policy: str | VictimPolicy = "lifo"
+        self,
+        piece: ModuleType,
+        num_blocks: int,
+        kind: type | None = None,
+        policy: str | VictimPolicy = "lifo",
+        budget: int = _BUDGET,
     ):
         """kind: a class that replaces the reader's."""
+        options = ", first_of_others" if callable(policy) else f", budget={budget}" if budget != _BUDGET else ""
         super().__init__(
             piece,
             "from forge import SamplingParams; from forge.exercises.scheduler import first_of_others, new_llm",
-            f"llm = new_llm(piece.MyScheduler, {num_blocks}{', first_of_others' if callable(policy) else ''})",
+            f"llm = new_llm(piece.MyScheduler, {num_blocks}{options})",
         )
-        self.llm = new_llm(kind or self._observed(piece), num_blocks, policy)
+        self.llm = new_llm(kind or self._observed(piece), num_blocks, policy, budget)
 
     def _observed(self, piece: ModuleType) -> type:
         trial = self
@@ -196,7 +204,8 @@ class SchedulerTrial(EngineTrial):
 
     def look(self, scheduler: Any, before: dict[int, Sequence], plan: StepPlan) -> None:
         items, cache = {item.seq_id: item for item in plan.items}, scheduler.cache
-        left = _BUDGET - plan.num_tokens
+        limit = scheduler.config.max_num_batched_tokens
+        left = limit - plan.num_tokens
         for seq_id, sequence in before.items():
             if seq_id not in scheduler.running or seq_id in plan.exhausted:
                 continue
@@ -213,7 +222,7 @@ class SchedulerTrial(EngineTrial):
         needed, free = scheduler.blocks_to_begin(head), cache.num_available
         reasons: list[WaitReason] = []
         reasons += [MaxNumSeqs(_MAX_SEQS)] if len(scheduler.running) >= _MAX_SEQS else []
-        reasons += [NoBudget(_BUDGET)] if left <= 0 else []
+        reasons += [NoBudget(limit)] if left <= 0 else []
         reasons += [NoBlocks(needed, free)] if needed > free else []
         finding = (
             f"sequence {head.seq_id} waits: {len(scheduler.running)} run, budget {left}, {needed} of {free} blocks"
@@ -252,6 +261,7 @@ def _check_all(piece: ModuleType) -> None:
         SchedulerTrial(piece, num_blocks).compare(prompts)
     under_way = [[97] * 2, [98] * 2, [99] * 2, [100] * 28]  # preempted before its last chunk
     SchedulerTrial(piece, 12, policy=first_of_others).compare(under_way)
+    SchedulerTrial(piece, 64, budget=_MAX_SEQS).compare(mixed)  # decodes leave one token to a prompt
     SchedulerTrial(piece, 64).admit_after_preemption()
 
 
