@@ -37,7 +37,7 @@ test: $(INSTALLED_DEV)
 
 # uv chooses the declared minimum of each direct dependency, for a virtual environment beside the ordinary one.
 test-oldest: $(OLDEST)/.installed
-	PYTHONPATH=. $(OLDEST)/bin/python -m pytest $(FAST_TESTS) $(PYTEST_ARGS)
+	PYTHONPATH=. $(OLDEST)/bin/python -m pytest -n auto --dist loadfile $(FAST_TESTS) $(PYTEST_ARGS)
 
 # Exported, it lets tests run that are marked slow.
 test-all: export FORGE_ALL_TESTS = 1

@@ -51,6 +51,6 @@ def pytest_testnodedown(node) -> None:
     node.config.stash[NUM_SLOW] = getattr(node, "workeroutput", {}).get("num_slow", 0)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
     if number := config.stash.get(NUM_SLOW, 0):
         terminalreporter.write_line(f"{number} slow tests were left out: make test-all runs them (FORGE_ALL_TESTS=1)")
