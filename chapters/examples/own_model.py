@@ -36,5 +36,5 @@ class OneHead(Model):
 
 
 loaded = LoadedModel(name="one-head", model=OneHead(), tokenizer=ByteTokenizer())
-check_model(loaded)  # neighbours, chunks, blocks, caches, preemption, guesses: not a bit may differ
+check_model(loaded)  # neighbours, chunks, blocks, caches, preemption, drafts: not a bit may differ
 print(LLM(loaded, kv="prefix").generate("Once upon a time")[0].outputs[0].token_ids)

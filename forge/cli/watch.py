@@ -19,7 +19,7 @@ from forge.views.terminal import open_console, open_error_console
 from forge.views.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def watch(
@@ -30,16 +30,20 @@ def watch(
 
     [dim]forge watch http://127.0.0.1:8080[/dim]
     """
+
+    def say() -> None:
+        open_error_console().print(f"{url}: its steps as they happen; Ctrl-C ends the watching", style=QUIET)
+
     with Traffic(open_console(), RunLabel(url, "", "", "")) as traffic:
-        for record in steps_of(url, api_key):
+        for record in steps_of(url, api_key, say):
             traffic.step(record)
     return 0
 
 
-def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
+def steps_of(url: str, api_key: str | None, opened: "Callable[[], None] | None" = None) -> "Iterator[StepRecord]":
     """Yield the steps of the server at `url` from now on, until it ends. Raises `UsageError` if it gives none.
 
-    Once the server has answered, a line on standard error says what is waited for.
+    opened: called once the server has answered, before its first step.
     """
     decode = codec_of(StepRecord).decode
     address = (url if "//" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/debug/steps"
@@ -48,7 +52,8 @@ def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
         is_here = is_loopback(urlsplit(address).hostname or "")
         proxies = urllib.request.ProxyHandler({} if is_here else None)  # a proxy's 127.0.0.1 is another machine
         with urllib.request.build_opener(proxies).open(urllib.request.Request(address, headers=headers)) as answer:
-            open_error_console().print(f"{url}: its steps as they happen; Ctrl-C ends the watching", style=QUIET)
+            if opened is not None:
+                opened()
             for line in answer:
                 if line.startswith(b"data: {"):
                     yield decode(json.loads(line[6:]), "step")

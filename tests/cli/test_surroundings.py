@@ -2,6 +2,8 @@
 
 import resource
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -101,5 +103,15 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(forge, monkeypa
 
 
 def test_watching_says_so_before_the_first_step(forge):
-    first, last = forge("watch", "http://127.0.0.1:1").err.splitlines()
-    assert first.endswith("Ctrl-C ends the watching") and last.startswith("forge: http://127.0.0.1:1 shows no steps")
+    class Idle(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Idle) as server:
+        threading.Thread(target=server.handle_request).start()
+        watched = forge("watch", f"http://127.0.0.1:{server.server_port}")
+    assert watched.status == 0 and watched.err.endswith("Ctrl-C ends the watching\n") and watched.err.count("\n") == 1
