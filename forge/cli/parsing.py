@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from typer.core import TyperCommand, TyperOption
 
-from forge.engine_args import KV_KINDS
 from forge.errors import UsageError
 
 TEXTS = ("PROMPT", "TEXT", "CONTINUATION", "TERM")
@@ -139,6 +138,8 @@ class Command(TyperCommand):
 def without_value(option: str, instead: str = "") -> UsageError:
     """Build the error of an option without a value. Of `--kv` it lists the values."""
     if option == "--kv":
+        from forge.engine_args import KV_KINDS  # only an error needs it, and every command imports this module
+
         error = UsageError(f"--kv takes one of {', '.join(KV_KINDS)}" + (f", and {instead}" if instead else ""))
         for kind, meaning in KV_KINDS.items():
             error.add_note(f"  {kind:8}{meaning}")

@@ -280,6 +280,8 @@ def attention_of(model: Any, kv_dtype: str, token_ids: list[int]) -> "list[np.nd
     layers: list[np.ndarray] = []
 
     class WatchedOperations(ReferenceOperations):
+        """The reference's operations, which keep each layer's attention weights on their way."""
+
         def attention(self, q, storage, layer, batch):  # type: ignore[no-untyped-def]
             keys, _ = storage.gather(layer, batch.block_tables[0], len(q))
             rows = q.reshape(len(q), keys.shape[1], -1, keys.shape[2])  # [tokens, KV heads, query heads of each, dim]

@@ -25,6 +25,7 @@ def test_the_list_imports_no_command_and_a_command_no_other():
     named = modules_after("from forge.cli.main import main; main(['generate', '--help'])")
     commands = {f"forge.cli.{name.replace('-', '_')}" for names in PANELS.values() for name in names}
     assert not listed & commands and not [name for name in listed if name.startswith("forge.experiments.")]
+    assert not listed & {"forge.engine_args", "forge.model"}
     assert named & commands == {"forge.cli.generate"}
 
 
