@@ -12,7 +12,7 @@ FAST_TESTS := tests/gguf tests/tokenizer tests/cache tests/trace tests/model tes
 	tests/backends/cpu/test_processor.py tests/engine/test_llm.py tests/cli/test_commands.py tests/cli/test_doctor.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-gpu test-oldest test-cluster test-arm test-all fuzz mutants lint models pictures clean
+.PHONY: help demo test test-gpu test-oldest test-cluster test-arm test-all fuzz mutants lint models pictures wheel clean
 
 help:
 	@echo "make demo         install into $(VENV) and generate 32 tokens"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint         check style with ruff, and types with mypy"
 	@echo "make models       train the bundled models again"
 	@echo "make pictures     draw the pictures of the README again"
+	@echo "make wheel        build dist/*.whl, with the kernels compiled for common processors"
 	@echo "make clean        remove $(VENV) and caches"
 
 demo: $(INSTALLED)
@@ -74,6 +75,10 @@ models: $(INSTALLED_DEV)
 pictures: $(INSTALLED)
 	$(BIN)/python -m chapters.draw_pictures
 
+wheel: $(INSTALLED)
+	$(BIN)/python -m forge.backends.cpu.ahead build/kernels
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+
 # A virtual environment that already works is kept. The stamp waits for pip to answer: on a Python without ensurepip,
 # venv fails half-way and leaves the folder behind.
 $(VENV)/.created:
@@ -106,4 +111,4 @@ $(ARM)/.installed: pyproject.toml | $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(ARM) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(ARM) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -134,16 +134,18 @@ def _choices(backend: "Backend") -> "Iterator[Finding]":
 
 
 def _kernels() -> "Finding":
-    from forge.backends.cpu.compilation import cache_folder, cache_problem
+    from forge.backends.cpu.compilation import cache_folder, cache_problem, shipped_folder
     from forge.backends.cpu.kernel_table import all_items
     from forge.backends.cpu.processor import FORCE_VARIABLE, runnable
     from forge.views.doctor import Finding
 
     try:
-        folder = cache_folder()
+        shipped, folder = shipped_folder(), cache_folder()
     except ForgeError as error:
         return Finding("kernels", "trouble", str(error))
     choice = f"instruction sets {', '.join(runnable())} ({FORCE_VARIABLE} forces one)"
+    if shipped is not None:
+        return Finding("kernels", "ok", f"{choice}; all came compiled with the package, in {shipped}")
     if (problem := cache_problem()) is not None:
         return Finding("kernels", "trouble", f"{choice}; {problem}")
     items = all_items()

@@ -1,4 +1,5 @@
 """Kernels become machine code here, once per machine: where compiled code is kept, and how stale code is never run.
+A wheel brings the code for common processors (`ahead`), and nothing is compiled there.
 
 Two front ends, one back end. Numba turns the kernels that are written in Python (`@kernel`) into LLVM's intermediate
 code, `tiles.py` generates that of the tiles itself, and from there on both go the same way: llvmlite, which is Numba's
@@ -9,7 +10,9 @@ Object files are kept in a folder whose *name* holds a digest of everything that
 this package, the versions of Python, NumPy, Numba and llvmlite, the processor, and the instruction set. Anything
 different is another folder. (Numba's own cache would not do for kernels: it looks at one function's file and at nothing
 that the function uses.) Each file starts with the digest of its contents; what does not fit its digest is compiled
-again. If no folder can be written, code is kept in memory.
+again. If no folder can be written, code is kept in memory. What a wheel brings is kept in the same form, in a folder
+whose name holds the digest of the sources: no more decides what that code computes, since it is made for the least
+processor of an instruction set, and is loaded by one that has all of this processor's features.
 """
 
 import contextlib
@@ -36,7 +39,14 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from forge.backends.cpu.processor import InstructionSet, choose_instruction_set, is_arm, is_forced, usable_cpus
+from forge.backends.cpu.processor import (
+    InstructionSet,
+    choose_instruction_set,
+    host_features,
+    is_arm,
+    is_forced,
+    usable_cpus,
+)
 from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileLayout, emit_tile
 
 Arguments = tuple[str | np.dtype, ...]
@@ -50,6 +60,8 @@ _ITEMS_PER_HELPER = 4
 """Kernels to compile for which another process is worth its start, which takes as long as one of them."""
 KERNEL_BYTES = 4 << 20
 """About what the compiled code of all kernels takes."""
+SHIPPED = Path(__file__).parent / "shipped"
+"""The code that a wheel brings: a folder for each instruction set."""
 KEEP_SECONDS = 30 * 86_400
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -62,6 +74,19 @@ def instruction_set() -> InstructionSet:
     if chosen.converts_half_by_call:
         _provide_half_conversions()
     return chosen
+
+
+@cache
+def shipped_folder() -> Path | None:
+    """Return the folder of the code that a wheel brings for this processor; None if there is none."""
+    isa = instruction_set()
+    folder = SHIPPED / shipped_name(isa)
+    return folder if isa.target_needs <= host_features() and folder.is_dir() else None
+
+
+def shipped_name(isa: InstructionSet) -> str:
+    """Return the name of the folder of code that is made from these sources for any processor with `isa`."""
+    return f"{sys.platform}-{platform.machine().lower()}-{isa.name}-{_sources().hexdigest()[:16]}"
 
 
 @cache
@@ -111,10 +136,15 @@ def _forget_old_folders(root: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _digest() -> str:
+def _sources() -> "hashlib._Hash":
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest
+
+
+def _digest() -> str:
+    digest = _sources()
     host = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
     versions = (sys.version, np.__version__, version("numba"), llvmlite.__version__, platform.machine())
     target = instruction_set().target_cpu if is_forced() else None
@@ -123,7 +153,7 @@ def _digest() -> str:
 
 
 class MachineCode:
-    """Functions compiled into one object file, which the cache folder keeps."""
+    """Functions compiled into one object file, which a wheel brings or the cache folder keeps."""
 
     def __init__(self, name: str):
         self._compiling = threading.Lock()
@@ -134,11 +164,12 @@ class MachineCode:
     @property
     def is_cached(self) -> bool:
         """True if using it needs no compiling."""
-        self._code = self._code or _read_object(self.name)
+        folders = (shipped_folder, cache_folder)
+        self._code = self._code or next(filter(None, (_read_object(folder(), self.name) for folder in folders)), None)
         return self._code is not None
 
     def compile(self) -> None:
-        """Make it ready to run: from the cache folder, or by compiling it now and keeping it there."""
+        """Make it ready to run: from the wheel or the cache folder, or by compiling it now and keeping it there."""
         if self._engine is not None:
             return
         with self._compiling:  # engines on other threads may ask for it at once
@@ -324,9 +355,8 @@ class _Helper(threading.Thread):
                     break
 
 
-def _read_object(name: str) -> bytes | None:
+def _read_object(folder: Path | None, name: str) -> bytes | None:
     """Read a kept object file; None if there is none or it is incomplete."""
-    folder = cache_folder()
     if folder is None:
         return None
     try:

@@ -23,6 +23,8 @@ from forge.backends.cpu.llvm_code import I8, I16, I32, LANES, V_I32, call_intrin
 from forge.errors import UsageError
 
 _X86, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
+_X86_64_V3 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"})
+"""LLVM's features of x86-64-v3 (x86-64 psABI): what compilers may use of every such processor."""
 FORCE_VARIABLE = "FORGE_CPU_KERNEL"
 
 
@@ -53,8 +55,11 @@ class InstructionSet:
     instruction: str
     """The mnemonic that must appear in the machine code."""
     target_cpu: str | None = None
-    """The LLVM processor model to compile for when this set is forced; None compiles for the machine in use."""
+    """The LLVM processor model to compile for when this set is forced or shipped; None compiles for the machine in
+    use."""
     target_features: str = ""
+    target_needs: frozenset[str] = frozenset()
+    """The processor features that code for `target_cpu` may use beside `needs`."""
     converts_half_by_call = False
     """Whether LLVM may have to call a library to convert float16, because the processor cannot."""
     signed_weights = False
@@ -74,6 +79,8 @@ class Avx512Vnni(InstructionSet):
     name = "avx512-vnni"
     needs, machines = frozenset({"avx512vnni", "avx512bw", "avx512vl"}), _X86
     instruction = "vpdpbusd"
+    target_cpu, target_features = "x86-64-v4", "+avx512vnni,-prefer-256-bit"
+    target_needs = _X86_64_V3 | {"avx512f", "avx512cd", "avx512dq"}
     sums_at_once = 16
 
     def dot(self, builder, acc, weights, x):
@@ -86,7 +93,7 @@ class AvxVnni(InstructionSet):
     name = "avx-vnni"
     needs, machines = frozenset({"avxvnni", "avx2", "fma", "f16c"}), _X86
     instruction = "vpdpbusd"
-    target_cpu = "alderlake"
+    target_cpu, target_features, target_needs = "x86-64-v3", "+avxvnni", _X86_64_V3
 
     def dot(self, builder, acc, weights, x):
         half = ir.VectorType(I32, 8)
@@ -114,7 +121,7 @@ class Avx2(InstructionSet):
     name = "avx2"
     needs, machines = frozenset({"avx2", "fma", "f16c"}), _X86
     instruction = "vpmaddwd"
-    target_cpu = "haswell"
+    target_cpu, target_needs = "x86-64-v3", _X86_64_V3
 
     def dot(self, builder, acc, weights, x):
         wide = ir.VectorType(I16, 32)

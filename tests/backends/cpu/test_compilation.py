@@ -12,12 +12,12 @@ import numba
 import numpy as np
 import pytest
 
-from forge.backends.cpu import compilation, kernel_table
+from forge.backends.cpu import ahead, compilation, kernel_table
 from forge.backends.cpu.compilation import Kernel, TileSet, compile_all
 from forge.backends.cpu.kernel_table import OperationKernel
 from forge.backends.cpu.op_layout import QUANTIZE
 from forge.backends.cpu.packing import Q4, Q8
-from forge.backends.cpu.processor import INSTRUCTION_SETS, NeonDot
+from forge.backends.cpu.processor import INSTRUCTION_SETS, NeonDot, runnable
 from forge.model.manual_batch import one_prefill
 from tests.backends.cpu.models import ThreadedBackend, run_python, small_model
 from tests.slow import mostly_slow
@@ -40,6 +40,21 @@ def fresh_cache(tmp_path, monkeypatch):
     monkeypatch.undo()
     compilation.cache_folder.cache_clear()
     compilation.cache_folder()
+
+
+@pytest.fixture
+def shipped(fresh_cache, tmp_path, monkeypatch):
+    """Returns a folder of shipped code for this processor, with one kernel in it, and nothing in the cache folder."""
+    compile_all([OperationKernel(*QUICK)])
+    [kept] = compilation.cache_folder().glob("*.o")
+    folder = tmp_path / "shipped" / compilation.shipped_name(compilation.instruction_set())
+    folder.mkdir(parents=True)
+    shutil.move(kept, folder)
+    monkeypatch.setattr(compilation, "SHIPPED", folder.parent)
+    compilation.shipped_folder.cache_clear()
+    yield folder
+    monkeypatch.undo()
+    compilation.shipped_folder.cache_clear()
 
 
 class Progress(list):
@@ -231,6 +246,45 @@ def test_another_process_helps_to_compile_and_is_done_without_if_it_fails(fresh_
     assert quantizes(kernels[0])
     assert progress[0] == (0, 4) and progress[-1] == (4, 4)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+
+
+def test_shipped_code_runs_and_nothing_is_compiled_or_kept(shipped):
+    kernel, progress = OperationKernel(*QUICK), Progress()
+    compile_all([kernel], progress)
+    assert quantizes(kernel)
+    assert not progress and not list(compilation.cache_folder().glob("*.o"))
+
+
+def test_shipped_code_of_other_sources_is_not_used(shipped, monkeypatch):
+    sources = compilation._sources()
+    sources.update(b"one line more")
+    monkeypatch.setattr(compilation, "_sources", lambda: sources)
+    compilation.shipped_folder.cache_clear()
+    assert compilation.shipped_folder() is None
+    assert not OperationKernel(*QUICK).is_cached
+
+
+@pytest.mark.skipif(not compilation.instruction_set().target_needs, reason="no code is shipped for this processor")
+def test_shipped_code_is_not_used_by_a_processor_that_lacks_a_feature_it_may_use(shipped, monkeypatch):
+    needed = compilation.instruction_set().target_needs
+    monkeypatch.setattr(compilation, "host_features", lambda: needed - {"movbe"})
+    compilation.shipped_folder.cache_clear()
+    assert not OperationKernel(*QUICK).is_cached
+
+
+def test_damaged_shipped_code_is_compiled_again(shipped):
+    [file] = shipped.iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    kernel, progress = OperationKernel(*QUICK), Progress()
+    compile_all([kernel], progress)
+    assert progress and quantizes(kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ahead.SETS if name in runnable()])
+def test_code_for_every_kernel_is_shipped(name, tmp_path):
+    folder = ahead.compile_for(name, tmp_path)
+    assert {file.stem for file in folder.iterdir()} == {item.name for item in kernel_table.all_items()}
 
 
 DAMAGES = {
