@@ -40,7 +40,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("engine/test_structured_output.py", "engine/test_random_scheduling.py", "trace/test_recorder.py"),
     ),
     "forge.engine.output_text": ("engine/test_output_text.py", "engine/test_engine.py"),
-    "forge.engine.policies": ("testing/test_seams.py", "engine/test_scheduler.py", "engine/test_preemption.py"),
+    "forge.engine.policies": (
+        "engine/test_policies.py",
+        "testing/test_seams.py",
+        "engine/test_scheduler.py",
+        "engine/test_preemption.py",
+    ),
     "forge.engine.rng": ("engine/test_rng.py", "engine/test_sampling.py"),
     "forge.engine.sampler": ("engine/test_sampling.py", "engine/test_token_filter.py", "engine/test_engine.py"),
     "forge.engine.sampling": ("engine/test_sampling.py", "engine/test_token_filter.py"),
@@ -54,7 +59,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "speculation/test_costs.py",
     ),
     "forge.speculation.leases": ("speculation/test_leases.py",),
-    "forge.speculation.lookup": ("speculation/test_ngram.py",),
+    "forge.speculation.lookup": ("speculation/test_ngram.py", "speculation/test_replay.py"),
     "forge.speculation.verification": ("speculation/test_verification.py", "speculation/test_distribution.py"),
 }
 """Which tests a module's mutants are shown to, cheap ones first: those of the longest name that fits."""

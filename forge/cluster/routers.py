@@ -87,7 +87,8 @@ class PowerOfTwoChoices(Router):
         two = self.random.sample(candidates, min(2, len(candidates)))
         chosen = min(two, key=lambda replica: replica.requests)
         least = min([replica.requests for replica in two])
-        return RouteRecord(request.request_id, self.name, chosen.name, "fewer_requests", 2, chosen.requests, least)
+        why, number = "fewer_requests", len(two)
+        return RouteRecord(request.request_id, self.name, chosen.name, why, number, chosen.requests, least)
 
 
 class LeastOutstandingTokens(Router):

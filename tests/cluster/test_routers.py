@@ -71,6 +71,47 @@ def test_p2c_takes_the_one_of_two_with_fewer_requests():
     assert {one.requests for one in router.fleet.replicas.values()} == {5}
 
 
+def test_p2c_compares_two_of_many_and_one_where_there_is_no_other():
+    router = new_router("p2c", fleet_of(*"abcdefgh"))
+    decisions = [router.route(request(number)) for number in range(400)]
+    assert {decision.num_candidates for decision in decisions} == {2}
+    taken = sorted(replica.requests for replica in router.fleet.replicas.values())
+    assert taken[-1] - taken[0] > 1, "comparing three or more of eight would leave them even"
+    assert new_router("p2c", fleet_of("a")).route(request(0)).num_candidates == 1
+
+
+def test_of_a_prompt_that_is_cached_whole_one_token_is_computed():
+    fleet = fleet_of("a")
+    fleet.apply("a", CacheEvents(published=(1, 2)))
+    router = new_router("prefix", fleet)
+    assert router.route(RouteRequest("r0", (1, 2), 32, 16)).cached_tokens == 31
+    assert router.route(RouteRequest("r1", (1, 2), 33, 16)).cached_tokens == 32
+    no_prefix = router.route(RouteRequest("r2", (7,), 16, 16))
+    assert (no_prefix.cached_tokens, no_prefix.holder, no_prefix.holder_tokens, no_prefix.holder_load) == (
+        0,
+        None,
+        0,
+        0,
+    )
+
+
+@pytest.mark.parametrize("name", ["prefix", "prefix-estimate"])
+def test_the_threshold_is_the_one_that_a_router_is_made_with(name):
+    fleet = fleet_of("a", "b")
+    fleet.apply("b", CacheEvents(published=(1, 2, 3)))
+    router = new_router(name, fleet, threshold=0)
+    decisions = [router.route(RouteRequest(f"r{number}", (1, 2, 3, 9), 300)) for number in range(2)]
+    assert [decision.why for decision in decisions] == ["prefix", "holder_busy"]
+
+
+def test_fronts_with_different_seeds_draw_differently_and_one_seed_draws_the_same():
+    def drawn(seed: int) -> list[str]:
+        router = new_router("p2c", fleet_of(*"abcdefgh"), seed=seed)
+        return [router.route(request(number)).replica for number in range(20)]
+
+    assert drawn(0) == drawn(0) != drawn(1)
+
+
 def test_least_tokens_weighs_requests_by_their_length():
     router = new_router("least-tokens", fleet_of("a", "b"))
     assert router.route(request(0, tokens=1000)).replica == "a"

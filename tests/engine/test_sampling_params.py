@@ -3,6 +3,7 @@
 import pytest
 
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 
 NAN, INF = float("nan"), float("inf")
@@ -68,6 +69,51 @@ def test_no_tokens_are_valid_only_with_prompt_logprobs():
 )
 def test_stop_is_one_string_or_several(given, kept):
     assert SamplingParams(stop=given).stop == kept
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bad_words": [""]}, "bad_words are texts, none of them empty"),
+        ({"bad_words": [7]}, "bad_words are texts, none of them empty"),
+        ({"drafts": ["small", 7]}, r"drafts are names, got \('small', 7\)"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": [3, 4.0]}, "a token id of allowed_token_ids must be a whole number, got 4.0"),
+        ({"stop_token_ids": [5, True]}, "a token id of stop_token_ids must be a whole number, got True"),
+        ({"min_tokens": -1}, "min_tokens must be between 0 and max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be between 0 and max_tokens, which is 8, got 9"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens must not be negative"),
+        ({"structured": "a|b"}, "structured must be a StructuredOutput"),
+        ({"structured": StructuredOutput(regex="a"), "ignore_eos": True}, "ignore_eos and min_tokens do not go with"),
+        ({"structured": StructuredOutput(regex="a"), "min_tokens": 1}, "ignore_eos and min_tokens do not go with"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_each_refusal_says_what_is_wrong(values, message):
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**values)
+
+
+def test_lists_and_single_texts_are_kept_as_tuples():
+    params = SamplingParams(allowed_token_ids=[3, 4], bad_words="no", drafts="small", stop_token_ids=[5])
+    assert (params.allowed_token_ids, params.bad_words) == ((3, 4), ("no",))
+    assert (params.drafts, params.stop_token_ids) == (("small",), (5,))
+
+
+@pytest.mark.parametrize(
+    ("values", "filters", "has_matcher"),
+    [
+        ({}, False, False),
+        ({"min_tokens": 1}, True, True),
+        ({"bad_words": "no"}, True, True),
+        ({"allowed_token_ids": [0]}, True, True),
+        ({"structured": StructuredOutput(regex="a")}, False, True),
+    ],
+    ids=str,
+)
+def test_what_restricts_tokens_makes_a_request_less_than_plain(values, filters, has_matcher):
+    params = SamplingParams(max_tokens=1, **values)
+    assert (params.filters_tokens, params.has_matcher, params.plain_greedy) == (filters, has_matcher, not has_matcher)
 
 
 def test_values_at_the_edges_are_accepted():

@@ -57,6 +57,28 @@ def test_a_leased_model_is_the_model_until_it_is_revoked():
     assert model.operation_times() == original.operation_times()
 
 
+def test_a_lease_says_whether_a_forward_uses_its_model():
+    model = leased(lambda: seen.append(model.lease.in_use))
+    seen = []
+    model.forward(None, None)
+    assert (seen, model.lease.in_use) == ([True], False)
+
+
+def test_a_model_that_was_given_back_is_not_yet_released_again():
+    model = leased()
+    model.lease.revoke()
+    assert model.lease.wait_released(0)
+    model.lease.grant(HashModel())
+    assert not model.lease.wait_released(0)
+
+
+def test_a_leased_model_is_told_apart_by_what_it_can_do():
+    able = HashModel()
+    able.embeds, able.runs_ahead = not able.embeds, not able.runs_ahead
+    model = LeasedModel(able, "draft")
+    assert (model.embeds, model.runs_ahead) == (able.embeds, able.runs_ahead)
+
+
 def test_it_forwards_every_method_of_a_model():
     methods = {name for name, member in vars(Model).items() if callable(member) and not name.startswith("_")}
 

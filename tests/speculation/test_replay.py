@@ -15,6 +15,7 @@ def test_what_was_recorded_follows():
     assert proposed(proposer, [1, 2, 9], k=1) == [9]
     assert proposed(proposer, [1, 2, 3, 4, 5, 6]) == []
     assert proposed(proposer, [7]) == []
+    assert proposed(proposer, [1], k=2) == [2, 3]
 
 
 def test_a_hostile_one_is_always_wrong_and_never_outside_the_vocabulary():
