@@ -151,9 +151,9 @@ class Fleet:
     _by_index: list[Replica | None] = field(default_factory=list)
     _suspended: set[str] = field(default_factory=set)
     """Replicas that no request goes to while there is another."""
-    _healthy: list[Replica] = field(default_factory=list)
-    """The candidates of most requests, and their bits; empty after a change, until they are asked for."""
-    _healthy_mask: int = 0
+    _healthy: dict[str | None, tuple[list[Replica], int]] = field(default_factory=dict)
+    """From a version, or None for any, to the replicas of it that are not suspended and their bits. Empty after a
+    change, until they are asked for."""
     _on_the_way: dict[str, tuple[Replica, Load]] = field(default_factory=dict)
     """From the id of a request that no report counts yet to its replica and the load that it counts for."""
 
@@ -164,7 +164,7 @@ class Fleet:
             replica = self.replicas[name] = Replica(name, index, version=version)
             self._by_index[index : index + 1] = [replica]
             self.mask |= 1 << index
-            self._forget_healthy()
+            self._healthy.clear()
         return self.replicas[name]
 
     def _free_index(self) -> int:
@@ -181,7 +181,7 @@ class Fleet:
             self._by_index[replica.index] = None
             self.mask &= ~(1 << replica.index)
             self.prefixes.forget(replica.index)
-            self._forget_healthy()
+            self._healthy.clear()
 
     def set_to(self, names: Sequence[str]) -> None:
         """Make these replicas the only ones."""
@@ -193,14 +193,11 @@ class Fleet:
     def suspend(self, name: str) -> None:
         """Send requests to other replicas for now, if there are any."""
         self._suspended.add(name)
-        self._forget_healthy()
+        self._healthy.clear()
 
     def resume(self, name: str) -> None:
         self._suspended.discard(name)
-        self._forget_healthy()
-
-    def _forget_healthy(self) -> None:
-        self._healthy, self._healthy_mask = [], 0
+        self._healthy.clear()
 
     @property
     def num_healthy(self) -> int:
@@ -210,25 +207,28 @@ class Fleet:
     def candidates(self, avoid: frozenset[str] = frozenset(), version: str | None = None) -> list[Replica]:
         """The replicas to choose among, of one version if that is given: those that are neither suspended nor in
         `avoid`, if there are any; else those that are not suspended, else all. Raises `NoReplica` where none runs."""
-        if version is not None:
-            chosen = self._not_suspended([one for one in self.replicas.values() if one.version == version])
-        else:
-            chosen = self._healthy = self._healthy or self._not_suspended(list(self.replicas.values()))
+        chosen, _ = self._usable(version)
         if not chosen:
             raise NoReplica
         if self.replicas.keys() & avoid:  # an engine that has died is no longer among them
             return [replica for replica in chosen if replica.name not in avoid] or chosen
         return chosen
 
-    def _not_suspended(self, replicas: list[Replica]) -> list[Replica]:
-        return [replica for replica in replicas if replica.name not in self._suspended] or replicas
+    def candidates_mask(self, avoid: frozenset[str] = frozenset(), version: str | None = None) -> int:
+        """Return the bits of the `candidates`."""
+        _, usable = self._usable(version)
+        mask = usable
+        for name in self.replicas.keys() & avoid:
+            mask &= ~(1 << self.replicas[name].index)
+        return mask or usable
 
-    def mask_of(self, candidates: Sequence[Replica]) -> int:
-        """Return the bits of the candidates."""
-        if candidates is not self._healthy:
-            return sum([1 << replica.index for replica in candidates])
-        self._healthy_mask = self._healthy_mask or sum([1 << replica.index for replica in candidates])
-        return self._healthy_mask
+    def _usable(self, version: str | None) -> tuple[list[Replica], int]:
+        """Return the replicas of a version that are not suspended, or all of it if each is, and their bits."""
+        if version not in self._healthy:
+            among = [replica for replica in self.replicas.values() if version in (None, replica.version)]
+            chosen = [replica for replica in among if replica.name not in self._suspended] or among
+            self._healthy[version] = chosen, sum([1 << replica.index for replica in chosen])
+        return self._healthy[version]
 
     def replicas_of(self, mask: int, start: int) -> Iterator[Replica]:
         """Return the replicas of a mask, those with the bit `start` and above first."""

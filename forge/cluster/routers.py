@@ -116,7 +116,8 @@ class PrefixRouter(Router):
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         fleet, least = self.fleet, least_busy(self.compared(candidates))
-        blocks, mask = fleet.prefixes.longest(request.keys, fleet.mask_of(candidates))
+        usable = fleet.candidates_mask(request.avoid, request.version)
+        blocks, mask = fleet.prefixes.longest(request.keys, usable)
         if not blocks:
             return self._decision(request, least, "no_prefix", candidates, least, 0, None, 0)
         start = self.random.randrange(mask.bit_length())

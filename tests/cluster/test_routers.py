@@ -172,6 +172,36 @@ def test_a_decision_among_a_thousand_replicas_reads_as_many_loads_as_one_among_a
     assert reads[1] < 1.3 * reads[0]
 
 
+def test_a_prefix_decision_that_avoids_a_replica_builds_no_mask_of_all_others(monkeypatch):
+    fleet = fleet_of(*map(str, range(1000)))
+    for name in ("0", "1"):
+        fleet.apply(name, CacheEvents(published=(1, 2)))
+    router = new_router("prefix", fleet)
+    router.route(request(0, (1, 2)))
+    read: list[str] = []
+    get = object.__getattribute__
+    monkeypatch.setattr(Replica, "__getattribute__", lambda one, key: read.append(key) or get(one, key))
+    assert router.route(RouteRequest("r1", (1, 2), 100, avoid=frozenset("0"))).replica == "1"
+    assert read.count("index") < 10
+
+
+def test_the_mask_of_the_candidates_is_theirs_whatever_is_avoided_suspended_or_of_another_version():
+    random_, fleet = random.Random(3), Fleet()
+    for index, name in enumerate("abcdef"):
+        fleet.join(name, version="new" if index % 2 else "old")
+    for _ in range(500):
+        change = random_.choice((fleet.suspend, fleet.resume, fleet.leave, fleet.join))
+        name = random_.choice("abcdef")
+        if change == fleet.join:
+            fleet.join(name, random_.choice(("new", "old")))
+        elif change != fleet.leave or len(fleet.replicas) > 1:
+            change(name)
+        avoid = frozenset(random_.sample("abcdef", random_.randrange(7)))
+        version = random_.choice([None, *(replica.version for replica in fleet.replicas.values())])
+        candidates = fleet.candidates(avoid, version)
+        assert fleet.candidates_mask(avoid, version) == sum(1 << replica.index for replica in candidates)
+
+
 def test_a_draw_among_many_finds_one_of_the_least_busy_and_fills_all():
     router = new_router("least-tokens", fleet_of(*map(str, range(200))))
     for number in range(2000):
