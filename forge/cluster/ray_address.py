@@ -22,6 +22,8 @@ ANSWER_SECONDS = 2.0
 """How long an address that was not asked for has to answer."""
 RESTART_SECONDS = 60.0
 """How long `--attach` waits for a server whose Ray starts."""
+_CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""Ray's own question whether a GCS lives; an empty message asks of no node in particular."""
 _ADDRESS, _TOKEN = "address", "token"
 
 
@@ -67,17 +69,16 @@ def name_taken(name: str) -> UsageError:
 
 
 def answers(address: str) -> bool:
-    """Return whether a Ray answers at `host:port`: it opens a channel and not only a connection."""
+    """Return whether the control service of a Ray (GCS) answers at `host:port`. A raylet, or any other gRPC server, has
+    no such method. A GCS that wants a token refuses the call, which is an answer."""
     import grpc  # type: ignore[import-untyped]  # comes with Ray
 
-    channel = grpc.insecure_channel(address)
-    try:
-        grpc.channel_ready_future(channel).result(ANSWER_SECONDS)
-        return True
-    except grpc.FutureTimeoutError:
-        return False
-    finally:
-        channel.close()
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(_CHECK_ALIVE)(b"", timeout=ANSWER_SECONDS, wait_for_ready=True)
+        except grpc.RpcError as error:
+            return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
+    return True
 
 
 def server_folder(name: str) -> Path:

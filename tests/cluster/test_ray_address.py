@@ -6,8 +6,7 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -24,6 +23,7 @@ from forge.cluster.ray_address import (
 from forge.errors import UsageError
 
 OPTIONS = ClusterOptions(replicas=1)
+ANSWERS = ray_address.answers
 
 
 @pytest.fixture(autouse=True)
@@ -164,23 +164,47 @@ def test_engines_that_outlive_the_command_need_a_ray_that_does(machine):
         choose_ray("one", ClusterOptions(keep_engines=True))
 
 
-def test_a_port_that_takes_connections_and_says_nothing_is_no_ray(monkeypatch):
-    """As a GCS that stands still. Without Ray's libraries it is told by the one call that is used of them."""
-    monkeypatch.undo()
-    monkeypatch.setattr(ray_address, "ANSWER_SECONDS", 0.1)
+@pytest.fixture
+def serve_grpc(machine, monkeypatch):
+    """A function that starts a gRPC server and returns its address. handle: of the question whether a GCS lives."""
+    grpc = pytest.importorskip("grpc", reason="comes with Ray")
+    monkeypatch.setattr(ray_address, "answers", ANSWERS)
+    monkeypatch.setattr(ray_address, "ANSWER_SECONDS", 0.5)
+    servers = []
 
-    class Future:
-        def result(self, seconds):
-            assert seconds == 0.1
-            raise TimeoutError
+    def serve(handle=None) -> str:
+        server = grpc.server(ThreadPoolExecutor(1))
+        servers.append(server)
+        if handle is not None:
+            handlers = {"CheckAlive": grpc.unary_unary_rpc_method_handler(handle)}
+            service = grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", handlers)
+            server.add_generic_rpc_handlers((service,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        return f"127.0.0.1:{port}"
 
-    if "grpc" not in sys.modules:
-        channel = SimpleNamespace(close=lambda: None)
-        fake = SimpleNamespace(
-            insecure_channel=lambda address: channel,
-            channel_ready_future=lambda channel: Future(),
-            FutureTimeoutError=TimeoutError,
-        )
-        monkeypatch.setitem(sys.modules, "grpc", fake)
+    yield serve
+    for server in servers:
+        server.stop(None)
+
+
+def test_a_port_that_takes_connections_and_says_nothing_is_no_ray(serve_grpc):
+    """As a GCS that stands still."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert not ray_address.answers(f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+def test_a_grpc_server_that_is_no_gcs_is_no_ray(serve_grpc):
+    """As a raylet: `ray.init` would wait for minutes there."""
+    address = serve_grpc()
+    assert not ray_address.answers(address)
+    with pytest.raises(UsageError, match=f"no Ray cluster at {address}"):
+        choose_ray("one", ClusterOptions(ray_address=address))
+
+
+def test_a_gcs_answers_also_by_asking_for_its_token(serve_grpc):
+    import grpc
+
+    assert ray_address.answers(serve_grpc(lambda request, context: b""))
+    assert ray_address.answers(serve_grpc(lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "token")))
+    assert not ray_address.answers(serve_grpc(lambda _, context: context.abort(grpc.StatusCode.UNAVAILABLE, "starts")))
