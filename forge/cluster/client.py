@@ -630,13 +630,13 @@ class ClusterClient(ResumableClient):
         if update.tokens:
             self._note_tokens(update, now)
         if update.sample_ends:
-            update.sample_ends = [end for end in update.sample_ends if self._is_new_end(end.key, end.sample)]
+            update.sample_ends = [end for end in update.sample_ends if self._note_sample_end(end.key, end.sample)]
         if update.ends:
             update.ends = [end for end in map(partial(self._end_of, name), update.ends) if end is not None]
         if update.refused:
-            update.refused = [refusal for refusal in update.refused if not self._is_elsewhere(name, refusal)]
+            update.refused = [refusal for refusal in update.refused if not self._retry_refused(name, refusal)]
         if update.answers:
-            update.answers = [answer for answer in update.answers if not self._is_asked_elsewhere(name, answer)]
+            update.answers = [answer for answer in update.answers if not self._retry_answer(name, answer)]
         if update.records:
             update.records = [self._located(name, record) for record in update.records]
         rest = Update(
@@ -693,7 +693,8 @@ class ClusterClient(ResumableClient):
                 token for token in update.tokens if (entry := find(token[0])) is None or token[1] not in entry.ended
             ]
 
-    def _is_new_end(self, key: int, sample: int) -> bool:
+    def _note_sample_end(self, key: int, sample: int) -> bool:
+        """Note that a sample has ended; return whether it had not before, and so its client has to hear of it."""
         request = self._requests.get(key)
         if request is None or sample in request.ended:
             return False
@@ -722,8 +723,9 @@ class ClusterClient(ResumableClient):
             return end._replace(output=self.metrics.timed(name, end.output, arrived, request.first_token))
         return end
 
-    def _is_elsewhere(self, name: str, refusal: Any) -> bool:
-        """Return whether a refused request is placed elsewhere: the engine, and not the request, was at fault."""
+    def _retry_refused(self, name: str, refusal: Any) -> bool:
+        """Place a refused request elsewhere if the engine, and not the request, was at fault, and forget it otherwise.
+        Return whether it goes on, and so its client hears nothing of the refusal."""
         request = self._requests.get(refusal.key)
         if request is None:
             return False
@@ -738,7 +740,9 @@ class ClusterClient(ResumableClient):
         del self._requests[refusal.key]
         return False
 
-    def _is_asked_elsewhere(self, name: str, answer: Answer) -> bool:
+    def _retry_answer(self, name: str, answer: Answer) -> bool:
+        """Ask another engine where this one failed at prefill-only requests, and take the question as answered
+        otherwise. Return whether it was asked again, and so this answer is dropped."""
         question = self._asked.get(answer.number)
         if question is None:
             return False
