@@ -24,7 +24,6 @@ its kind, which touches new memory, does not count. The times are given: no cloc
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, repeat
 from statistics import fmean
 from typing import NamedTuple
 
@@ -61,12 +60,6 @@ class Costs:
 def speed_up(accept_rate: float, k: int, costs: Costs) -> float:
     """Predict how many times faster cycles of `k` draft tokens are than plain decoding."""
     return (accept_rate * k + 1) / (1 + k * (costs.token + costs.row))
-
-
-def expected_accepted(acceptance: float, k: int) -> float:
-    """Return how many of `k` draft tokens are accepted on average, if each is with probability `acceptance` once those
-    before it were."""
-    return sum(accumulate(repeat(acceptance, k), lambda product, factor: product * factor))
 
 
 class Cycle(NamedTuple):
