@@ -81,10 +81,8 @@ class RequestQueue:
         while True:
             heads = [
                 lane[place]
-                for lane, place, is_blocked in zip(
-                    self._lanes, places, (False in blocked, True in blocked), strict=True
-                )
-                if place < len(lane) and not is_blocked
+                for prefill_only, lane, place in zip((False, True), self._lanes, places, strict=True)
+                if prefill_only not in blocked and place < len(lane)
             ]
             if not heads:
                 return

@@ -38,9 +38,8 @@ class DraftSlots:
             item = item._replace(
                 logit_rows=rows, num_draft_tokens=num_draft_tokens, block_table=self._cache.block_table(item.seq_id)
             )
-            if (
-                item.phase == "decode" and item.seq_id not in swapped_in
-            ):  # what is being swapped in cannot be forked yet
+            # What is being swapped in cannot be forked yet.
+            if item.phase == "decode" and item.seq_id not in swapped_in:
                 item = item._replace(forks=self._forks(item, plan))
             plan.items[item.seq_id] = item
 
