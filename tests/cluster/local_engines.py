@@ -80,6 +80,14 @@ class LocalEngine:
 
         self.llm.engine.step = broken  # type: ignore[method-assign]
 
+    def break_loop(self) -> None:
+        """Let its loop raise outside of a step, which ends its process."""
+
+        def broken() -> None:
+            raise RuntimeError("a broken loop")
+
+        self.server._queue_asked = broken  # type: ignore[method-assign]
+
     @property
     def is_idle(self) -> bool:
         return not self.llm.engine.scheduler.has_unfinished() and not self.llm.engine.cache.stats().used_blocks

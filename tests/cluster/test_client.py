@@ -218,6 +218,36 @@ async def test_an_engine_whose_steps_raise_gets_no_requests_and_none_is_lost():
     a.kill(), b.kill()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@in_a_loop
+async def test_a_stream_goes_on_elsewhere_when_the_loop_of_its_engine_raises_and_health_tells():
+    engines = {"a": LocalEngine(), "b": LocalEngine()}
+    for engine in engines.values():
+        engine.hold_after(8)
+    async with front_of(*engines.values()) as client:
+        generation, broken = submit(client, "r", SEEDED), []
+
+        def break_its_loop(number: int) -> None:
+            if number >= 5 and not broken:
+                broken.append(client.replica_of("r"))
+                engines[broken[0]].break_loop()
+                for engine in engines.values():
+                    engine.go_on()
+
+        found = await asyncio.wait_for(read(generation, break_its_loop), 20)
+        assert found == expected(SEEDED, 7)
+        assert broken and client.num_resumed == 1
+        (other,) = engines.keys() - broken
+        assert client._links.keys() == {other} and client.is_ready
+        engines[other].break_loop()
+        waiting = asyncio.create_task(read(submit(client, "next", SEEDED)))
+        await eventually(lambda: not client._links)
+        with pytest.raises(NoHealthyReplica):
+            client.check_ready()
+        assert client.probe(1.0), "the front itself lives"
+        waiting.cancel()
+
+
 @in_a_loop
 async def test_a_request_that_every_engine_fails_at_ends_with_an_error_and_is_counted():
     a = LocalEngine()
