@@ -6,7 +6,7 @@ import pytest
 
 from forge.cluster.events import SEQUENCE_TOKENS, CacheEvents, Load
 from forge.cluster.fleet import Fleet, NoReplica, PrefixMap, Replica, RouteRequest
-from forge.cluster.routers import ROUTERS, new_router
+from forge.cluster.routers import ROUTERS, EstimatedPrefixRouter, new_router
 from forge.errors import UsageError
 
 
@@ -274,6 +274,47 @@ def test_the_estimate_believes_in_what_it_sent_and_forgets_the_oldest():
     assert router.route(request(1, (1, 2, 3))).replica == first
     router.route(request(2, (7, 8, 9)))
     assert set(fleet.prefixes.holders) == {7, 8, 9}
+
+
+def test_the_estimate_keeps_what_was_sent_again():
+    fleet = fleet_of("a")
+    router = EstimatedPrefixRouter(fleet, num_blocks=3)
+    for number, keys in enumerate([(1,), (2,), (3,), (1,), (4,)]):
+        router.route(request(number, keys))
+    assert set(fleet.prefixes.holders) == {1, 3, 4}
+
+
+def test_a_request_that_is_routed_again_does_not_count_against_where_it_was():
+    router = new_router("least-tokens", fleet_of("a", "b"))
+    assert [router.route(request(0)).replica for _ in range(3)] == ["a", "a", "a"]
+
+
+def test_a_record_says_the_load_before_the_request_came_and_the_least():
+    router = new_router("round-robin", fleet_of("a", "b"))
+    decisions = [router.route(request(number)) for number in range(4)]
+    assert [(decision.load, decision.least_load) for decision in decisions] == [(0, 0), (0, 0), (1, 1), (1, 1)]
+    router.fleet.end("r1")
+    assert [(one.load, one.least_load) for one in [router.route(request(4))]] == [(2, 1)]
+    router = new_router("p2c", fleet_of("a", "b"))
+    router.fleet.begin(request(9), router.choose(request(9), [router.fleet.replicas["a"]]))
+    decision = router.route(request(0))
+    assert (decision.replica, decision.load, decision.least_load) == ("b", 0, 0)
+    decision = router.choose(request(1), [router.fleet.replicas["a"]])
+    assert (decision.load, decision.least_load) == (1, 1)
+
+
+def test_the_least_busy_replica_that_a_busy_holder_yields_to_may_have_a_part_of_the_prefix():
+    fleet = fleet_of("a", "b")
+    fleet.apply("a", CacheEvents(published=(1,)))
+    fleet.apply("b", CacheEvents(published=(1, 2, 3)))
+    fleet.report("b", Load(5000, 1))
+    decision = new_router("prefix", fleet).route(RouteRequest("r0", (1, 2, 3), 100, 16))
+    assert (decision.replica, decision.why, decision.cached_tokens) == ("a", "holder_busy", 16)
+    assert (decision.holder, decision.holder_tokens, decision.least_load) == ("b", 48, 0)
+
+
+def test_only_the_router_that_knows_what_is_cached_reads_events():
+    assert [name for name, router in ROUTERS.items() if router.needs_events] == ["prefix"]
 
 
 def test_without_a_replica_the_error_says_so():
