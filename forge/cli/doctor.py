@@ -144,15 +144,12 @@ def _kernels() -> "Finding":
     except ForgeError as error:
         return Finding("kernels", "trouble", str(error))
     choice = f"instruction sets {', '.join(runnable())} ({FORCE_VARIABLE} forces one)"
-    if shipped is not None:
-        return Finding("kernels", "ok", f"{choice}; all came compiled with the package, in {shipped}")
-    if (problem := cache_problem()) is not None:
+    if shipped is None and (problem := cache_problem()) is not None:
         return Finding("kernels", "trouble", f"{choice}; {problem}")
     items = all_items()
     compiled = sum(item.is_cached for item in items)
-    return Finding(
-        "kernels", "ok", f"{choice}; {compiled} of {len(items)} are compiled, as models needed them, in {folder}"
-    )
+    origin = f"as models needed them, in {folder}" if shipped is None else f"with the package, in {shipped}"
+    return Finding("kernels", "ok", f"{choice}; {compiled} of {len(items)} are compiled, {origin}")
 
 
 def _cuda(torch_version: str) -> "Finding":

@@ -99,6 +99,16 @@ def test_what_was_chosen_is_named_with_what_it_gains(forge, no_torch, bundled, m
     assert {"draw", "attention", "start"} <= {item.name for item in all_items()}
 
 
+def test_kernels_that_came_with_the_package_are_counted_where_they_lie(forge, no_torch, bundled, monkeypatch, tmp_path):
+    monkeypatch.setattr("forge.backends.cpu.compilation.shipped_folder", lambda: tmp_path)
+    monkeypatch.setattr("forge.backends.cpu.compilation.cache_folder", lambda: None)
+    status, found = findings(forge)
+    assert status == 0 and found["kernels"]["level"] == "ok"
+    compiled = sum(item.is_cached for item in all_items())
+    text = f"{compiled} of {len(all_items())} are compiled, with the package, in {tmp_path}"
+    assert found["kernels"]["text"].endswith(text)
+
+
 @pytest.mark.parametrize(
     ("text", "mode"), [("always [madvise] never", "madvise"), ("always madvise [never]", "never"), (None, None)]
 )
