@@ -313,6 +313,15 @@ def test_the_least_busy_replica_that_a_busy_holder_yields_to_may_have_a_part_of_
     assert (decision.holder, decision.holder_tokens, decision.least_load) == ("b", 48, 0)
 
 
+def test_a_holder_that_is_as_busy_as_all_others_is_still_chosen():
+    fleet = fleet_of("a", "b")
+    fleet.apply("b", CacheEvents(published=(1, 2, 3)))
+    for name in "ab":
+        fleet.report(name, Load(5000, 1))
+    decision = new_router("prefix", fleet).route(RouteRequest("r0", (1, 2, 3), 100, 16))
+    assert (decision.replica, decision.why) == ("b", "prefix")
+
+
 def test_only_the_router_that_knows_what_is_cached_reads_events():
     assert [name for name, router in ROUTERS.items() if router.needs_events] == ["prefix"]
 
