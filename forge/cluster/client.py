@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -626,13 +626,13 @@ class ClusterClient(ResumableClient):
         if self.metrics is not None:
             self.metrics.take_update(name, update, now)
         self._judge(name, pool, update)
-        update.accepted = list(self._newly_accepted(name, update.accepted))
+        update.accepted = self._note_accepted(name, update.accepted)
         if update.tokens:
             self._note_tokens(update, now)
         if update.sample_ends:
             update.sample_ends = [end for end in update.sample_ends if self._note_sample_end(end.key, end.sample)]
         if update.ends:
-            update.ends = [end for end in map(partial(self._end_of, name), update.ends) if end is not None]
+            update.ends = [end for end in map(partial(self._finish, name), update.ends) if end is not None]
         if update.refused:
             update.refused = [refusal for refusal in update.refused if not self._retry_refused(name, refusal)]
         if update.answers:
@@ -664,12 +664,15 @@ class ClusterClient(ResumableClient):
         elif (pause := breaker.failed()) is not None:
             self._suspend(name, pool, pause)
 
-    def _newly_accepted(self, name: str, keys: list[int]) -> Iterator[int]:
+    def _note_accepted(self, name: str, keys: list[int]) -> list[int]:
+        """Note that an engine accepted requests; return those that were not accepted before, of which clients hear."""
+        accepted = []
         for key in keys:
             request = self._requests.get(key)
             if request is not None and not request.accepted and request.replica == name:
                 request.accepted = True
-                yield key
+                accepted.append(key)
+        return accepted
 
     def _note_tokens(self, update: ReplicaUpdate, now: float) -> None:
         """Note tokens, and leave out those of samples that have ended: they were chosen again."""
@@ -701,9 +704,9 @@ class ClusterClient(ResumableClient):
         request.ended.add(sample)
         return True
 
-    def _end_of(self, name: str, end: RequestEnd) -> RequestEnd | None:
-        """The end of a request, with the times of all engines that had it; None where it goes on: its engine could not
-        finish it, or has computed its prompt for another."""
+    def _finish(self, name: str, end: RequestEnd) -> RequestEnd | None:
+        """Forget a request that has ended, and return its end with the times of all engines that had it. One whose
+        engine could not finish it, or has computed its prompt for another, continues elsewhere: None."""
         request = self._requests.get(end.key)
         if request is None:
             return end
