@@ -76,6 +76,7 @@ pictures: $(INSTALLED)
 	$(BIN)/python -m chapters.draw_pictures
 
 wheel: $(INSTALLED)
+	rm -rf build/kernels
 	$(BIN)/python -m forge.backends.cpu.ahead build/kernels
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 

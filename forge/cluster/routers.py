@@ -87,8 +87,9 @@ class PowerOfTwoChoices(Router):
         two = self.random.sample(candidates, min(2, len(candidates)))
         chosen = min(two, key=lambda replica: replica.requests)
         least = min([replica.requests for replica in two])
-        why, number = "fewer_requests", len(two)
-        return RouteRecord(request.request_id, self.name, chosen.name, why, number, chosen.requests, least)
+        return RouteRecord(
+            request.request_id, self.name, chosen.name, "fewer_requests", len(two), chosen.requests, least
+        )
 
 
 class LeastOutstandingTokens(Router):

@@ -56,7 +56,7 @@ def test_the_formula():
 
 
 def expected_accepted(acceptance: float, k: int) -> float:
-    """Return how many of `k` draft tokens are accepted on average: one is if those before it are, with `acceptance`."""
+    """Return how many of `k` draft tokens are accepted on average, each with `acceptance` once those before it were."""
     return sum(acceptance**place for place in range(1, k + 1))
 
 

@@ -23,8 +23,10 @@ from forge.backends.cpu.llvm_code import I8, I16, I32, LANES, V_I32, call_intrin
 from forge.errors import UsageError
 
 _X86, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
-_X86_64_V3 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"})
-"""LLVM's features of x86-64-v3 (x86-64 psABI): what compilers may use of every such processor."""
+_X86_64_V3 = frozenset(
+    {"avx2", "bmi", "bmi2", "cx16", "f16c", "fma", "lzcnt", "movbe", "popcnt", "sahf", "sse4.2", "xsave"}
+)
+"""LLVM's names of the features that every processor of level x86-64-v3 has (x86-64 psABI)."""
 FORCE_VARIABLE = "FORGE_CPU_KERNEL"
 
 
@@ -79,6 +81,7 @@ class Avx512Vnni(InstructionSet):
     name = "avx512-vnni"
     needs, machines = frozenset({"avx512vnni", "avx512bw", "avx512vl"}), _X86
     instruction = "vpdpbusd"
+    # For this model LLVM would split vectors of 512 bits into halves, if that preference were left.
     target_cpu, target_features = "x86-64-v4", "+avx512vnni,-prefer-256-bit"
     target_needs = _X86_64_V3 | {"avx512f", "avx512cd", "avx512dq"}
     sums_at_once = 16

@@ -287,6 +287,26 @@ def test_code_for_every_kernel_is_shipped(name, tmp_path):
     assert {file.stem for file in folder.iterdir()} == {item.name for item in kernel_table.all_items()}
 
 
+@pytest.mark.skipif(not set(ahead.SETS) & set(runnable()), reason="no code is shipped for this processor")
+def test_an_instruction_set_of_which_a_kernel_is_missing_is_not_shipped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ahead, "_COMPILE", "")  # as where the disk is full
+    assert ahead.main([str(tmp_path / "kernels")]) == 1
+    number = len(kernel_table.all_items())
+    assert f"{number} of {number} kernels are missing" in capsys.readouterr().err
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_a_folder_with_something_in_it_is_refused_and_stays_as_it_is(tmp_path, capsys):
+    (tmp_path / "work.txt").write_text("kept")
+    assert ahead.main([str(tmp_path)]) == ahead.main([str(tmp_path / "work.txt")]) == ahead.main([]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"{tmp_path} is not an empty folder: remove it, or name another",
+        f"{tmp_path / 'work.txt'} is not an empty folder: remove it, or name another",
+        "usage: python -m forge.backends.cpu.ahead FOLDER",
+    ]
+    assert (tmp_path / "work.txt").read_text() == "kept"
+
+
 DAMAGES = {
     "empty": lambda kept: b"",
     "shorter than a digest": lambda kept: kept[:20],
