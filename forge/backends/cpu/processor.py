@@ -81,7 +81,7 @@ class Avx512Vnni(InstructionSet):
     name = "avx512-vnni"
     needs, machines = frozenset({"avx512vnni", "avx512bw", "avx512vl"}), _X86
     instruction = "vpdpbusd"
-    # For this model LLVM would split vectors of 512 bits into halves, if that preference were left.
+    # Left to its preference for 256 bits, LLVM uses fewer vectors of 512 for this model.
     target_cpu, target_features = "x86-64-v4", "+avx512vnni,-prefer-256-bit"
     target_needs = _X86_64_V3 | {"avx512f", "avx512cd", "avx512dq"}
     sums_at_once = 16
