@@ -90,6 +90,10 @@ class PrefixMap:
         self._unswept = 0
         """Keys at the beginning of `holders`, at most, that may have such a bit."""
 
+    def __len__(self) -> int:
+        """Return how many keys it knows."""
+        return len(self.holders)
+
     def publish(self, index: int, keys: Sequence[int]) -> None:
         bit, holders, rest = 1 << index, self.holders, ~self._gone
         for key in keys:
@@ -138,6 +142,59 @@ class PrefixMap:
             self._unswept -= min(_SWEPT, self._unswept)
             if not self._unswept:
                 self._gone = 0
+
+
+class SentPrompts(PrefixMap):
+    """Maps a prefix key to the replicas that a prompt with this block was sent to, among the last `num_blocks` blocks.
+
+    There are two halves: the older one is dropped when the newer one is full, so no block is evicted by itself. In both
+    a replica that has a block has all blocks before it, since a prompt is stored whole; so the end of the longest
+    prefix is found by halving, and what lies behind it is new to every replica and is stored at once.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self._newer, self._older = dict[int, int](), dict[int, int]()
+        self._half = num_blocks // 2
+        self._gone_before = 0
+        """The bits of replicas that left before the newer half began."""
+
+    def __len__(self) -> int:
+        return len(self._newer.keys() | self._older.keys())
+
+    def publish(self, index: int, keys: Sequence[int]) -> None:
+        """Note that a prompt is sent to a replica."""
+        if len(self._newer) >= self._half:
+            self._newer, self._older = {}, self._newer
+            self._gone, self._gone_before = 0, self._gone
+        bit, newer = 1 << index, self._newer
+        held, _ = _longest(keys, bit, newer, {})
+        known, _ = _longest(keys, ~0, newer, {})
+        for key in keys[held:known]:
+            newer[key] = newer.get(key, 0) | bit
+        newer.update(dict.fromkeys(keys[known:], bit))
+
+    def forget(self, index: int) -> None:
+        self._gone |= 1 << index
+
+    def is_swept(self, index: int) -> bool:
+        return not (self._gone | self._gone_before) >> index & 1
+
+    def longest(self, keys: Sequence[int], among: int) -> tuple[int, int]:
+        return _longest(keys, among, self._newer, self._older)
+
+
+def _longest(keys: Sequence[int], among: int, newer: dict[int, int], older: dict[int, int]) -> tuple[int, int]:
+    """Return what `PrefixMap.longest` does, of two maps whose replicas have every block before one that they have."""
+    length, end, best = 0, len(keys), 0
+    while length < end:
+        middle = (length + end + 1) // 2
+        key = keys[middle - 1]
+        if held := (newer.get(key, 0) | older.get(key, 0)) & among:
+            length, best = middle, held
+        else:
+            end = middle - 1
+    return length, best
 
 
 @dataclass

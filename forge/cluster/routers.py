@@ -15,18 +15,17 @@ in a server's front, in the simulation and in the experiment. To add one, write 
 
 import random
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from forge.cluster.fleet import Fleet, Replica, RouteRequest, least_busy
+from forge.cluster.fleet import Fleet, Replica, RouteRequest, SentPrompts, least_busy
 from forge.errors import UsageError
 from forge.trace.records import RouteRecord
 
 DEFAULT_THRESHOLD = 512
 """Prompt tokens by which the holder of a prefix may be busier than the least busy replica."""
 ESTIMATED_BLOCKS = 1 << 16
-"""Blocks that an estimate remembers in all."""
+"""Blocks that an estimate remembers, at most; at least half as many."""
 COMPARED = 16
 """Replicas whose loads one decision compares, at most: of more, so many are drawn."""
 
@@ -156,7 +155,7 @@ class PrefixRouter(Router):
 
 
 class EstimatedPrefixRouter(PrefixRouter):
-    """The same without events: a replica is believed to have every prompt that was sent to it, until `num_blocks`
+    """The same without events: a replica is believed to have every prompt that was sent to it, until some `num_blocks`
     newer blocks were sent anywhere. (SGLang's router and Ray's `PrefixCacheAffinityRouter` estimate so, over trees of
     text.)"""
 
@@ -165,20 +164,11 @@ class EstimatedPrefixRouter(PrefixRouter):
 
     def __init__(self, fleet: Fleet, threshold: int = DEFAULT_THRESHOLD, num_blocks: int = ESTIMATED_BLOCKS):
         super().__init__(fleet, threshold)
-        self._num_blocks = num_blocks
-        self._sent: OrderedDict[tuple[str, int], None] = OrderedDict()
+        fleet.prefixes = SentPrompts(num_blocks)
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         decision = super().choose(request, candidates)
-        prefixes, replicas = self.fleet.prefixes, self.fleet.replicas
-        prefixes.publish(replicas[decision.replica].index, request.keys)
-        for key in request.keys:
-            self._sent[decision.replica, key] = None
-            self._sent.move_to_end((decision.replica, key))
-        while len(self._sent) > self._num_blocks:
-            (name, key), _ = self._sent.popitem(last=False)
-            if name in replicas:
-                prefixes.evict(replicas[name].index, (key,))
+        self.fleet.prefixes.publish(self.fleet.replicas[decision.replica].index, request.keys)
         return decision
 
 

@@ -222,7 +222,7 @@ class Simulation:
         result.requests_by_replica = [replica.num_requests for replica in self.replicas.values()]
         result.computed_by_replica = [replica.computed_tokens for replica in self.replicas.values()]
         result.computed_tokens = sum(result.computed_by_replica)
-        result.routing_entries = len(self.routers[0].fleet.prefixes.holders)
+        result.routing_entries = len(self.routers[0].fleet.prefixes)
         for replica in self.replicas.values():
             assert not replica.scheduler.has_unfinished() and not replica.turns, "a request was lost"
         return result

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from forge.cluster.events import SEQUENCE_TOKENS, CacheEvents, Load
-from forge.cluster.fleet import Fleet, NoReplica, PrefixMap, Replica, RouteRequest
+from forge.cluster.fleet import Fleet, NoReplica, PrefixMap, Replica, RouteRequest, SentPrompts
 from forge.cluster.routers import ROUTERS, EstimatedPrefixRouter, new_router
 from forge.errors import UsageError
 
@@ -98,8 +98,8 @@ def test_of_a_prompt_that_is_cached_whole_one_token_is_computed():
 @pytest.mark.parametrize("name", ["prefix", "prefix-estimate"])
 def test_the_threshold_is_the_one_that_a_router_is_made_with(name):
     fleet = fleet_of("a", "b")
-    fleet.apply("b", CacheEvents(published=(1, 2, 3)))
     router = new_router(name, fleet, threshold=0)
+    fleet.prefixes.publish(fleet.replicas["b"].index, (1, 2, 3))
     decisions = [router.route(RouteRequest(f"r{number}", (1, 2, 3, 9), 300)) for number in range(2)]
     assert [decision.why for decision in decisions] == ["prefix", "holder_busy"]
 
@@ -267,21 +267,79 @@ def test_a_replica_that_comes_back_has_nothing_cached():
 
 def test_the_estimate_believes_in_what_it_sent_and_forgets_the_oldest():
     fleet = fleet_of("a", "b")
-    router = ROUTERS["prefix-estimate"](fleet)
-    router._num_blocks = 3
+    router = EstimatedPrefixRouter(fleet, num_blocks=4)
     first = router.route(request(0, (1, 2))).replica
     fleet.end("r0")
     assert router.route(request(1, (1, 2, 3))).replica == first
     router.route(request(2, (7, 8, 9)))
-    assert set(fleet.prefixes.holders) == {7, 8, 9}
+    assert fleet.prefixes.longest((1, 2, 3), fleet.mask)[0] == 3
+    router.route(request(3, (11,)))
+    assert fleet.prefixes.longest((1, 2, 3), fleet.mask) == (0, 0)
+    assert fleet.prefixes.longest((7, 8, 9), fleet.mask)[0] == 3 and len(fleet.prefixes) == 4
 
 
 def test_the_estimate_keeps_what_was_sent_again():
     fleet = fleet_of("a")
-    router = EstimatedPrefixRouter(fleet, num_blocks=3)
-    for number, keys in enumerate([(1,), (2,), (3,), (1,), (4,)]):
+    router = EstimatedPrefixRouter(fleet, num_blocks=4)
+    for number, keys in enumerate([(1,), (2,), (3,), (1,), (4,), (5,)]):
         router.route(request(number, keys))
-    assert set(fleet.prefixes.holders) == {1, 3, 4}
+    assert [key for key in range(1, 6) if fleet.prefixes.longest((key,), 1)[0]] == [1, 3, 4, 5]
+
+
+def test_the_estimate_finds_by_halving_what_a_walk_along_the_prompts_finds():
+    random_, prefixes = random.Random(5), SentPrompts(200)
+    halves: list[set[tuple[int, tuple[int, ...]]]] = [set(), set()]
+    """The blocks that were sent, newer first, each with its replica and its whole prefix, which is its key."""
+    for _ in range(3000):
+        tokens = tuple(random_.choices(range(2), k=random_.randrange(9)))
+        prefix = [tokens[:end] for end in range(1, len(tokens) + 1)]
+        keys = [hash(part) for part in prefix]
+        if random_.random() < 0.5:
+            replica = random_.randrange(3)
+            if len({part for _, part in halves[0]}) >= 100:
+                halves = [set(), halves[0]]
+            prefixes.publish(replica, keys)
+            halves[0] |= {(replica, part) for part in prefix}
+        among = random_.randrange(1, 8)
+        length, best = 0, 0
+        for end, part in enumerate(prefix, 1):
+            bits = sum({1 << replica for half in halves for replica, known in half if known == part}) & among
+            if bits:
+                length, best = end, bits
+        assert prefixes.longest(keys, among) == (length, best)
+        assert len(prefixes) == len({part for half in halves for _, part in half})
+
+
+def test_the_estimate_looks_at_a_few_blocks_of_a_long_prompt():
+    looked_at = []
+
+    class Key(int):
+        def __hash__(self) -> int:
+            looked_at.append(int(self))
+            return int(self)
+
+    prefixes, keys = SentPrompts(2000), [Key(number) for number in range(512)]
+    prefixes.publish(0, keys[:500])
+    looked_at.clear()
+    assert prefixes.longest(keys, 1) == (500, 1) and len(looked_at) < 25
+    looked_at.clear()
+    prefixes.publish(0, keys)
+    assert len(looked_at) < 70, "but for the new ones"
+
+
+def test_the_bit_of_a_replica_that_left_is_given_again_when_the_estimate_has_forgotten_it():
+    fleet = fleet_of("a", "b")
+    router = EstimatedPrefixRouter(fleet, num_blocks=4)
+    router.route(request(0, (1, 2)))
+    (gone,) = [name for name in "ab" if fleet.prefixes.longest((1,), 1 << fleet.replicas[name].index)[0]]
+    index = fleet.replicas[gone].index
+    fleet.leave(gone)
+    given = []
+    for number in range(1, 5):
+        given.append(fleet.join(f"new {number}").index)
+        assert fleet.prefixes.longest((1,), 1 << given[-1]) == (0, 0), "it has nothing of that replica's"
+        router.route(request(number, (10 * number, 10 * number + 1)))
+    assert given[:2] == [2, 3] and index in given[2:]
 
 
 def test_a_request_that_is_routed_again_does_not_count_against_where_it_was():
