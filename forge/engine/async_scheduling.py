@@ -36,7 +36,6 @@ from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.engine.step_record import LaunchedStep, StepTimes
 from forge.engine.structured_output import MatcherError
-from forge.model.model import Draw
 from forge.reasons import MaxNumSeqs, NoBlocks
 
 
@@ -79,7 +78,7 @@ class AsyncEngine(Engine):
             return
         if on_device is not None:
             if not all(item.sequence.params.plain_greedy for item in step.plan.items):
-                on_device.sample([_draw(item.sequence) for item in step.plan.items])
+                on_device.sample([item.sequence.draw for item in step.plan.items])
             on_device.release()  # nothing but its tokens will be read
         self._in_flight = self._launch(plan, started)
 
@@ -154,12 +153,6 @@ def _is_plain(plan: StepPlan, can_draw: bool) -> bool:
         and (item.sequence.params.plain_greedy or (can_draw and item.sequence.params.needs_token_only))
         for item in plan.items
     )
-
-
-def _draw(sequence: Sequence) -> Draw:
-    """Return the `Draw` of a sequence's next token. All tokens before it are known: the step before has been
-    committed."""
-    return Draw(sequence.params, sequence.seed, sequence.sample_index, sequence.token_ids, sequence.num_prompt_tokens)
 
 
 def _ends_with(item: PlanItem, sequence: Sequence) -> bool:

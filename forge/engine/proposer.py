@@ -21,10 +21,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from forge.engine.sampling import Distribution, SampledToken
-from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
-from forge.engine.structured_output import Matcher
+from forge.model.model import Draw
 from forge.trace.records import SpecCycle, TokenVerdict, Undrafted
 
 
@@ -33,21 +32,19 @@ class ProposalRequest:
     """A request to a proposer: propose what follows `token_ids`."""
 
     seq_id: int
-    token_ids: Items[int]
-    """Prompt and output so far, at least one token. The caller's own list: read it before `propose` returns."""
+    draw: Draw
+    """How the target chooses the next token. Draft tokens that its matcher refuses are cut by the engine."""
     max_tokens: int
     """K: how many tokens to propose at most; may be 0."""
-    params: SamplingParams
-    seed: int
-    sample_index: int
-    num_prompt_tokens: int = 0
-    """How many of `token_ids` are the prompt's, for the penalties of output tokens."""
     branch: int = 0
     """The proposer's index among several for the same sequence: independent draws must differ."""
     independent: bool = False
     """Draw independently of the target's noise, and return the distributions: for the acceptance rule `rejection`."""
-    matcher: Matcher | None = None
-    """The sequence's, where its output must have a form. Draft tokens that it refuses are cut by the engine."""
+
+    @property
+    def token_ids(self) -> Items[int]:
+        """Prompt and output so far, at least one token. The caller's own list: read it before `propose` returns."""
+        return self.draw.history
 
 
 @dataclass(frozen=True)

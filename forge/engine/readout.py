@@ -43,7 +43,7 @@ def read_out(item: PlanItem, rows: np.ndarray) -> Readout:
     """Answer the task of an item's sequence from the logits of the item's rows, float32 `[rows, vocab]`; of a prompt in
     chunks, as far as it is computed."""
     sequence, task = item.sequence, item.sequence.task
-    scores = _score(sequence, item.start + item.logit_rows.start + 1, rows) if task.score_from is not None else ()
+    scores = score_tokens(sequence, item.start + item.logit_rows.start + 1, rows) if task.score_from is not None else ()
     candidates = _candidates(sequence, rows[-1]) if task.candidates and not item.remaining else ()
     return Readout(candidates, (*_before(item).scores, *scores))
 
@@ -79,7 +79,7 @@ def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> Sep
             logit_rows = range(max(0, item.logit_rows.start - first), min(end - start, item.logit_rows.stop - first))
             part = SequenceRows(sequence.token_ids[start:end], start, item.block_table, logit_rows)
             rows = np.asarray(model.forward(flat_batch([part], storage.layout.block_size), storage))
-            scores += _score(sequence, start + logit_rows.start + 1, rows)
+            scores += score_tokens(sequence, start + logit_rows.start + 1, rows)
         last_row = rows[-1] if item.samples else None
         candidates = _candidates(sequence, rows[-1]) if sequence.task.candidates and not item.remaining else ()
     except BrokenLogits as error:
@@ -119,18 +119,12 @@ def _candidates(sequence: Sequence, logits: np.ndarray) -> tuple[float, ...]:
     return tuple(float(logits[token_id]) - log_total for token_id in sequence.task.candidates)
 
 
-def _score(sequence: Sequence, position: int, rows: np.ndarray) -> tuple[Logprobs, ...]:
+def score_tokens(sequence: Sequence, position: int, rows: np.ndarray) -> tuple[Logprobs, ...]:
     """Return the log probabilities of the prompt tokens from `position` on; row i of `rows` precedes token `position +
     i`."""
     scores, top = [], sequence.params.prompt_logprobs or 0 if sequence.task is GENERATE else sequence.task.top
     token_ids = sequence.token_ids[position : min(position + len(rows), sequence.num_prompt_tokens)]
     for logits, token_id in zip(rows[: len(token_ids)], token_ids, strict=True):
-        scores.append(score_row(logits, top, token_id))
+        log_total = log_sum_exp(logits, float(logits[check_logits(logits)]))
+        scores.append(top_logprobs(logits, log_total, top, token_id) or ())
     return tuple(scores)
-
-
-def score_row(logits: np.ndarray, top: int, token_id: int) -> Logprobs:
-    """Return the log probabilities of a token and of the `top` most probable ones, from float32 `[vocab]`. Raises
-    `BrokenLogits`."""
-    log_total = log_sum_exp(logits, float(logits[check_logits(logits)]))
-    return top_logprobs(logits, log_total, top, token_id) or ()

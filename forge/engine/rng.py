@@ -13,11 +13,12 @@ the batch, chunked prefill, a preemption, a rejected draft token, another device
 
 from enum import IntEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from forge.errors import ForgeError
+from forge.model.model import Draw
 
 if TYPE_CHECKING:
     from forge.backends.cpu.draw import CompiledDraw
@@ -52,6 +53,29 @@ class Purpose(IntEnum):
     """The token in place of a rejected draft token."""
 
 
+class DrawName(NamedTuple):
+    """Which draw it is."""
+
+    seed: int
+    """Below 2^64."""
+    sample_index: int
+    position: int
+    """Of the token that the draw decides about."""
+    purpose: Purpose = Purpose.SAMPLE
+    branch: int = 0
+    """Below `MAX_BRANCHES`."""
+
+    @classmethod
+    def of(cls, draw: Draw, purpose: Purpose = Purpose.SAMPLE, branch: int = 0) -> "DrawName":
+        """Name a draw of the next token of a text."""
+        return cls(draw.seed, draw.sample_index, draw.position, purpose, branch)
+
+    def words(self, counter: Word) -> tuple[Word, Word, Word, Word]:
+        """Return the words h of the token ids from `4 * counter` to `4 * counter + 3`."""
+        key = self.seed & _MASK, self.seed >> 32
+        return philox(counter, self.position, self.sample_index, self.purpose | self.branch << 2, *key)
+
+
 def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> tuple[Word, Word, Word, Word]:
     """Return Philox4x32-10 of the counter (x0, x1, x2, x3) under the key (k0, k1).
 
@@ -71,31 +95,22 @@ def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> tuple[Wo
     return x0, x1, x2, x3
 
 
-def uniform(seed: int, sample_index: int, position: int, purpose: Purpose, branch: int = 0) -> float:
-    """Return a number strictly between 0 and 1. `seed` is below 2^64, `branch` below `MAX_BRANCHES`."""
-    return (token_word(0, seed, sample_index, position, purpose, branch) + 0.5) * 2.0**-32
+def uniform(name: DrawName) -> float:
+    """Return a number strictly between 0 and 1."""
+    return (token_word(0, name) + 0.5) * 2.0**-32
 
 
-def token_word(token_id: int, seed: int, sample_index: int, position: int, purpose: Purpose, branch: int) -> int:
+def token_word(token_id: int, name: DrawName) -> int:
     """Return the word h of one token id. Python's integers take 4 µs, NumPy 64 µs, for a thousand tokens or one."""
-    lanes = philox(token_id // 4, position, sample_index, purpose | branch << 2, seed & _MASK, seed >> 32)
-    return int(lanes[token_id & 3])
+    return int(name.words(token_id // 4)[token_id & 3])
 
 
-def token_words(
-    token_ids: np.ndarray,
-    seed: int,
-    sample_index: int,
-    position: int,
-    purpose: Purpose = Purpose.SAMPLE,
-    branch: int = 0,
-) -> np.ndarray:
+def token_words(token_ids: np.ndarray, name: DrawName) -> np.ndarray:
     """Return the word h of each token id (int64 `[n]`, ascending, n > 0): uint64 `[n]`."""
     low, high = int(token_ids[0]), int(token_ids[-1])
     dense = high - low < 4 * len(token_ids)  # else few of many: a counter of its own for each
     counters = np.arange(low // 4, high // 4 + 1) if dense else token_ids // 4
-    lanes = philox(counters.astype(np.uint64), position, sample_index, purpose | branch << 2, seed & _MASK, seed >> 32)
-    words = np.stack(lanes, axis=1)  # one row per counter
+    words = np.stack(name.words(counters.astype(np.uint64)), axis=1)  # one row per counter
     if dense:
         words = words.reshape(-1)[low & 3 :][: high - low + 1]
         return words if len(words) == len(token_ids) else np.take(words, token_ids - low)
@@ -111,25 +126,16 @@ def gumbel(words: np.ndarray) -> np.ndarray:
     return noise
 
 
-def gumbel_argmax(
-    token_ids: np.ndarray,
-    scores: np.ndarray,
-    seed: int,
-    sample_index: int,
-    position: int,
-    purpose: Purpose = Purpose.SAMPLE,
-    branch: int = 0,
-) -> int:
+def gumbel_argmax(token_ids: np.ndarray, scores: np.ndarray, name: DrawName) -> int:
     """Draw one of `token_ids` with probability softmax(scores): the token with the greatest score + Gumbel noise.
 
     token_ids: int64 `[n]`, ascending. scores: float64 `[n]`, not all of them -infinity. Of equal sums the lower id
     wins. Machine code draws the same token in a tenth of the time, where Numba is installed.
     """
     draw = _compiled_draw()
-    token = draw(token_ids, scores, seed, position, sample_index, purpose | branch << 2) if draw is not None else None
-    return (
-        token if token is not None else numpy_argmax(token_ids, scores, seed, sample_index, position, purpose, branch)
-    )
+    counter = name.position, name.sample_index, name.purpose | name.branch << 2
+    token = draw(token_ids, scores, name.seed, *counter) if draw is not None else None
+    return token if token is not None else numpy_argmax(token_ids, scores, name)
 
 
 @cache
@@ -142,24 +148,15 @@ def _compiled_draw() -> "CompiledDraw | None":
         return None
 
 
-def numpy_argmax(
-    token_ids: np.ndarray,
-    scores: np.ndarray,
-    seed: int,
-    sample_index: int,
-    position: int,
-    purpose: Purpose = Purpose.SAMPLE,
-    branch: int = 0,
-) -> int:
+def numpy_argmax(token_ids: np.ndarray, scores: np.ndarray, name: DrawName) -> int:
     """Draw as `gumbel_argmax` does, in NumPy.
 
     Nearly all of the time goes to Philox (151,936 tokens: 1.1 of 1.4 ms). So the noise of the leader, the token with
     the greatest score, is computed first. Tokens so far below that no noise lets them win are left out, where they are
     many, and logarithms are taken only of words that are large enough to win. These tests are exact.
     """
-    name = seed, sample_index, position, purpose, branch
     leader = int(scores.argmax())
-    bound = scores[leader] + gumbel(np.array([token_word(int(token_ids[leader]), *name)]))[0]
+    bound = scores[leader] + gumbel(np.array([token_word(int(token_ids[leader]), name)]))[0]
     near = np.flatnonzero(scores >= bound - _MAX_GUMBEL)
     if len(near) == 1:
         return int(token_ids[leader])
@@ -168,7 +165,7 @@ def numpy_argmax(
     best, winner = -np.inf, -1
     for start in range(0, len(scores), _CHUNK):  # in pieces that stay in the second-level cache
         ids, some = token_ids[start : start + _CHUNK], scores[start : start + _CHUNK]
-        words = token_words(ids, *name)
+        words = token_words(ids, name)
         able = np.flatnonzero((words >= _LUCKY_WORD) | (some >= bound - _LEAD))
         sums = some[able] + gumbel(words[able])
         index = int(sums.argmax()) if len(sums) else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forge.engine.proposer import Proposal, Speculation, StepDrafts, Verification
-from forge.engine.readout import SeparateResult, read_out, score_row
+from forge.engine.readout import SeparateResult, read_out, score_tokens
 from forge.engine.sampling import BrokenLogits, SampledToken, check_max_logit, choose
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
@@ -143,24 +143,11 @@ class Sampler:
         if logits.sampled or (sequence.params.plain_greedy and not self._report_probabilities):
             if not math.isfinite(logits.max_logit[row]):
                 check_max_logit(logits.max_logit[row])  # raises; the rows may have been released
-            logits_row = None if self._on_logits is None else logits.rows[row]
             return self._emit(
-                sequence, ((logits.argmax[row], None, None),), (logits_row,)
+                sequence, ((logits.argmax[row], None, None),), logits, row
             )  # faster than a `SampledToken`
-        logits_row = logits.rows[row]
-        token = choose(
-            logits_row,
-            sequence.params,
-            sequence.token_ids,
-            sequence.seed,
-            sequence.sample_index,
-            len(sequence.token_ids),
-            sequence.num_prompt_tokens,
-            self._report_probabilities,
-            sequence.matcher,
-            logits.argmax[row],
-        )
-        return self._emit(sequence, (token,), (logits_row,))
+        token = choose(logits.rows[row], sequence.draw, self._report_probabilities, logits.argmax[row])
+        return self._emit(sequence, (token,), logits, row)
 
     def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
         """Decide which draft tokens of an item stand; the rows of its drafts begin at `first_row`."""
@@ -177,29 +164,24 @@ class Sampler:
             [logits.max_logit[span] for span in spans],
             self._report_probabilities,
         )
-        rows: Items[np.ndarray | None] | np.ndarray = [None] * len(verification.sampled)
-        if self._on_logits is not None:
-            rows = logits.rows[spans[verification.winner]][: len(verification.sampled)]
-        outcome = self._emit(sequence, verification.sampled, rows)
+        outcome = self._emit(sequence, verification.sampled, logits, spans[verification.winner].start)
         # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
         num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
         winner = item.forks[verification.winner - 1].seq_id if verification.winner else None
         return outcome._replace(num_accepted=num_accepted, winner=winner)
 
     def _emit(
-        self,
-        sequence: Sequence,
-        tokens: Items[SampledToken | tuple[int, None, None]],
-        rows: Items[np.ndarray | None] | np.ndarray,
+        self, sequence: Sequence, tokens: Items[SampledToken | tuple[int, None, None]], logits: StepLogits, row: int
     ) -> Outcome:
-        """Append tokens, each chosen from its row of logits (None if it is not looked at), until the sequence ends."""
+        """Append tokens, the first of which was chosen from this row and each other from the next, until the sequence
+        ends."""
         token_ids: list[int] = []
         params = sequence.params
         seq_id, output_text, position = sequence.seq_id, sequence.output_text, len(sequence.token_ids)
         last = sequence.num_prompt_tokens + sequence.max_output_tokens - 1
-        for (token_id, probability, logprobs), logits in zip(tokens, rows, strict=True):
-            if self._on_logits is not None and logits is not None:
-                self._on_logits(seq_id, logits.copy())
+        for index, (token_id, probability, logprobs) in enumerate(tokens):
+            if self._on_logits is not None:
+                self._on_logits(seq_id, logits.rows[row + index].copy())
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
             is_end = token_id in self._eos_token_ids and not params.ignore_eos
@@ -246,13 +228,10 @@ class Sampler:
     def _score_prompt(self, sequence: Sequence, position: int, rows: np.ndarray) -> None:
         """Store the log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens
         from `position` on; those of the last one are about the output."""
-        scores, top = sequence.prompt_logprobs, sequence.params.prompt_logprobs or 0
+        scores = sequence.prompt_logprobs
         if not scores:
             scores.append(None)  # nothing precedes the first token
-        for logits in rows[: sequence.num_prompt_tokens - 1 - position]:
-            position += 1
-            if position == len(scores):
-                scores.append(score_row(logits, top, sequence.token_ids[position]))
+        scores += score_tokens(sequence, len(scores), rows[len(scores) - 1 - position :])  # earlier ones are there
 
 
 def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:

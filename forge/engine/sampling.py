@@ -15,17 +15,17 @@ left out first, and at most 256 of the others are sorted to find its boundary.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from forge.engine.rng import Purpose, gumbel_argmax
+from forge.engine.rng import DrawName, gumbel_argmax
 from forge.engine.sampling_params import SamplingParams
-from forge.engine.structured_output import Matcher, MatcherError
+from forge.engine.structured_output import MatcherError
 from forge.errors import ForgeError
+from forge.model.model import Draw
 
 _SORTABLE = 256
 """How many weights top-p sorts at most. More are halved by partitioning until its boundary lies in so few."""
@@ -48,9 +48,9 @@ class Distribution:
     token_ids: np.ndarray
     probabilities: np.ndarray
 
-    def draw(self, seed: int, sample_index: int, position: int, purpose: Purpose, branch: int = 0) -> int:
-        """Draw a token with its probability, by Gumbel-max with the noise that these arguments name."""
-        return gumbel_argmax(self.token_ids, np.log(self.probabilities), seed, sample_index, position, purpose, branch)
+    def draw(self, name: DrawName) -> int:
+        """Draw a token with its probability, by Gumbel-max with the noise of that name."""
+        return gumbel_argmax(self.token_ids, np.log(self.probabilities), name)
 
     def probability(self, token_id: int) -> float:
         """Return a token's probability: 0 if it may not be drawn."""
@@ -69,61 +69,38 @@ class SampledToken(NamedTuple):
     """The top tokens by raw logits with their log probabilities, the chosen one last if it is not among them."""
 
 
-def choose(
-    logits: np.ndarray,
-    params: SamplingParams,
-    history: Sequence[int],
-    seed: int,
-    sample_index: int,
-    position: int,
-    num_prompt_tokens: int | None = None,
-    wants_probability: bool = True,
-    matcher: Matcher | None = None,
-    argmax: int | None = None,
-) -> SampledToken:
-    """Choose the token at `position`.
+def choose(logits: np.ndarray, draw: Draw, wants_probability: bool = True, argmax: int | None = None) -> SampledToken:
+    """Choose the next token of a text.
 
-    logits: float32 `[vocab]`. history: the token ids before `position`, prompt included, for the penalties, and
-    num_prompt_tokens how many of them are the prompt's, needed where `params.penalizes_output`.
-    wants_probability: compute the token's probability, which takes longer than a greedy choice itself; with
-    `params.logprobs` it is computed in any case. matcher: which tokens may be chosen; probabilities are the model's own
-    all the same. argmax: that of `logits`, or their first NaN, where it is known. Raises `BrokenLogits` if the logits
-    hold a NaN or +infinity, and `MatcherError`.
+    logits: float32 `[vocab]`. wants_probability: compute the token's probability, which takes longer than a greedy
+    choice itself; with `SamplingParams.logprobs` it is computed in any case. argmax: that of `logits`, or their first
+    NaN, where it is known. Raises `BrokenLogits` if the logits hold a NaN or +infinity, and `MatcherError`.
     """
-    token_id = choose_token(logits, params, history, seed, sample_index, position, num_prompt_tokens, matcher, argmax)
-    if not wants_probability and params.logprobs is None:
+    token_id = choose_token(logits, draw, argmax)
+    if not wants_probability and draw.params.logprobs is None:
         return SampledToken(token_id, None, None)
-    return sampled_token(logits, log_sum_exp(logits, float(logits.max())), token_id, params)
+    return sampled_token(logits, log_sum_exp(logits, float(logits.max())), token_id, draw.params)
 
 
-def choose_token(
-    logits: np.ndarray,
-    params: SamplingParams,
-    history: Sequence[int],
-    seed: int,
-    sample_index: int,
-    position: int,
-    num_prompt_tokens: int | None = None,
-    matcher: Matcher | None = None,
-    argmax: int | None = None,
-) -> int:
+def choose_token(logits: np.ndarray, draw: Draw, argmax: int | None = None) -> int:
     """Choose as `choose` does, and return the token id alone."""
     if argmax is None:
         argmax = check_logits(logits)
     else:
         check_max_logit(float(logits[argmax]))
-    scores = penalized(logits, history, params, num_prompt_tokens)
-    if matcher is not None:
-        mask = matcher.mask(history[num_prompt_tokens:])
+    params: SamplingParams = draw.params
+    scores = penalized(logits, draw)
+    if draw.matcher is not None:
+        mask = draw.matcher.mask(draw.output)
         if params.greedy and scores is logits and mask[argmax]:
             return argmax
         allowed, scores = allowed_tokens(scores, mask)
         if params.greedy:
             return int(allowed[scores.argmax()])
         kept, scores = filtered(scores, params)
-        return gumbel_argmax(allowed[kept], scores, seed, sample_index, position)
+        return gumbel_argmax(allowed[kept], scores, DrawName.of(draw))
     if not params.greedy:
-        return gumbel_argmax(*filtered(scores, params), seed, sample_index, position)
+        return gumbel_argmax(*filtered(scores, params), DrawName.of(draw))
     return argmax if scores is logits else int(scores.argmax())
 
 
@@ -149,26 +126,18 @@ def check_max_logit(logit: float) -> None:
         raise BrokenLogits("the model's logits are not finite: its file is damaged, or its weights overflow")
 
 
-def penalized(
-    logits: np.ndarray,
-    history: Sequence[int],
-    params: SamplingParams,
-    num_prompt_tokens: int | None = None,
-    matcher: Matcher | None = None,
-) -> np.ndarray:
-    """Apply the bias and the penalties of `params`; return the same array if there are none.
+def penalized(logits: np.ndarray, draw: Draw) -> np.ndarray:
+    """Apply the bias and the penalties of `draw.params`; return the same array if there are none.
 
-    First the bias is added. Then the repetition penalty is applied to every token of `history` once. Then each token
-    that occurs c > 0 times in the output, which is `history` after `num_prompt_tokens`, loses c times the frequency
-    penalty and once the presence penalty: the definition of OpenAI's API. Last, what the matcher refuses after the
-    output becomes -infinity.
+    First the bias is added. Then the repetition penalty is applied to every token of `draw.history` once. Then each
+    token that occurs c > 0 times in the output loses c times the frequency penalty and once the presence penalty: the
+    definition of OpenAI's API.
     """
-    if matcher is not None:
-        return _masked(penalized(logits, history, params, num_prompt_tokens), matcher, history[num_prompt_tokens:])
+    params: SamplingParams = draw.params
     if not params.changes_logits:
         return logits
     bias = dict(params.logit_bias or ())
-    biased, earlier = np.array([*bias], np.int64), np.asarray(history, np.int64)
+    biased, earlier = np.array([*bias], np.int64), np.asarray(draw.history, np.int64)
     touched = np.union1d(biased, earlier)
     values = logits[touched].astype(np.float64)
     values[np.searchsorted(touched, biased)] += [*bias.values()]
@@ -178,17 +147,18 @@ def penalized(
         with np.errstate(over="ignore"):  # what overflows becomes the greatest float32, which is still a number
             values[seen] = np.where(values[seen] > 0, values[seen] / penalty, values[seen] * penalty)
     if params.penalizes_output:
-        assert num_prompt_tokens is not None, "these penalties count output tokens: say where the output begins"
-        token_ids, counts = np.unique(earlier[num_prompt_tokens:], return_counts=True)
+        token_ids, counts = np.unique(earlier[draw.num_prompt_tokens :], return_counts=True)
         values[np.searchsorted(touched, token_ids)] -= params.frequency_penalty * counts + params.presence_penalty
     out = logits.copy()
     out[touched] = np.where(values > -np.inf, values.clip(-_GREATEST, _GREATEST), -np.inf)
     return out
 
 
-def _masked(logits: np.ndarray, matcher: Matcher, output: Sequence[int]) -> np.ndarray:
-    """Copy a row with -infinity for every token that may not follow `output`."""
-    allowed, kept = allowed_tokens(logits, matcher.mask(output))
+def masked(logits: np.ndarray, draw: Draw) -> np.ndarray:
+    """Copy a row with -infinity for every token that the matcher refuses; return the same array without a matcher."""
+    if draw.matcher is None:
+        return logits
+    allowed, kept = allowed_tokens(logits, draw.matcher.mask(draw.output))
     scores = np.full_like(logits, -np.inf)
     scores[allowed] = kept
     return scores

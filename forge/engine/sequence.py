@@ -6,6 +6,7 @@ from forge.engine.output_text import OutputText
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import Matcher
 from forge.engine.task import GENERATE, NO_READOUT, Logprobs, Readout, Task
+from forge.model.model import Draw
 from forge.reasons import FinishReason, PoolExhausted
 
 
@@ -77,6 +78,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def draw(self) -> Draw:
+        """What decides its next token, beside the logits."""
+        return Draw(self.params, self.seed, self.sample_index, self.token_ids, self.num_prompt_tokens, self.matcher)
 
     @property
     def num_output_tokens(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
+from forge.model.model import Draw
 from forge.speculation.lookup import NgramProposer
 from forge.testing import check_proposer
 from forge.workload.judging import HELD_OUT
@@ -45,7 +46,7 @@ _STORY = (
 
 
 def _request(text: Sequence[int], max_tokens: int, seq_id: int = 0) -> ProposalRequest:
-    return ProposalRequest(seq_id, text, max_tokens, _GREEDY, 0, 0)
+    return ProposalRequest(seq_id, Draw(_GREEDY, 0, 0, text), max_tokens)
 
 
 class ProposerTrial(Trial):

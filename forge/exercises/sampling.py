@@ -144,8 +144,8 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
         ids, scores = piece.filtered(logits, params)
         return np.asarray(ids, np.int64), np.asarray(scores, np.float64)
 
-    def drawn(token_ids: np.ndarray, scores: np.ndarray, *name: Any) -> int:
-        uniform = (rng.token_words(token_ids, *name) + 0.5) * 2.0**-32
+    def drawn(token_ids: np.ndarray, scores: np.ndarray, name: rng.DrawName) -> int:
+        uniform = (rng.token_words(token_ids, name) + 0.5) * 2.0**-32
         return int(piece.draw(token_ids, scores, uniform))
 
     def argmax_rows(rows: Any) -> tuple[list[int], list[float]]:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from forge.engine.proposer import Proposal, Verification
-from forge.engine.rng import Purpose, gumbel_argmax, uniform
+from forge.engine.rng import DrawName, Purpose, gumbel_argmax, uniform
 from forge.engine.sampling import (
     Distribution,
     SampledToken,
@@ -285,19 +285,17 @@ def _sampled(
     """Return the tokens that the reader's `verify_sampled` emits, drawn with the noise that the engine's own would
     use."""
     params, draft, history = sequence.params, list(proposal.token_ids), list(sequence.token_ids)
-    scores = [
-        penalized(row, [*history, *draft[:index]], params, sequence.num_prompt_tokens) for index, row in enumerate(rows)
-    ]
+    nexts = [sequence.draw._replace(history=[*history, *draft[:index]]) for index in range(len(rows))]
+    scores = [penalized(row, draw) for row, draw in zip(rows, nexts, strict=True)]
     p, q = [distribution(row, params) for row in scores], list(proposal.distributions or ())
-    names = [(sequence.seed, sequence.sample_index, len(history) + index) for index in range(len(rows))]
-    draws = [uniform(*name, Purpose.ACCEPT, 0) for name in names[:-1]]
+    draws = [uniform(DrawName.of(draw, Purpose.ACCEPT)) for draw in nexts[:-1]]
     odds = [(p[i].probability(token), q[i].probability(token)) for i, token in enumerate(draft)]
     accepted = next((i for i, pair in enumerate(odds) if draws[i] * pair[1] >= pair[0]), len(draft))
 
     def choose(distribution: Distribution) -> int:
         if accepted == len(draft):
-            return gumbel_argmax(*filtered(scores[-1], params), *names[-1])
-        return distribution.draw(*names[accepted], Purpose.RESAMPLE)
+            return gumbel_argmax(*filtered(scores[-1], params), DrawName.of(nexts[-1]))
+        return distribution.draw(DrawName.of(nexts[accepted], Purpose.RESAMPLE))
 
     emitted = [int(token) for token in piece.verify_sampled(p, q, draft, draws, choose)]
     verdicts = [

@@ -7,8 +7,7 @@ instead of 600,000.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,9 +17,8 @@ from forge.model.backend import OperationTime
 from forge.model.forward_batch import ForwardBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One row's choice of a token: the arguments of `forge.engine.sampling.choose_token`."""
+class Draw(NamedTuple):
+    """What decides a token, beside its row of logits (`forge.engine.sampling.choose_token`)."""
 
     params: Any
     """`SamplingParams`; the engine imports this package, and not the reverse."""
@@ -29,7 +27,20 @@ class Draw:
     sample_index: int
     history: Sequence[int]
     """The tokens before it, prompt included: their number is the position of the draw."""
-    num_prompt_tokens: int
+    num_prompt_tokens: int = 0
+    """How many of `history` are the prompt's."""
+    matcher: Any = None
+    """The `Matcher` that says which tokens may be chosen; None allows all. Probabilities are the model's own all the
+    same. A device does not ask it."""
+
+    @property
+    def position(self) -> int:
+        return len(self.history)
+
+    @property
+    def output(self) -> Sequence[int]:
+        """The output tokens before it."""
+        return self.history[self.num_prompt_tokens :]
 
 
 @runtime_checkable

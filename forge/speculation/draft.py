@@ -29,7 +29,7 @@ from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
 from forge.engine.engine import Operation
 from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
-from forge.engine.rng import Purpose
+from forge.engine.rng import DrawName, Purpose
 from forge.engine.sampling import Distribution, check_logits, choose_token, distribution, penalized
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
@@ -73,14 +73,14 @@ class _Draft:
     block_table: tuple[int, ...]
     num_cached: int
     """The same before anything was computed."""
-    token_ids: list[int] = field(default_factory=list)
-    """The draft tokens so far."""
     distributions: list[Distribution] = field(default_factory=list)
 
-    @property
-    def length(self) -> int:
-        """The number of the request's tokens."""
-        return len(self.request.token_ids)
+    def __post_init__(self) -> None:
+        self.length = len(self.request.token_ids)
+        self.text = list(self.request.token_ids)
+        """The request's tokens, and the draft tokens so far."""
+        self.draw = self.request.draw._replace(history=self.text, matcher=None)
+        """That of the next draft token."""
 
 
 class DraftProposer(Proposer):
@@ -142,7 +142,8 @@ class DraftProposer(Proposer):
             for draft in drafts:
                 self._commit(draft)
                 cached = draft.num_cached, len(self._held[draft.request.seq_id])
-                proposals[draft.index] = Proposal(tuple(draft.token_ids), tuple(draft.distributions) or None, cached)
+                token_ids = tuple(draft.text[draft.length :])
+                proposals[draft.index] = Proposal(token_ids, tuple(draft.distributions) or None, cached)
         return proposals
 
     def forget(self, seq_id: int) -> None:
@@ -212,7 +213,7 @@ class DraftProposer(Proposer):
     def _commit(self, draft: _Draft) -> None:
         """Commit what has been computed: the request's tokens and all draft tokens but the last."""
         held = self._held[draft.request.seq_id]
-        new = [*draft.request.token_ids[len(held) :], *draft.token_ids[:-1]]
+        new = draft.text[len(held) : -1]
         self.cache.commit(draft.request.seq_id, new)
         held += new
 
@@ -254,7 +255,7 @@ class DraftProposer(Proposer):
                 batch = _without_last(batch)
             for row, draft in enumerate(drafts[: len(batch.positions)]):
                 block, offset = divmod(draft.length + step - 1, block_size)
-                batch.token_ids[row] = draft.token_ids[-1]
+                batch.token_ids[row] = draft.text[-1]
                 batch.slot_mapping[row] = draft.block_table[block] * block_size + offset
             for draft, logits in zip(drafts[: len(batch.positions)], self._forward(batch), strict=True):
                 self._append(draft, logits)
@@ -267,16 +268,13 @@ class DraftProposer(Proposer):
     def _append(self, draft: _Draft, logits: np.ndarray) -> None:
         """Choose the draft's next token from the logits after everything so far: float32 `[draft's vocab]`."""
         logits = logits[: self.vocab_size]
-        request, position = draft.request, draft.length + len(draft.token_ids)
-        params = request.params
-        history = [*request.token_ids, *draft.token_ids] if params.changes_logits else ()
-        if params.greedy or not request.independent:
-            name = request.seed, request.sample_index, position
-            draft.token_ids.append(choose_token(logits, params, history, *name, request.num_prompt_tokens))
+        draw, request = draft.draw, draft.request
+        if draw.params.greedy or not request.independent:
+            draft.text.append(choose_token(logits, draw))
             return
         check_logits(logits)
-        q = distribution(penalized(logits, history, params, request.num_prompt_tokens), params)
-        draft.token_ids.append(q.draw(request.seed, request.sample_index, position, Purpose.PROPOSE, request.branch))
+        q = distribution(penalized(logits, draw), draw.params)
+        draft.text.append(q.draw(DrawName.of(draw, Purpose.PROPOSE, request.branch)))
         draft.distributions.append(q)
 
 

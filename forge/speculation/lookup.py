@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
-from forge.engine.rng import Purpose, uniform
+from forge.engine.rng import DrawName, Purpose, uniform
 from forge.errors import UsageError
 
 DEFAULT_MIN_NGRAM = 2
@@ -109,9 +109,9 @@ class ForcedProposer(Proposer):
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: ProposalRequest) -> Proposal:
-        if request.matcher is None or not request.max_tokens:
+        if request.draw.matcher is None or not request.max_tokens:
             return NO_PROPOSAL
-        forced = request.matcher.forced(request.token_ids[request.num_prompt_tokens :])
+        forced = request.draw.matcher.forced(request.draw.output)
         return Proposal(forced[: request.max_tokens])
 
 
@@ -139,5 +139,5 @@ class ReplayProposer(Proposer):
         return Proposal(tuple(self._token(token_id, start + index) for index, token_id in enumerate(following)))
 
     def _token(self, token_id: int, position: int) -> int:
-        agrees = uniform(0, 0, position, Purpose.PROPOSE) < self.agreement
+        agrees = uniform(DrawName(0, 0, position, Purpose.PROPOSE)) < self.agreement
         return token_id if agrees else (token_id + 1) % self.vocab_size

@@ -242,18 +242,8 @@ class Speculator:
             (source.meter.add_proposal if follows else source.meter.add_bound)(len(items), longest, ms)
 
     def _request(self, source: _Source, item: PlanItem, sequence: Sequence) -> ProposalRequest:
-        return ProposalRequest(
-            sequence.seq_id,
-            sequence.token_ids,
-            item.num_draft_tokens,
-            sequence.params,
-            sequence.seed,
-            sequence.sample_index,
-            sequence.num_prompt_tokens,
-            self._sources_of(sequence).index(source),
-            independent=self.acceptance == "rejection",
-            matcher=sequence.matcher,
-        )
+        branch, independent = self._sources_of(sequence).index(source), self.acceptance == "rejection"
+        return ProposalRequest(sequence.seq_id, sequence.draw, item.num_draft_tokens, branch, independent)
 
     # After the forward
 
@@ -269,18 +259,8 @@ class Speculator:
         """Decide which draft tokens of a sequence stand; see `Speculation.verify`."""
         if sequence.params.plain_greedy and not wants_probabilities:
             return verify_argmax(argmax_of_drafts, max_logits_of_drafts, proposals)
-        return verify_drafts(
-            [logits_of_draft(draft) for draft in range(len(proposals))],
-            proposals,
-            sequence.params,
-            sequence.token_ids,
-            sequence.seed,
-            sequence.sample_index,
-            sequence.num_prompt_tokens,
-            wants_probabilities,
-            self.acceptance,
-            sequence.matcher,
-        )
+        rows = [logits_of_draft(draft) for draft in range(len(proposals))]
+        return verify_drafts(rows, proposals, sequence.draw, wants_probabilities, self.acceptance)
 
     def learn(
         self,

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from forge.engine.proposer import Proposal, Verification
-from forge.engine.rng import Purpose, uniform
+from forge.engine.rng import DrawName, Purpose, uniform
 from forge.engine.sampling import (
     BrokenLogits,
     Distribution,
@@ -40,11 +40,12 @@ from forge.engine.sampling import (
     choose,
     distribution,
     log_sum_exp,
+    masked,
     penalized,
     sampled_token,
 )
-from forge.engine.sampling_params import SamplingParams
-from forge.engine.structured_output import Matcher, MatcherError
+from forge.engine.structured_output import MatcherError
+from forge.model.model import Draw
 from forge.trace.records import TokenVerdict
 
 Acceptance = Literal["gumbel", "rejection"]
@@ -85,40 +86,33 @@ def verify_argmax(
 def verify_drafts(
     logits: Sequence[np.ndarray],
     proposals: Sequence[Proposal],
-    params: SamplingParams,
-    history: Sequence[int],
-    seed: int,
-    sample_index: int,
-    num_prompt_tokens: int | None = None,
+    draw: Draw,
     wants_probabilities: bool = True,
     acceptance: Acceptance = "gumbel",
-    matcher: Matcher | None = None,
 ) -> Verification:
     """Decide about the proposals for one sequence, each with its own rows of logits.
 
-    logits: float32 `[K + 1, vocab]` for a proposal of K tokens, the target's after the last token of `history` and
-    after each draft token. history: the sequence's tokens so far, prompt included, of which the first num_prompt_tokens
-    are the prompt's (needed where `params.penalizes_output`). A proposal's place in the list is the branch that names
-    its draws under `rejection`. matcher: which tokens may be emitted; asked for every row that is needed, with the
-    tokens emitted so far. Without draft tokens the emitted token is `choose`'s.
+    logits: float32 `[K + 1, vocab]` for a proposal of K tokens, the target's after the sequence's last token and after
+    each draft token. A proposal's place in the list is the branch that names its draws under `rejection`. draw: the
+    sequence's next one; its matcher is asked for every row that is needed, with the tokens emitted so far. Without
+    draft tokens the emitted token is `choose`'s.
 
     Raises `BrokenLogits` if the first row holds a NaN or +infinity, `MatcherError` if the matcher fails there, and
     ValueError for a draft token outside the vocabulary or one that cannot have come from the distribution beside it.
     """
     for rows, proposal in zip(logits, proposals, strict=True):
         _check_proposal(rows, proposal)
-    tokens = list(history)
+    tokens = list(draw.history)
+    draw, params = draw._replace(history=tokens), draw.params
 
     def decide(draft: int, index: int, proposed: Sequence[_DraftToken]) -> tuple[SampledToken, list[TokenVerdict]]:
         row = logits[draft][index]
         if not params.greedy and acceptance == "rejection" and any(token.q is not None for token in proposed):
-            name = seed, sample_index, len(tokens)
-            sampled, verdicts = _accept_or_resample(row, proposed, params, tokens, num_prompt_tokens, name, matcher)
+            sampled, verdicts = _accept_or_resample(row, proposed, draw)
         else:
-            name = seed, sample_index, len(tokens)
-            sampled = choose(row, params, tokens, *name, num_prompt_tokens, wants_probabilities, matcher)
-            verdicts = _agreement(row, proposed, sampled, params, tokens, num_prompt_tokens, matcher)
-        tokens.append(sampled.token_id)
+            sampled = choose(row, draw, wants_probabilities)
+            verdicts = _agreement(row, proposed, sampled, draw)
+        tokens.append(sampled.token_id)  # and `draw` is that of the next position
         return sampled, verdicts
 
     return _verify(proposals, decide)
@@ -168,19 +162,13 @@ def _draft_token(draft: int, proposal: Proposal, index: int) -> _DraftToken:
 
 
 def _agreement(
-    logits: np.ndarray,
-    drafts: Sequence[_DraftToken],
-    sampled: SampledToken,
-    params: SamplingParams,
-    history: Sequence[int],
-    num_prompt_tokens: int | None,
-    matcher: Matcher | None,
+    logits: np.ndarray, drafts: Sequence[_DraftToken], sampled: SampledToken, draw: Draw
 ) -> list[TokenVerdict]:
     """`gumbel`: accept a draft token if it is the token that the target chose."""
     if not drafts:
         return []
     chosen, verdicts = sampled.token_id, []
-    argmax = chosen if params.greedy else int(penalized(logits, history, params, num_prompt_tokens, matcher).argmax())
+    argmax = chosen if draw.params.greedy else int(masked(penalized(logits, draw), draw).argmax())
     for draft in drafts:
         probability = None
         if sampled.probability is not None:
@@ -190,36 +178,30 @@ def _agreement(
 
 
 def _accept_or_resample(
-    logits: np.ndarray,
-    drafts: Sequence[_DraftToken],
-    params: SamplingParams,
-    history: Sequence[int],
-    num_prompt_tokens: int | None,
-    name: tuple[int, int, int],
-    matcher: Matcher | None,
+    logits: np.ndarray, drafts: Sequence[_DraftToken], draw: Draw
 ) -> tuple[SampledToken, list[TokenVerdict]]:
     """`rejection`: try the draft tokens in turn; if none is accepted, draw from what they left of p."""
     argmax = check_logits(logits)
-    scores = penalized(logits, history, params, num_prompt_tokens, matcher)
+    scores = masked(penalized(logits, draw), draw)
     best = argmax if scores is logits else int(scores.argmax())
     log_total = log_sum_exp(logits, float(logits[argmax]))
-    left, taken = distribution(scores, params), None
+    left, taken = distribution(scores, draw.params), None
     trials: list[tuple[float, float, float, float | None]] = []  # of each draft token: probability, p, q, draw
     for draft, token_id, proposed in drafts:
         q = proposed or Distribution(np.array([token_id]), np.ones(1))
         p_token, q_token = left.probability(token_id), q.probability(token_id)
-        draw = None if taken is not None else uniform(*name, Purpose.ACCEPT, draft)
-        trials.append((math.exp(float(logits[token_id]) - log_total), p_token, q_token, draw))
-        if draw is not None and draw * q_token < p_token:
+        u = None if taken is not None else uniform(DrawName.of(draw, Purpose.ACCEPT, draft))
+        trials.append((math.exp(float(logits[token_id]) - log_total), p_token, q_token, u))
+        if u is not None and u * q_token < p_token:
             taken = token_id
-        elif draw is not None:
+        elif u is not None:
             left = residual(left, q)
-    emitted = left.draw(*name, Purpose.RESAMPLE) if taken is None else taken
+    emitted = left.draw(DrawName.of(draw, Purpose.RESAMPLE)) if taken is None else taken
     verdicts = [
         TokenVerdict(draft.token_id, draft.token_id == emitted, best, *trial)
         for draft, trial in zip(drafts, trials, strict=True)
     ]
-    return sampled_token(logits, log_total, emitted, params), verdicts
+    return sampled_token(logits, log_total, emitted, draw.params), verdicts
 
 
 def _check_proposal(logits: np.ndarray, proposal: Proposal) -> None:

@@ -12,6 +12,7 @@ from forge.engine.policies import VictimPolicy
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
+from forge.model.model import Draw
 
 _MOST_STEPS = 5_000
 """More than that is going round in circles."""
@@ -63,7 +64,7 @@ def check_proposer(
 
 
 def _request(text: Sequence[int], k: int, seq_id: int) -> ProposalRequest:
-    return ProposalRequest(seq_id, text, k, SamplingParams(temperature=0.0), seed=0, sample_index=0)
+    return ProposalRequest(seq_id, Draw(SamplingParams(), 0, 0, text), k)
 
 
 def _check_answer(proposer: Proposer, text: list[int], k: int, seq_id: int) -> None:

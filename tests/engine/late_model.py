@@ -47,15 +47,7 @@ class LateLogits:
         self.sampled = True
         for row, draw in enumerate(draws):
             if np.isfinite(self._rows[row].max()):
-                self._tokens[row] = choose_token(
-                    self._rows[row],
-                    draw.params,
-                    draw.history,
-                    draw.seed,
-                    draw.sample_index,
-                    len(draw.history),
-                    draw.num_prompt_tokens,
-                )
+                self._tokens[row] = choose_token(self._rows[row], draw)
 
     def release(self) -> None:
         self._are_wanted = False

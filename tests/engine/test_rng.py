@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from forge.engine.rng import MAX_BRANCHES, Purpose, gumbel, gumbel_argmax, numpy_argmax, philox, token_words, uniform
+from forge.engine.rng import (
+    MAX_BRANCHES,
+    DrawName,
+    Purpose,
+    gumbel,
+    gumbel_argmax,
+    numpy_argmax,
+    philox,
+    token_words,
+    uniform,
+)
 
 ONES = 0xFFFFFFFF
 
@@ -30,7 +40,7 @@ def test_the_word_of_a_token_is_that_of_the_definition():
     seed, sample, position = 0x1234567890ABCDEF, 3, 70_000
     for ids in ([0], [5], [2, 3, 4, 5], [1, 9, 400, 151_935], list(range(3, 4100)), list(range(0, 9000, 2))):
         expected = [philox(i // 4, position, sample, 0, seed & ONES, seed >> 32)[i % 4] for i in ids]
-        assert token_words(np.array(ids), seed, sample, position).tolist() == expected
+        assert token_words(np.array(ids), DrawName(seed, sample, position)).tolist() == expected
 
 
 def test_noise_is_minus_log_minus_log_of_the_middle_of_its_word():
@@ -47,25 +57,25 @@ def test_leaving_out_what_cannot_win_changes_no_token(spread):
         scores = spread * np.random.default_rng(seed).standard_normal(len(ids))
         scores[::7] = -np.inf
         kept = ids if seed % 2 else ids[seed::3]
-        whole = scores[kept] + gumbel(token_words(kept, seed, 0, 9))
+        whole = scores[kept] + gumbel(token_words(kept, DrawName(seed, 0, 9)))
         for argmax in (gumbel_argmax, numpy_argmax):
-            assert argmax(kept, scores[kept], seed, 0, 9) == kept[whole.argmax()]
+            assert argmax(kept, scores[kept], DrawName(seed, 0, 9)) == kept[whole.argmax()]
 
 
 def test_of_equal_sums_the_lower_token_id_wins(monkeypatch):
-    monkeypatch.setattr("forge.engine.rng.token_words", lambda ids, *name: np.full(len(ids), 77, np.uint64))
+    monkeypatch.setattr("forge.engine.rng.token_words", lambda ids, name: np.full(len(ids), 77, np.uint64))
     for size in (10, 100_000):
         scores = np.zeros(size)
         scores[[3, size - 1]] = 1.0
-        assert numpy_argmax(np.arange(size), scores, 0, 0, 0) == 3
+        assert numpy_argmax(np.arange(size), scores, DrawName(0, 0, 0)) == 3
 
 
 def test_a_draw_depends_on_its_name_and_on_nothing_else():
-    first = uniform(5, 0, 17, Purpose.SAMPLE)
+    first = uniform(DrawName(5, 0, 17))
     for position in range(100):
-        uniform(5, 0, position, Purpose.SAMPLE)
+        uniform(DrawName(5, 0, position))
 
-    assert uniform(5, 0, 17, Purpose.SAMPLE) == first
+    assert uniform(DrawName(5, 0, 17)) == first
 
 
 def test_every_part_of_the_name_matters():
@@ -73,14 +83,14 @@ def test_every_part_of_the_name_matters():
     names += [(5, 0, 18, Purpose.SAMPLE), *((5, 0, 17, purpose) for purpose in Purpose if purpose != Purpose.SAMPLE)]
     names += [(5, 0, 17, purpose, branch) for purpose in Purpose for branch in range(1, MAX_BRANCHES)]
 
-    assert len({uniform(*name) for name in names}) == len(names)
+    assert len({uniform(DrawName(*name)) for name in names}) == len(names)
 
 
 def test_draws_stay_what_they_are():
     """A recording made today must replay tomorrow."""
-    assert uniform(0, 0, 0, Purpose.SAMPLE) == (0x6627E8D5 + 0.5) * 2.0**-32
-    assert uniform(2**64 - 1, 3, 4095, Purpose.ACCEPT) == 0.13145331374835223
-    drawn = [gumbel_argmax(np.arange(1000), np.zeros(1000), 7, 0, position) for position in range(4)]
+    assert uniform(DrawName(0, 0, 0)) == (0x6627E8D5 + 0.5) * 2.0**-32
+    assert uniform(DrawName(2**64 - 1, 3, 4095, Purpose.ACCEPT)) == 0.13145331374835223
+    drawn = [gumbel_argmax(np.arange(1000), np.zeros(1000), DrawName(7, 0, position)) for position in range(4)]
     assert drawn == [
         709,
         207,
@@ -94,7 +104,7 @@ def test_draws_are_uniform_and_neighbours_are_unrelated(vary):
     def name(i):
         return {"seed": 1, "sample_index": 0, "position": 0, "purpose": Purpose.SAMPLE} | {vary: i}
 
-    draws = np.array([uniform(**name(i)) for i in range(20_000)])
+    draws = np.array([uniform(DrawName(**name(i))) for i in range(20_000)])
 
     assert draws.min() > 0
     assert draws.max() < 1

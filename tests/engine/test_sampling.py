@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from forge.engine import rng
-from forge.engine.rng import gumbel, gumbel_argmax, token_words
+from forge.engine.rng import DrawName, gumbel, gumbel_argmax, token_words
 from forge.engine.sampling import (
     BrokenLogits,
     check_logits,
@@ -13,10 +13,12 @@ from forge.engine.sampling import (
     distribution,
     filtered,
     log_sum_exp,
+    masked,
     penalized,
     top_logprobs,
 )
 from forge.engine.sampling_params import SamplingParams
+from forge.model.model import Draw
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch: pip install torch")
 processors = pytest.importorskip(
@@ -34,8 +36,8 @@ def log_total(logits: np.ndarray) -> float:
     return log_sum_exp(logits, float(logits.max()))
 
 
-def token(logits, history=(), seed=0, position=0, **params) -> int:
-    return choose(np.asarray(logits, np.float32), SamplingParams(**params), history, seed, 0, position).token_id
+def token(logits, history=(), seed=0, **params) -> int:
+    return choose(np.asarray(logits, np.float32), Draw(SamplingParams(**params), seed, 0, history)).token_id
 
 
 def transformers_probabilities(logits: np.ndarray, history: list[int], params: SamplingParams) -> np.ndarray:
@@ -55,7 +57,7 @@ def transformers_probabilities(logits: np.ndarray, history: list[int], params: S
 
 
 def ours(logits: np.ndarray, history: list[int], params: SamplingParams) -> np.ndarray:
-    found = distribution(penalized(logits, history, params), params)
+    found = distribution(penalized(logits, Draw(params, 0, 0, history)), params)
     assert (np.diff(found.token_ids) > 0).all()
     out = np.zeros(len(logits))
     out[found.token_ids] = found.probabilities
@@ -115,7 +117,7 @@ def test_draws_follow_the_distribution(params):
     logits, history, count = row(11, size=20, spread=1.5), [0, 3, 4], 8_000
     expected = transformers_probabilities(logits, history, SamplingParams(**params)) * count
 
-    drawn = np.bincount([token(logits, history, 7, position, **params) for position in range(count)], minlength=20)
+    drawn = np.bincount([token(logits, history, seed, **params) for seed in range(count)], minlength=20)
 
     assert not drawn[expected == 0].any(), "a token was drawn that the filters had taken out"
     kept = expected > 0
@@ -139,20 +141,21 @@ def test_top_p_of_a_large_vocabulary_is_the_fewest_that_reach_it(scale, top_p):
 def test_a_sampled_token_which_nobody_asks_the_probability_is_the_same_token():
     logits = row(5)
     for params in (SamplingParams(temperature=0.9, top_k=7), SamplingParams(temperature=0.0, repetition_penalty=1.3)):
-        told = choose(logits, params, (4, 4, 7), 1, 0, 9)
-        assert choose(logits, params, (4, 4, 7), 1, 0, 9, wants_probability=False) == (told.token_id, None, None)
+        draw = Draw(params, 1, 0, (4, 4, 7))
+        told = choose(logits, draw)
+        assert choose(logits, draw, wants_probability=False) == (told.token_id, None, None)
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_a_sampled_token_is_the_argmax_of_the_kept_logits_with_their_noise(filters):
     params = SamplingParams(temperature=0.7, **filters)
     for seed in range(20):
-        logits, history = row(seed), [5, 6, 7]
-        scores = penalized(logits, history, params)
+        logits, draw = row(seed), Draw(params, seed, 2, [5, 6, 7])
+        scores = penalized(logits, draw)
         kept = distribution(scores, params).token_ids
-        sums = scores[kept] / np.float64(0.7) + gumbel(token_words(kept, seed, 2, 31))
+        sums = scores[kept] / np.float64(0.7) + gumbel(token_words(kept, DrawName.of(draw)))
 
-        assert choose(logits, params, history, seed, 2, 31).token_id == kept[sums.argmax()]
+        assert choose(logits, draw).token_id == kept[sums.argmax()]
 
 
 def test_a_token_keeps_its_noise_whatever_else_is_kept():
@@ -178,7 +181,7 @@ def test_equal_logits_are_ranked_by_token_id_lower_first():
     assert kept(top_k=5) == [0, 1, 7, 400, 900]
     assert kept(top_p=0.005) == [7, 400]
     assert kept(min_p=1.0) == [7, 400, 900]
-    assert [i for i, _ in choose(logits, SamplingParams(logprobs=5), (), 0, 0, 0).logprobs] == [7, 400, 900, 0, 1]
+    assert [i for i, _ in choose(logits, Draw(SamplingParams(logprobs=5), 0, 0, ())).logprobs] == [7, 400, 900, 0, 1]
 
 
 @pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 1000, 5000])
@@ -222,10 +225,10 @@ def test_minus_infinity_is_never_drawn(filters):
     logits[[5, 300]] = [1.0, 1.1]
     params = SamplingParams(temperature=2.0, repetition_penalty=1.2, **filters)
 
-    found = distribution(penalized(logits, [0, 5], params), params)
+    found = distribution(penalized(logits, Draw(params, 1, 0, [0, 5])), params)
 
     assert found.token_ids.tolist() == [5, 300]
-    drawn = {choose(logits, params, [0, 5], 1, 0, position).token_id for position in range(50)}
+    drawn = {choose(logits, Draw(params, seed, 0, [0, 5])).token_id for seed in range(50)}
     assert drawn == {5, 300}
 
 
@@ -256,7 +259,7 @@ def test_a_row_that_forbids_everything_is_an_error():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_absurd_penalty_still_gives_numbers(penalty, temperature):
     logits = np.array([0.0, 2.0, -2.0, 1.0, -np.inf], np.float32)
-    scores = penalized(logits, [0, 1, 2, 4], SamplingParams(repetition_penalty=penalty))
+    scores = penalized(logits, Draw(SamplingParams(repetition_penalty=penalty), 0, 0, [0, 1, 2, 4]))
 
     assert np.isfinite(scores[:4]).all()
     assert scores[0] == 0.0
@@ -268,7 +271,8 @@ def test_an_absurd_penalty_still_gives_numbers(penalty, temperature):
 def test_a_repeated_token_is_penalized_once():
     logits = np.array([3.0, -3.0, 3.0], np.float32)
 
-    assert penalized(logits, [0, 0, 1, 1, 1], SamplingParams(repetition_penalty=2.0)).tolist() == [1.5, -6.0, 3.0]
+    draw = Draw(SamplingParams(repetition_penalty=2.0), 0, 0, [0, 0, 1, 1, 1])
+    assert penalized(logits, draw).tolist() == [1.5, -6.0, 3.0]
     assert logits.tolist() == [3.0, -3.0, 3.0], "the logits themselves are left alone"
 
 
@@ -276,7 +280,7 @@ def test_the_probability_reported_is_the_models_own():
     logits = row(6, size=50)
     expected = torch.from_numpy(logits.astype(np.float64)).softmax(-1).numpy()
 
-    choice = choose(logits, SamplingParams(temperature=0.2, top_k=3, repetition_penalty=2.0), [1, 2], 0, 0, 0)
+    choice = choose(logits, Draw(SamplingParams(temperature=0.2, top_k=3, repetition_penalty=2.0), 0, 0, [1, 2]))
 
     assert choice.probability == pytest.approx(expected[choice.token_id], rel=1e-5)
 
@@ -350,7 +354,7 @@ def test_output_penalties_are_openais_definition_term_by_term():
         bias = {int(i): float(rng.uniform(-100, 100)) for i in rng.choice(30, 5, replace=False)}
         params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias)
 
-        found = penalized(logits, [*prompt, *output], params, len(prompt))
+        found = penalized(logits, Draw(params, 0, 0, [*prompt, *output], len(prompt)))
 
         expected = [
             float(logit) + bias.get(i, 0.0) - output.count(i) * frequency - float(output.count(i) > 0) * presence
@@ -368,7 +372,7 @@ def test_a_bias_decides_and_minus_infinity_stays_never():
 
 def test_logits_that_nothing_changes_are_the_same_array():
     logits = row(3, size=20)
-    assert penalized(logits, [1, 2], SamplingParams()) is logits
+    assert penalized(logits, Draw(SamplingParams(), 0, 0, [1, 2])) is logits
 
 
 class Allows:
@@ -393,13 +397,13 @@ class Allows:
     ids=str,
 )
 def test_a_constrained_choice_is_that_from_the_masked_row(params):
-    draw = np.random.default_rng(1)
-    for position in range(200):
-        logits = draw.standard_normal(64).astype(np.float32) * 3
-        matcher = Allows(draw.random(64) < draw.choice([0.03, 0.3, 0.9]))
-        matcher.allowed[draw.integers(64)] = True
-        masked, history = penalized(logits, [1, 2, 3], params, 2, matcher), [1, 2, 3]
-        expected = int(masked.argmax()) if params.greedy else gumbel_argmax(*filtered(masked, params), 7, 0, position)
-        given = (logits, params, history, 7, 0, position, 2, matcher)
-        assert choose_token(*given) == choose_token(*given, int(logits.argmax())) == expected
+    rng = np.random.default_rng(1)
+    for seed in range(200):
+        logits = rng.standard_normal(64).astype(np.float32) * 3
+        matcher = Allows(rng.random(64) < rng.choice([0.03, 0.3, 0.9]))
+        matcher.allowed[rng.integers(64)] = True
+        draw = Draw(params, seed, 0, [1, 2, 3], 2, matcher)
+        row = masked(penalized(logits, draw), draw)
+        expected = int(row.argmax()) if params.greedy else gumbel_argmax(*filtered(row, params), DrawName.of(draw))
+        assert choose_token(logits, draw) == choose_token(logits, draw, int(logits.argmax())) == expected
         assert matcher.allowed[expected]

@@ -12,6 +12,7 @@ from forge import LLM, SamplingParams, StructuredOutput
 from forge.engine.sampling import choose_token
 from forge.engine.token_filter import TokenFilters
 from forge.errors import UsageError
+from forge.model.model import Draw
 
 BAD = ("the", "Once", "d h", " a ", "é")
 PROMPT = "Once upon a time"
@@ -56,7 +57,7 @@ def test_the_tokens_are_those_that_a_mask_by_trial_leaves(llm, speculate, bad_wo
     while len(expected) < asked.max_tokens:
         tokens = [*prompt, *expected]
         logits = llm.logits(tokens)[-1]
-        expected.append(choose_token(logits, asked, tokens, 3, 0, len(tokens), len(prompt), matcher))
+        expected.append(choose_token(logits, Draw(asked, 3, 0, tokens, len(prompt), matcher)))
         if expected[-1] in llm.tokenizer.eos_token_ids:
             break
     used = llm if speculate is None else LLM("tales", kv="paged", speculate=speculate, k=4, speculate_fixed=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from forge.engine.proposer import ProposalRequest
 from forge.engine.sampling_params import SamplingParams
+from forge.model.model import Draw
 
 GREEDY = SamplingParams()
 
@@ -17,7 +18,7 @@ def request(
     seed: int = 0,
     independent: bool = False,
 ) -> ProposalRequest:
-    return ProposalRequest(seq_id, list(token_ids), k, params, seed, 0, independent=independent)
+    return ProposalRequest(seq_id, Draw(params, seed, 0, list(token_ids)), k, independent=independent)
 
 
 def proposed(proposer, token_ids: Sequence[int], k: int = 4, **options) -> list[int]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.engine.proposer import Proposal
-from forge.engine.rng import Purpose
+from forge.engine.rng import DrawName, Purpose
 from forge.engine.sampling import choose, distribution
 from forge.engine.sampling_params import SamplingParams
+from forge.model.model import Draw
 from forge.speculation.verification import Verification, verify_drafts
 
 VOCAB = 8
@@ -49,7 +50,7 @@ class Chain:
         drawn, odds = list(tokens), []
         for _ in range(k):
             odds.append(distribution(self.logits[drawn[-1]], params))
-            drawn.append(odds[-1].draw(seed, 0, len(drawn), Purpose.PROPOSE, branch))
+            drawn.append(odds[-1].draw(DrawName(seed, 0, len(drawn), Purpose.PROPOSE, branch)))
         return Proposal(tuple(drawn[len(tokens) :]), tuple(odds))
 
     def chosen(self, tokens: list[int], k: int, params: SamplingParams, seed: int) -> Proposal:
@@ -57,14 +58,14 @@ class Chain:
         return Proposal(tuple(continued(self, tokens, k, params, seed)[len(tokens) :]))
 
 
-def verify(logits, proposal: Proposal, *how) -> Verification:
+def verify(logits, proposal: Proposal, draw: Draw) -> Verification:
     """Decide about one proposal, by rejection where it has distributions."""
-    return verify_drafts([logits], [proposal], *how, acceptance="rejection")
+    return verify_drafts([logits], [proposal], draw, acceptance="rejection")
 
 
-def verify_chosen(logits, proposal: Proposal, *how) -> Verification:
+def verify_chosen(logits, proposal: Proposal, draw: Draw) -> Verification:
     """Decide about one proposal by the default rule."""
-    return verify_drafts([logits], [proposal], *how)
+    return verify_drafts([logits], [proposal], draw)
 
 
 def speculate(target: Chain, proposing, num_tokens: int, params: SamplingParams, seed: int, rule=verify) -> list[int]:
@@ -73,7 +74,7 @@ def speculate(target: Chain, proposing, num_tokens: int, params: SamplingParams,
     while len(tokens) <= num_tokens:
         proposal = proposing(tokens, seed)
         rows = target.logits[[tokens[-1], *proposal.token_ids]]
-        tokens += rule(rows, proposal, params, tokens, seed, 0).token_ids
+        tokens += rule(rows, proposal, Draw(params, seed, 0, tokens)).token_ids
     return tokens[1 : num_tokens + 1]
 
 
@@ -83,7 +84,7 @@ def speculate_with_several(target: Chain, proposing, num_tokens: int, params: Sa
     while len(tokens) <= num_tokens:
         proposals = proposing(tokens, seed)
         rows = [target.logits[[tokens[-1], *proposal.token_ids]] for proposal in proposals]
-        tokens += verify_drafts(rows, proposals, params, tokens, seed, 0, acceptance="rejection").token_ids
+        tokens += verify_drafts(rows, proposals, Draw(params, seed, 0, tokens), acceptance="rejection").token_ids
     return tokens[1 : num_tokens + 1]
 
 
@@ -91,7 +92,7 @@ def continued(chain: Chain, tokens: list[int], num_tokens: int, params: Sampling
     """`tokens` and `num_tokens` more, each chosen by itself."""
     tokens = list(tokens)
     for _ in range(num_tokens):
-        tokens.append(choose(chain.logits[tokens[-1]], params, tokens, seed, 0, len(tokens)).token_id)
+        tokens.append(choose(chain.logits[tokens[-1]], Draw(params, seed, 0, tokens)).token_id)
     return tokens
 
 

@@ -10,6 +10,7 @@ from forge.model.catalog import resolve_model
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import Part, new_storage, one_prefill
+from forge.model.model import Draw
 from forge.model.qwen3 import Qwen3
 from forge.speculation.controller import RecentCycles
 from forge.speculation.draft import DraftProposer
@@ -66,7 +67,7 @@ def speculate(model: Qwen3, proposer, k: int, prompt=PROMPT, params=GREEDY, seed
     while len(tokens) < len(prompt) + num_tokens:
         (proposal,) = proposer.propose([request(tokens, k, params=params, seed=seed)])
         logits = target.logits([*tokens, *proposal.token_ids], len(proposal) + 1)
-        result = verify_drafts([logits], [proposal], params, tokens, seed, 0)
+        result = verify_drafts([logits], [proposal], Draw(params, seed, 0, tokens))
         tokens += result.token_ids
         target.cache.truncate(0, len(tokens) - 1)
         assert target.cache.computed_length(0) == len(tokens) - 1

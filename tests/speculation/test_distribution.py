@@ -11,7 +11,7 @@ import pytest
 
 from forge.engine import sampling
 from forge.engine.proposer import Proposal
-from forge.engine.rng import Purpose, uniform
+from forge.engine.rng import DrawName, Purpose, uniform
 from forge.engine.sampling import Distribution
 from forge.engine.sampling_params import SamplingParams
 from forge.speculation import verification
@@ -174,20 +174,20 @@ def test_drafts_that_draw_alike_would_be_seen():
 def nearly_right(accepts, replacement):
     """A rule like `verify`'s: `accepts(p, q, draw)` for the proposed token, `replacement(p, q, proposed)` if not."""
 
-    def rule(logits, proposal, params, history, seed, sample_index):
-        emitted, tokens = [], list(history)
+    def rule(logits, proposal, draw):
+        emitted, tokens = [], list(draw.history)
+        params, draw = draw.params, draw._replace(history=tokens)
         for row, proposed, q in zip(logits, proposal.token_ids, proposal.distributions, strict=False):
             p = verification.distribution(row, params)
-            name = seed, sample_index, len(tokens)
-            draw = uniform(*name, Purpose.ACCEPT)
-            if not accepts(p.probability(proposed), q.probability(proposed), draw):
-                emitted.append(replacement(p, q, proposed).draw(*name, Purpose.RESAMPLE))
+            u = uniform(DrawName.of(draw, Purpose.ACCEPT))
+            if not accepts(p.probability(proposed), q.probability(proposed), u):
+                emitted.append(replacement(p, q, proposed).draw(DrawName.of(draw, Purpose.RESAMPLE)))
                 break
             tokens.append(proposed)
             emitted.append(proposed)
         else:
             p = verification.distribution(logits[-1], params)
-            emitted.append(p.draw(seed, sample_index, len(tokens), Purpose.SAMPLE))
+            emitted.append(p.draw(DrawName.of(draw)))
         return verification.Verification(tuple(sampling.SampledToken(t, 0.0, None) for t in emitted), ((),), 0)
 
     return rule

@@ -11,11 +11,12 @@ from forge.backends.devices import create_backend
 from forge.cache.factory import CacheSize, create_kv_cache
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.engine.proposer import ProposalRequest
-from forge.engine.rng import Purpose
+from forge.engine.rng import DrawName, Purpose
 from forge.engine.sampling import BrokenLogits, choose, distribution, penalized
 from forge.engine.sampling_params import SamplingParams
 from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import one_prefill
+from forge.model.model import Draw
 from forge.model.qwen3 import Qwen3
 from forge.speculation import draft as draft_module
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
@@ -46,15 +47,16 @@ def forwards(proposer: DraftProposer) -> list[list[int]]:
 
 def alone(request: ProposalRequest, k: int, logits_after=muddled) -> list[int]:
     """The oracle: the model asked for one token after another with the whole text."""
-    tokens, params = list(request.token_ids), request.params
+    tokens, params = list(request.token_ids), request.draw.params
     for _ in range(k):
-        scores = penalized(logits_after(tokens), tokens, params)
+        scores = penalized(logits_after(tokens), request.draw._replace(history=tokens))
         if params.greedy:
             tokens.append(int(scores.argmax()))
         else:
-            name = request.seed, request.sample_index, len(tokens)
             purpose = Purpose.PROPOSE if request.independent else Purpose.SAMPLE
-            tokens.append(distribution(scores, params).draw(*name, purpose))
+            tokens.append(
+                distribution(scores, params).draw(DrawName.of(request.draw._replace(history=tokens), purpose))
+            )
     return tokens[len(request.token_ids) :]
 
 
@@ -148,7 +150,7 @@ class ListeningDraft(DraftProposer):
     """Keeps the logits that it guesses from, by the text that they follow."""
 
     def _append(self, draft, logits):
-        self.heard[(*draft.request.token_ids, *draft.token_ids)] = logits.copy()
+        self.heard[tuple(draft.text)] = logits.copy()
         super()._append(draft, logits)
 
 
@@ -292,7 +294,9 @@ def test_under_sampling_each_guess_comes_with_the_odds_it_was_drawn_at():
 
     tokens = [1, 2, 3]
     for token_id, odds in zip(proposal.token_ids, proposal.distributions, strict=True):
-        expected = distribution(penalized(muddled(tokens), tokens, SamplingParams(repetition_penalty=1.3)), SAMPLED)
+        expected = distribution(
+            penalized(muddled(tokens), Draw(SamplingParams(repetition_penalty=1.3), 9, 0, tokens)), SAMPLED
+        )
         assert odds.token_ids.tolist() == expected.token_ids.tolist()
         assert odds.probabilities.tolist() == expected.probabilities.tolist()
         tokens.append(token_id)
@@ -306,7 +310,7 @@ def test_a_draft_chooses_as_the_target_would_from_its_logits():
 
     tokens = [1, 2, 3]
     for token_id in proposal.token_ids:
-        assert token_id == choose(muddled(tokens), SAMPLED, tokens, 9, 0, len(tokens), 0).token_id
+        assert token_id == choose(muddled(tokens), Draw(SAMPLED, 9, 0, tokens)).token_id
         tokens.append(token_id)
     assert proposal.distributions is None
 

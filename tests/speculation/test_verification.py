@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from forge.engine.proposer import NO_PROPOSAL, Proposal
-from forge.engine.rng import Purpose, uniform
+from forge.engine.rng import DrawName, Purpose, uniform
 from forge.engine.sampling import BrokenLogits, Distribution, choose, distribution
 from forge.engine.sampling_params import SamplingParams
+from forge.model.model import Draw
 from forge.speculation.verification import residual, verify_drafts
 from tests.speculation.small_chain import verify
 
@@ -30,7 +31,7 @@ def certain(token_id: int) -> Distribution:
 
 def run(rows, proposal, params=GREEDY, history=(1, 2), seed=5, sample_index=0):
     proposal = proposal if isinstance(proposal, Proposal) else Proposal(tuple(proposal))
-    return verify(rows, proposal, params, history, seed, sample_index)
+    return verify(rows, proposal, Draw(params, seed, sample_index, history))
 
 
 # Greedy
@@ -60,7 +61,7 @@ def one_by_one(rows_after, params, history, seed, count):
     """The oracle: plain decoding, one `choose` per token. `rows_after(tokens)` are the logits."""
     tokens, choices = list(history), []
     for _ in range(count):
-        choices.append(choose(rows_after(tokens), params, tokens, seed, 0, len(tokens)))
+        choices.append(choose(rows_after(tokens), Draw(params, seed, 0, tuple(tokens))))
         tokens.append(choices[-1].token_id)
     return choices
 
@@ -106,7 +107,7 @@ def test_an_empty_proposal_emits_what_choose_chooses(params, seed):
 
     result = run(rows, NO_PROPOSAL, params, [3, 4], seed, 2)
 
-    assert result.sampled == (choose(rows[0], params, [3, 4], seed, 2, 2),)
+    assert result.sampled == (choose(rows[0], Draw(params, seed, 2, [3, 4])),)
     assert result.verdicts == ()
 
 
@@ -128,8 +129,8 @@ def test_a_guess_with_odds_stands_if_its_draw_is_below_p_over_q(seed):
     params = SamplingParams(temperature=1.0, top_k=8)
     target, draft = random_rows(seed, 2)[0], random_rows(1000 + seed, 1)[0]
     p, q = distribution(target, params), distribution(draft, params)
-    proposed = q.draw(seed, 0, 2, Purpose.PROPOSE)
-    draw = uniform(seed, 0, 2, Purpose.ACCEPT)
+    proposed = q.draw(DrawName(seed, 0, 2, Purpose.PROPOSE))
+    draw = uniform(DrawName(seed, 0, 2, Purpose.ACCEPT))
 
     result = run(np.stack([target, target]), Proposal((proposed,), (q,)), params, seed=seed)
 
@@ -139,7 +140,7 @@ def test_a_guess_with_odds_stands_if_its_draw_is_below_p_over_q(seed):
     if not verdict.accepted:
         replacement = result.token_ids[0]
         assert p.probability(replacement) > q.probability(replacement)
-        assert replacement == residual(p, q).draw(seed, 0, 2, Purpose.RESAMPLE)
+        assert replacement == residual(p, q).draw(DrawName(seed, 0, 2, Purpose.RESAMPLE))
 
 
 def test_a_draft_like_the_target_is_always_accepted():
@@ -147,7 +148,7 @@ def test_a_draft_like_the_target_is_always_accepted():
     rows = random_rows(1, 4)
     odds = tuple(distribution(row, params) for row in rows[:3])
     for seed in range(200):
-        proposed = tuple(q.draw(seed, 0, 2 + i, Purpose.PROPOSE) for i, q in enumerate(odds))
+        proposed = tuple(q.draw(DrawName(seed, 0, 2 + i, Purpose.PROPOSE)) for i, q in enumerate(odds))
         assert run(rows, Proposal(proposed, odds), params, seed=seed).num_accepted == 3
 
 
@@ -212,7 +213,7 @@ def test_of_several_drafts_the_one_that_is_accepted_longest_wins(runs, emitted, 
     truth = [7, 8, 9, 3]
     rows = [rows_saying(truth[: len(run) + 1]) for run in runs]
 
-    result = verify_drafts(rows, [Proposal(tuple(run)) for run in runs], GREEDY, [1, 2], 5, 0)
+    result = verify_drafts(rows, [Proposal(tuple(run)) for run in runs], Draw(GREEDY, 5, 0, [1, 2]))
 
     assert (result.token_ids, result.winner) == (emitted, winner)
     for run, verdicts in zip(runs, result.by_draft, strict=True):
@@ -224,11 +225,10 @@ def test_of_several_drafts_the_one_that_is_accepted_longest_wins(runs, emitted, 
 def test_one_fork_of_several_is_what_it_is_alone_where_the_others_propose_nothing(params):
     for seed in range(50):
         rows, q = random_rows(seed, 3), distribution(random_rows(1000 + seed, 1)[0], SamplingParams(temperature=1.0))
-        proposal = Proposal((q.draw(1, 0, 2, Purpose.PROPOSE), q.draw(1, 0, 3, Purpose.PROPOSE)), (q, q))
-        alone = verify(rows, proposal, params, [1, 2], seed, 0)
-        beside = verify_drafts(
-            [rows, rows[:1]], [proposal, NO_PROPOSAL], params, [1, 2], seed, 0, acceptance="rejection"
-        )
+        proposal = Proposal(tuple(q.draw(DrawName(1, 0, position, Purpose.PROPOSE)) for position in (2, 3)), (q, q))
+        alone = verify(rows, proposal, Draw(params, seed, 0, [1, 2]))
+        draw = Draw(params, seed, 0, [1, 2])
+        beside = verify_drafts([rows, rows[:1]], [proposal, NO_PROPOSAL], draw, acceptance="rejection")
 
         assert beside.sampled == alone.sampled
         assert beside.by_draft == (alone.verdicts, ())
@@ -240,19 +240,16 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
     for seed in range(400):
         target, first, second = random_rows(seed, 3)
         p, q1, q2 = (distribution(row, params) for row in (target, first, second))
-        x1, x2 = (q.draw(seed, 0, 2, Purpose.PROPOSE, branch) for branch, q in enumerate((q1, q2)))
+        x1, x2 = (q.draw(DrawName(seed, 0, 2, Purpose.PROPOSE, branch)) for branch, q in enumerate((q1, q2)))
         rows = np.stack([target, target])
         result = verify_drafts(
             [rows, rows],
             [Proposal((x1,), (q1,)), Proposal((x2,), (q2,))],
-            params,
-            [1, 2],
-            seed,
-            0,
+            Draw(params, seed, 0, [1, 2]),
             acceptance="rejection",
         )
 
-        draws = [uniform(seed, 0, 2, Purpose.ACCEPT, branch) for branch in range(2)]
+        draws = [uniform(DrawName(seed, 0, 2, Purpose.ACCEPT, branch)) for branch in range(2)]
         left = residual(p, q1)
         if draws[0] * q1.probability(x1) < p.probability(x1):
             expected = x1
@@ -260,7 +257,7 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
             expected = x2
             assert (result.by_draft[1][0].p, result.by_draft[1][0].draw) == (left.probability(x2), draws[1])
         else:
-            expected = residual(left, q2).draw(seed, 0, 2, Purpose.RESAMPLE)
+            expected = residual(left, q2).draw(DrawName(seed, 0, 2, Purpose.RESAMPLE))
         assert result.token_ids[0] == expected
         tried.add((x1 == expected, x2 == expected))
     assert tried == {(True, False), (False, True), (False, False), (True, True)}
@@ -316,7 +313,7 @@ def test_logits_that_are_no_numbers_are_refused_where_they_are_needed_and_the_to
 def test_the_same_names_give_the_same_verification_whatever_was_verified_between():
     params = SamplingParams(temperature=1.0)
     rows, q = random_rows(7, 3), distribution(random_rows(8, 1)[0], params)
-    proposal = Proposal((q.draw(1, 0, 2, Purpose.PROPOSE), q.draw(1, 0, 3, Purpose.PROPOSE)), (q, q))
+    proposal = Proposal(tuple(q.draw(DrawName(1, 0, position, Purpose.PROPOSE)) for position in (2, 3)), (q, q))
     first = run(rows, proposal, params, seed=3)
     for seed in range(50):
         run(rows, proposal, params, seed=seed)

@@ -1,7 +1,5 @@
 """Tokens chosen on the device are those that the engine chooses from the same logits."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ import torch
 from forge.backends.cuda import sampling
 from forge.backends.cuda.launches import TritonLauncher
 from forge.backends.cuda.sampling import SamplingRows
-from forge.engine.rng import gumbel_argmax, token_words
+from forge.engine.rng import DrawName, gumbel_argmax, token_words
 from forge.engine.sampling import choose_token, filtered
 from forge.engine.sampling_params import SamplingParams
 from forge.model.model import Draw
@@ -27,10 +25,6 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return sampling.sample(logits, rows, TritonLauncher(False))
 
 
-def name_of(draw: Draw) -> tuple[int, int, int]:
-    return draw.seed, draw.sample_index, len(draw.history)
-
-
 @pytest.mark.parametrize(
     "name",
     [(2**64 - 1, 3, 40_959), *(pytest.param(name, marks=SLOW) for name in ((0, 0, 0), (1 << 32, 0, 5), (7, 2**31, 0)))],
@@ -45,7 +39,7 @@ def test_every_token_has_its_noise_of_seed_sample_and_position(name, device):
 
     got = sample(logits, rows_of([draw] * len(logits), device))
 
-    words = token_words(np.arange(VOCABULARY), *name).astype(np.int64)
+    words = token_words(np.arange(VOCABULARY), DrawName.of(draw)).astype(np.int64)
     assert got.tolist() == (np.arange(VOCABULARY - 1) + (words[1:] > words[:-1])).tolist()
 
 
@@ -76,9 +70,7 @@ def test_tokens_are_those_of_the_engine_whatever_is_beside_them(seed, device):
         Draw(one, int(rng.integers(0, 2**63)) * 2 + 1, int(rng.integers(3)), history, 3)
         for one, history in zip(params, histories, strict=True)
     ]
-    want = [
-        choose_token(row, draw.params, draw.history, *name_of(draw), 3) for row, draw in zip(logits, draws, strict=True)
-    ]
+    want = [choose_token(row, draw) for row, draw in zip(logits, draws, strict=True)]
     on_device = torch.from_numpy(logits).to(device)
 
     got = sample(on_device, rows_of(draws, device))
@@ -112,7 +104,7 @@ def test_many_rows_of_a_large_vocabulary_get_the_engines_tokens(params, device, 
     got = sample(torch.from_numpy(logits).to(device), rows_of(draws, device, vocabulary))
 
     assert got.tolist() == [
-        gumbel_argmax(*filtered(row, asked), *name_of(draw)) for row, draw in zip(logits, draws, strict=True)
+        gumbel_argmax(*filtered(row, asked), DrawName.of(draw)) for row, draw in zip(logits, draws, strict=True)
     ]
 
 
@@ -149,7 +141,7 @@ def test_what_is_not_asked_for_is_not_computed(device, monkeypatch):
     greedy = SamplingParams(temperature=0.0, top_k=5)
     draw = Draw(greedy, 1, 0, [1], 1)
 
-    plain = rows_of([draw, replace(draw, params=SamplingParams(temperature=1.0))], device)
+    plain = rows_of([draw, draw._replace(params=SamplingParams(temperature=1.0))], device)
     assert not plain.sorts and not plain.floors and plain.penalties is None
     monkeypatch.setattr(torch, "sort", lambda *_, **__: pytest.fail("no row has a top-k or top-p"))
     assert len(sample(torch.randn(2, VOCABULARY, device=device), plain)) == 2
