@@ -5,7 +5,6 @@ turn by turn. Beside the sweep over callers: a control with longer answers, wher
 generations that fill the pool; and what packing many short prompts into one forward brings beside one long prompt.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
@@ -17,12 +16,13 @@ from forge.cache.paged import PagedKvCache
 from forge.cli.arguments import Takes
 from forge.cli.run_control import create_llm
 from forge.engine.engine import Engine
-from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.llm import LLM
+from forge.trace.totals import percentile
 from forge.views.formatting import plural
 from forge.views.screen import Part, Table, check, fill, title
-from forge.workload.judging import latency_ms, run_requests
+from forge.workload.judging import run_requests
+from forge.workload.requests import Request, Workload, WorkloadRun
 
 PARTS = ("sweep", "control", "capacity", "packing")
 SCRATCH_JUDGES = 4
@@ -147,7 +147,7 @@ def _capacity(llm: LLM, maker: kit.PromptMaker, prompt_tokens: int, reps: int) -
             _beside(_small_engine(llm, pool + scratch, scratch if prefill_only else 0), starts, output, asked)
             for _ in range(reps)
         ]
-        figures[f"{name}_p95_ms"] = min(latency_ms(latencies, 0.95) for _, latencies, _ in turns)
+        figures[f"{name}_p95_ms"] = min(percentile(latencies, 0.95) for _, latencies, _ in turns)
         figures[f"{name}_tokens_per_second"] = max(speed for speed, _, _ in turns)
         answers += [tokens for _, _, tokens in turns]
     ratio = figures["generation_p95_ms"] / figures["prefill_only_p95_ms"]
@@ -172,31 +172,16 @@ def _beside(
     engine: Engine, generations: Sequence[Sequence[int]], output: int, judges: Sequence[Sequence[int]]
 ) -> tuple[float, list[float], list]:
     """Generations' tokens per second, the judges' latencies in ms, and the tokens of every request."""
-    long = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-    single = replace(long, max_tokens=1)
-    names = [f"generation-{number}" for number in range(len(generations))]
-    for name, prompt in zip(names, generations, strict=True):
-        engine.add_request(name, prompt, long)
-    unfinished, to_come = names, list(enumerate(judges))
-    asked: dict[str, float] = {}
-    latencies: dict[str, float] = {}
-    began, ended, steps = time.perf_counter(), 0.0, 0
-    while unfinished or asked or to_come:
-        if to_come and steps % 10 == 9:
-            number, prompt = to_come.pop(0)
-            asked[f"judge-{number}"] = time.perf_counter()
-            engine.add_request(f"judge-{number}", prompt, single)
-        if engine.has_unfinished():
-            record = engine.step()
-            now = time.perf_counter()
-            for request_id in [name for name in asked if record.finished and not engine.is_unfinished(name)]:
-                latencies[request_id] = (now - asked.pop(request_id)) * 1e3
-            if record.finished:
-                unfinished = [name for name in unfinished if engine.is_unfinished(name)]
-                ended = ended or (0.0 if unfinished else now)
-        steps += 1
-    tokens = sorted((name, engine.output(name).outputs[0].token_ids) for name in (*names, *latencies))
-    return len(generations) * output / (ended - began), list(latencies.values()), tokens
+    requests = [Request(tuple(prompt), output) for prompt in generations]
+    requests += [Request(tuple(prompt), 1, 10 * number + 9) for number, prompt in enumerate(judges)]
+    run = WorkloadRun(engine, Workload(tuple(requests), "steps"))
+    began = next(iter(run)).started
+    for _ in run:
+        pass
+    samples = [answer.outputs[0] for answer in run.outputs]
+    ended = max(sample.metrics.last_token or began for sample in samples[: len(generations)])
+    latencies = [sample.metrics.end_to_end_ms or 0.0 for sample in samples[len(generations) :]]
+    return len(generations) * output / (ended - began), latencies, [sample.token_ids for sample in samples]
 
 
 def _packing(llm: LLM, maker: kit.PromptMaker, short: int, reps: int) -> Facts:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Self
 
 import typer
 
-from forge.cli.run_control import INTERRUPTED, forget_prefixes, interruption, run_label
+from forge.cli.run_control import INTERRUPTED, advance, forget_prefixes, run_label
+from forge.errors import UsageError
 from forge.views.summary import RunsResult
 from forge.views.terminal import open_console
 
@@ -15,67 +16,50 @@ if TYPE_CHECKING:
     import numpy as np
 
     from forge.engine.sampling_params import SamplingParams
-    from forge.llm import LLM, Prompt, Run
+    from forge.llm import LLM, Prompt
     from forge.trace.records import StepRecord
     from forge.views.block_map import CacheFigures
     from forge.views.blocks import BlockScreen
+    from forge.workload.requests import Request
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """One request."""
+def arriving(llm: "LLM", prompt: "Prompt", params: "SamplingParams", step: int) -> "Request":
+    """Make a request that comes when this many steps have been made, or as soon as nothing else is left to do."""
+    from forge.workload.requests import Request
 
-    prompt: "Prompt"
-    params: "SamplingParams"
-    step: int
-    """It comes when this many steps have been made, or as soon as nothing else is left to do."""
+    text, token_ids = (prompt, llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+    return Request(tuple(token_ids), params.max_tokens, step, sampling=params, prompt=text)
 
 
 def drive_arrivals(
     llm: "LLM",
-    arrivals: Sequence[Arrival],
+    arrivals: "Sequence[Request]",
     on_step: "Callable[[StepRecord], None]" = lambda record: None,
     keep_logits: bool = False,
 ) -> RunsResult:
     """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens.
 
-    `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing.
+    `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing. Raises
+    `UsageError` for a request that can never run.
     """
-    records: list[StepRecord] = []
-    runs: list[Run] = []
-    logits: dict[int, list[np.ndarray]] = {}
+    from forge.workload.requests import Workload, WorkloadRun
+
+    run, logits = WorkloadRun(llm.engine, Workload(tuple(arrivals), "steps")), dict[int, "list[np.ndarray]"]()
     if keep_logits:
         llm.engine.on_logits = lambda seq_id, row: logits.setdefault(seq_id, []).append(row)
-    interrupted = False
     try:
-        with interruption() as requested:
-            while not interrupted:
-                while len(runs) < len(arrivals):
-                    arrival = arrivals[len(runs)]
-                    if len(records) < arrival.step and llm.engine.has_unfinished():
-                        break
-                    runs.append(llm.start([arrival.prompt], arrival.params))
-                record = next((record for run in runs if (record := next(iter(run), None)) is not None), None)
-                if record is None:
-                    break
-                records.append(record)
-                on_step(record)
-                interrupted = requested()
+        driven = advance(llm, llm.engine, run, on_step)
     finally:
         llm.engine.on_logits = None
-        for run in runs:
-            run.abort()
-    return RunsResult(
-        run_label(llm),
-        tuple(records),
-        tuple(run.outputs[0] for run in runs),
-        tuple(tuple(logits[seq_id]) for seq_id in sorted(logits)),
-        interrupted,
-    )
+        run.abort()
+    if run.refused:
+        raise UsageError(run.refused[0][1])
+    kept = tuple(tuple(logits[seq_id]) for seq_id in sorted(logits))
+    return RunsResult(run_label(llm), driven.records, driven.outputs, kept, driven.interrupted)
 
 
 def watch_arrivals(
-    llm: "LLM", arrivals: Sequence[Arrival], screen: "BlockScreen", pace: float, quiet: bool
+    llm: "LLM", arrivals: "Sequence[Request]", screen: "BlockScreen", pace: float, quiet: bool
 ) -> RunsResult:
     """Drive the arrivals with the blocks on the terminal, unless `quiet`, and remember the steps in `screen`."""
     from forge.views.blocks import SilentBlocks, watch_blocks
@@ -104,7 +88,7 @@ class WatchedRun:
     """The same without a view."""
 
     @classmethod
-    def of(cls, llm: "LLM", arrivals: Sequence[Arrival], question: str, pace: float, quiet: bool) -> Self:
+    def of(cls, llm: "LLM", arrivals: "Sequence[Request]", question: str, pace: float, quiet: bool) -> Self:
         """Watch, which warms up, and then time. Each run begins with an empty prefix index."""
         from forge.views.blocks import BlockScreen
 

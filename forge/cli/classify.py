@@ -10,9 +10,10 @@ from forge.cli.options import AnsweringEngine
 from forge.cli.run_control import create_llm
 from forge.engine.tasks import classify_prompt
 from forge.errors import UsageError
-from forge.views.answers import classification_object, print_classifications
+from forge.views.answers import classification_object, classification_screen
 from forge.views.progress import CountingBar
 from forge.views.report import Report
+from forge.views.screen import report
 from forge.views.terminal import open_error_console
 
 _LABELS_NEEDED = "--labels takes two labels or more with commas: --labels happy,sad"
@@ -65,7 +66,7 @@ def classify(
     prompts = inputs if raw else [classify_prompt(llm.tokenizer, text, names, question) for text in inputs]
     with CountingBar(open_error_console(), "classify") as on_progress:
         classifications = llm.classify(prompts, names, on_progress=on_progress)
-    return Report(
+    return report(
         {"model": llm.model_name, "results": classification_object(inputs, classifications)},
-        lambda console: print_classifications(console, inputs, classifications),
+        lambda: classification_screen(inputs, classifications),
     )

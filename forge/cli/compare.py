@@ -11,7 +11,7 @@ import typer
 
 from forge.cli import options
 from forge.cli.arguments import Takes, command, make, stated
-from forge.cli.arrivals import Arrival, drive_arrivals
+from forge.cli.arrivals import arriving, drive_arrivals
 from forge.cli.compare_judging import compare_judging, is_judging
 from forge.cli.run_control import Found, create_llm, exit_status, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
@@ -237,7 +237,7 @@ def _run_side(
     llm = create_llm(make(EngineArgs, values))
     llm.engine.report_probabilities = True  # shown at the first difference
     warm_up(llm, prompts[0])
-    arrivals = [Arrival(prompt, params, step) for step, prompt in enumerate(prompts)]
+    arrivals = [arriving(llm, prompt, params, step) for step, prompt in enumerate(prompts)]
     run = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)
     logits = chain(run.logits, repeat(()))  # of an interrupted run there may be fewer
     first, *rest = (Answer(*pair) for pair in zip(run.outputs, logits, strict=False))

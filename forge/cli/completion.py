@@ -4,6 +4,7 @@ It is looked up when a shell asks, and nothing heavy is loaded for it.
 """
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 
 import typer
 
@@ -15,60 +16,6 @@ def models(incomplete: str) -> list[str]:
     names = [name for model in bundled_models() if model.present for name in (*model.aliases, model.name)]
     names += [model.name for model in pulled_models()] + [HASH_MODEL]
     return _beginning(names, incomplete)
-
-
-def kv_modes(incomplete: str) -> list[str]:
-    from forge.cache.factory import ALIASES, KV_MODES
-
-    return _beginning([*KV_MODES, *ALIASES], incomplete)
-
-
-def kv_dtypes(incomplete: str) -> list[str]:
-    from forge.cache.kv_storage import KV_DTYPES
-
-    return _beginning(KV_DTYPES, incomplete)
-
-
-def devices(incomplete: str) -> list[str]:
-    from forge.backends.choices import DEVICES
-
-    return _beginning(DEVICES, incomplete)
-
-
-def quantize_types(incomplete: str) -> list[str]:
-    from forge.backends.choices import QUANTIZE_TYPES
-
-    return _beginning(QUANTIZE_TYPES, incomplete)
-
-
-def orders(incomplete: str) -> list[str]:
-    from forge.engine.policies import ADMISSION_ORDERS
-
-    return _beginning(ADMISSION_ORDERS, incomplete)
-
-
-def victim_policies(incomplete: str) -> list[str]:
-    from forge.engine.policies import VICTIM_POLICIES
-
-    return _beginning(VICTIM_POLICIES, incomplete)
-
-
-def eviction_policies(incomplete: str) -> list[str]:
-    from forge.cache.eviction import EVICTION_POLICIES
-
-    return _beginning(EVICTION_POLICIES, incomplete)
-
-
-def preemption_modes(incomplete: str) -> list[str]:
-    from forge.engine.policies import PREEMPTION_MODES
-
-    return _beginning(PREEMPTION_MODES, incomplete)
-
-
-def proposers(incomplete: str) -> list[str]:
-    from forge.speculation.setup import MODES
-
-    return _beginning(MODES, incomplete)
 
 
 def chapters(incomplete: str) -> list[str]:
@@ -95,6 +42,16 @@ def one_of(*names: str) -> Callable[[str], list[str]]:
     return complete
 
 
+def names_in(module: str, *tables: str) -> Callable[[str], list[str]]:
+    """Complete an option whose values are the names in some tables of a module, which is imported when a shell asks."""
+
+    def complete(incomplete: str) -> list[str]:
+        loaded = import_module(module)
+        return _beginning([name for table in tables for name in getattr(loaded, table)], incomplete)
+
+    return complete
+
+
 def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
@@ -102,18 +59,18 @@ def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
 COMPLETIONS: dict[str, Callable[[str], list[str]]] = {
     "model": models,
     "draft": models,
-    "kv": kv_modes,
-    "kv_dtype": kv_dtypes,
-    "device": devices,
-    "draft_device": devices,
-    "quantize": quantize_types,
+    "kv": names_in("forge.cache.factory", "KV_MODES", "ALIASES"),
+    "kv_dtype": names_in("forge.cache.kv_storage", "KV_DTYPES"),
+    "device": names_in("forge.backends.choices", "DEVICES"),
+    "draft_device": names_in("forge.backends.choices", "DEVICES"),
+    "quantize": names_in("forge.backends.choices", "QUANTIZE_TYPES"),
     "kernels": one_of("triton", "torch"),
-    "speculate": proposers,
+    "speculate": names_in("forge.speculation.setup", "MODES"),
     "acceptance": one_of("gumbel", "rejection"),
-    "order": orders,
-    "preempt": victim_policies,
-    "evict": eviction_policies,
-    "preemption": preemption_modes,
+    "order": names_in("forge.engine.policies", "ADMISSION_ORDERS"),
+    "preempt": names_in("forge.engine.policies", "VICTIM_POLICIES"),
+    "evict": names_in("forge.cache.eviction", "EVICTION_POLICIES"),
+    "preemption": names_in("forge.engine.policies", "PREEMPTION_MODES"),
     "on_engine_death": one_of("exit", "restart"),
     "show": one_of("blocks"),
 }

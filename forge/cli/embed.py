@@ -8,9 +8,10 @@ from forge.cli import options
 from forge.cli.arguments import command
 from forge.cli.options import AnsweringEngine
 from forge.cli.run_control import create_llm
-from forge.views.answers import embedding_object, print_cosines
+from forge.views.answers import cosines_screen, embedding_object
 from forge.views.progress import CountingBar
 from forge.views.report import Report
+from forge.views.screen import report
 from forge.views.terminal import open_error_console
 
 
@@ -38,7 +39,7 @@ def embed(
     with CountingBar(open_error_console(), "embed") as on_progress:
         vectors = llm.embed(inputs, cast(Any, pooling), on_progress=on_progress)  # it checks `pooling`
     used = pooling or llm.pooling
-    return Report(
+    return report(
         {"model": llm.model_name, "pooling": used, **embedding_object(inputs, vectors)},
-        lambda console: print_cosines(console, inputs, vectors, used),
+        lambda: cosines_screen(inputs, vectors, used),
     )

@@ -14,6 +14,7 @@ from forge.engine_args import EngineArgs
 from forge.views.generation import generation_view
 from forge.views.json_output import run_object, to_json
 from forge.views.run_view import RunView
+from forge.views.screen import draw
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _run_shown(
     prompt_logprobs: int | None,
     pace: float,
 ) -> int:
-    from forge.views.answers import print_logprobs
+    from forge.views.answers import logprobs_screen
     from forge.views.blocks import BlockGeneration
 
     console = open_console()
@@ -112,5 +113,5 @@ def _run_shown(
     with following as view:
         result = drive(llm, llm.start([token_ids or text], params), params, view.step, subscriber)
         view.finish(result)
-    print_logprobs(console, result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text)
+    draw(console, logprobs_screen(result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text))
     return exit_status(result)

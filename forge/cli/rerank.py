@@ -8,9 +8,10 @@ from forge.cli import options
 from forge.cli.arguments import command
 from forge.cli.options import AnsweringEngine
 from forge.cli.run_control import create_llm
-from forge.views.answers import print_ranking, ranking_object
+from forge.views.answers import ranking_object, ranking_screen
 from forge.views.progress import CountingBar
 from forge.views.report import Report
+from forge.views.screen import report
 from forge.views.terminal import open_error_console
 
 _QUERY = "Query"
@@ -49,7 +50,7 @@ def rerank(
     llm = create_llm(engine)
     with CountingBar(open_error_console(), "rerank") as on_progress:
         scores = llm.rerank(query, documents, instruction, by=cast(Any, by), on_progress=on_progress)  # it checks `by`
-    return Report(
+    return report(
         {"model": llm.model_name, "query": query, "by": by, "ranking": ranking_object(documents, scores, by)},
-        lambda console: print_ranking(console, query, documents, scores, by),
+        lambda: ranking_screen(query, documents, scores, by),
     )

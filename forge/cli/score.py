@@ -10,9 +10,10 @@ from forge.cli.options import AnsweringEngine
 from forge.cli.run_control import create_llm
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.views.answers import print_score, score_object
+from forge.views.answers import score_object, score_screen
 from forge.views.progress import CountingBar
 from forge.views.report import Report
+from forge.views.screen import report
 from forge.views.terminal import open_error_console
 
 _TOP = typer.Option("--top", help="List this many of the likeliest tokens at each place.", rich_help_panel="Output")
@@ -55,7 +56,7 @@ def _scored(engine_args: EngineArgs, prompt: str, continuation: str, top: int) -
         (scored,) = llm.score([(prompt, continuation)], top, on_progress=on_progress)
     token_text = llm.tokenizer.token_text
     facts = {"model": llm.model_name, "prompt": prompt, "continuation": continuation}
-    return Report(
+    return report(
         facts | score_object(scored, token_text),
-        lambda console: print_score(console, prompt, scored, top, token_text),
+        lambda: score_screen(prompt, scored, top, token_text),
     )

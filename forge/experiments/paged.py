@@ -13,7 +13,7 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.arguments import Takes
-from forge.cli.arrivals import Arrival, WatchedRun
+from forge.cli.arrivals import WatchedRun, arriving
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
 from forge.cli.run_control import create_llm
@@ -32,6 +32,7 @@ from forge.views.text import one_line, tail
 
 if TYPE_CHECKING:
     from forge.llm import LLM
+    from forge.workload.requests import Request
 
 LENGTHS = (0.5, 0.06, 0.25, 0.9, 0.12, 0.4)
 """What the stories grow to, as shares of the longest that there may be; in turn, over and over."""
@@ -73,7 +74,7 @@ def _measure(prompt: str, sequences: int, engine: EngineArgs, pace: float, quiet
     return report(facts, lambda: screen(result, facts))
 
 
-def _stories(llm: "LLM", prompt: str, sequences: int) -> list[Arrival]:
+def _stories(llm: "LLM", prompt: str, sequences: int) -> "list[Request]":
     """Make requests that grow to different lengths and arrive one after another."""
     room = llm.max_model_len - len(llm.tokenizer.encode(prompt))
     params = [
@@ -82,7 +83,7 @@ def _stories(llm: "LLM", prompt: str, sequences: int) -> list[Arrival]:
         )
         for story in range(sequences)
     ]
-    return [Arrival(prompt, params[story], story * ARRIVE_EVERY) for story in range(sequences)]
+    return [arriving(llm, prompt, params[story], story * ARRIVE_EVERY) for story in range(sequences)]
 
 
 @dataclass(frozen=True)

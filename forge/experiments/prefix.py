@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.arguments import Takes
-from forge.cli.arrivals import Arrival, WatchedRun, drive_arrivals, watch_arrivals, whole
+from forge.cli.arrivals import WatchedRun, arriving, drive_arrivals, watch_arrivals, whole
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
 from forge.cli.run_control import create_llm, forget_prefixes
@@ -117,10 +117,11 @@ def _fork_story(
 ) -> "Fork":
     """Run a story, and start others with the same beginning when it is a little past the branching point."""
     greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    story = whole(drive_arrivals(llm, [Arrival(prompt, greedy, 0)])).outputs[0]  # what it will say
+    first = arriving(llm, prompt, greedy, 0)
+    story = whole(drive_arrivals(llm, [first])).outputs[0]  # what it will say
     beginning = [*story.prompt_token_ids, *story.outputs[0].token_ids[:place]]
     drawn = SamplingParams(max_tokens=max(1, max_tokens - place), temperature=0.9, seed=6, n=branches, ignore_eos=True)
-    arrivals = [Arrival(prompt, greedy, 0), Arrival(beginning, drawn, min(place + LEAD, max_tokens - 1))]
+    arrivals = [first, arriving(llm, beginning, drawn, min(place + LEAD, max_tokens - 1))]
     forget_prefixes(llm)
     screen = BlockScreen(FORK_QUESTION)
     result = watch_arrivals(llm, arrivals, screen, pace, quiet)
@@ -142,7 +143,7 @@ def _middle_of_a_block(start: int, max_tokens: int, block_size: int) -> int:
 def _share_rubric(llm: "LLM", texts: list[str], pace: float, quiet: bool) -> WatchedRun:
     """Run requests that arrive one step after another, once to be shown and once to be timed."""
     params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    arrivals = [Arrival(text, params, step) for step, text in enumerate(texts)]
+    arrivals = [arriving(llm, text, params, step) for step, text in enumerate(texts)]
     return WatchedRun.of(llm, arrivals, RUBRIC_QUESTION, pace, quiet)
 
 

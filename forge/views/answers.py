@@ -4,102 +4,71 @@ Log probabilities are tables: for each token how likely it was, and what else co
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
+from forge.engine.outputs import RequestOutput
+from forge.engine.task import Logprobs
 from forge.engine.tasks import Classification, Score
-from forge.views.formatting import plural
+from forge.views.formatting import NOTHING, plural
 from forge.views.json_output import picked
-from forge.views.palette import ACCENT, QUIET, TITLE
-from forge.views.terminal import new_table, print_table
-from forge.views.text import one_line
+from forge.views.palette import ACCENT, QUIET
+from forge.views.screen import Part, Table, title
+from forge.views.text import one_line, quoted
 
 if TYPE_CHECKING:
     import numpy as np
 
-from collections.abc import Iterable
-from math import exp
-
-from rich.table import Table
-
-from forge.engine.outputs import CompletionOutput, RequestOutput
-from forge.engine.task import Logprobs
-from forge.views.text import quoted
-
 TokenText = Callable[[int], str]
+Rows = list[Sequence[str | Text]]
 
 
-def output_table(
-    sample: CompletionOutput, alternatives: int, token_text: TokenText, title: str = "output token"
+def _token_table(
+    what: str, rows: Iterable[tuple[int, Logprobs | None]], alternatives: int, token_text: TokenText
 ) -> Table:
-    """Build a table of each output token of `sample`. Expects `sample.logprobs`."""
-    return _table(title, zip(sample.token_ids, sample.logprobs or (), strict=True), alternatives, token_text)
-
-
-def prompt_table(output: RequestOutput, alternatives: int, token_text: TokenText) -> Table:
-    """Build a table of each prompt token; the first has no probability, for nothing precedes it. Expects
-    `output.prompt_logprobs`."""
-    rows = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
-    return _table("prompt token", rows, alternatives, token_text)
+    """Build a table of tokens, each with its log probability; None for a token that nothing precedes."""
+    cells: list[list[str | Text]] = []
+    for token_id, entry in rows:
+        logprob = None if entry is None else dict(entry).get(token_id)
+        own = [NOTHING] * 2 if logprob is None else [f"{logprob:.3f}", f"{math.exp(logprob):.3f}"]
+        cells.append([quoted(token_text(token_id)), *own])
+        if alternatives:
+            rivals = (
+                Text.assemble(quoted(token_text(rival)), (f" {math.exp(value):.3f}", QUIET))
+                for rival, value in (entry or ())[:alternatives]
+            )
+            cells[-1].append(Text("   ").join(rivals))
+    return Table(
+        (what, "logprob", "p", *(["likeliest there"] if alternatives else [])),
+        cells,
+        lefts=(3,),
+        wraps=bool(alternatives),
+    )
 
 
 def score_table(found: Score, alternatives: int, token_text: TokenText) -> Table:
     """Build a table of each scored token, given all before it."""
-    scored = ((token_id, logprob) for token_id, logprob in zip(found.token_ids, found.logprobs, strict=True))
-    rows = [
-        (token[0], tuple(rivals) if token[0] in dict(rivals) else (*rivals, token))
-        for token, rivals in zip(scored, found.alternatives, strict=True)
-    ]
-    return _table("token", rows, alternatives, token_text)
-
-
-def _table(what: str, rows: Iterable[tuple[int, Logprobs | None]], alternatives: int, token_text: TokenText) -> Table:
-    table = new_table(what, "logprob", "p")
-    if alternatives:
-        table.add_column("likeliest there", overflow="fold")
-    for token_id, entry in rows:
-        cells: list[Text | str] = [Text(quoted(token_text(token_id))), *_own(token_id, entry)]
-        if alternatives:
-            cells.append(_likeliest(entry or (), alternatives, token_text))
-        table.add_row(*cells)
-    return table
-
-
-def _own(token_id: int, entry: Logprobs | None) -> list[str]:
-    logprob = dict(entry).get(token_id) if entry is not None else None
-    return ["–", "–"] if logprob is None else [f"{logprob:.3f}", f"{exp(logprob):.3f}"]
-
-
-def _likeliest(entry: Sequence[tuple[int, float]], alternatives: int, token_text: TokenText) -> Text:
-    return Text("   ").join(
-        Text.assemble(quoted(token_text(token_id)), (f" {exp(logprob):.3f}", QUIET))
-        for token_id, logprob in entry[:alternatives]
+    scored = zip(found.token_ids, found.logprobs, found.alternatives, strict=True)
+    rows = (
+        (token_id, tuple(rivals) if token_id in dict(rivals) else (*rivals, (token_id, logprob)))
+        for token_id, logprob, rivals in scored
     )
+    return _token_table("token", rows, alternatives, token_text)
 
 
-def print_logprobs(
-    console: Console,
-    output: RequestOutput,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    token_text: TokenText,
-) -> None:
-    """The tables that were asked for: that of the prompt first, then one per sample."""
-    tables = []
+def logprobs_screen(
+    output: RequestOutput, logprobs: int | None, prompt_logprobs: int | None, token_text: TokenText
+) -> Iterator[Part]:
+    """Yield the tables that were asked for: that of the prompt first, then one per sample."""
     if prompt_logprobs is not None and output.prompt_logprobs is not None:
-        tables.append(prompt_table(output, prompt_logprobs, token_text))
-    if logprobs is not None:
-        several = len(output.outputs) > 1
-        tables += [
-            output_table(sample, logprobs, token_text, f"sample {sample.index}" if several else "output token")
-            for sample in output.outputs
-        ]
-    for table in tables:
-        console.print()
-        print_table(console, table)
+        rows = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+        yield from (None, _token_table("prompt token", rows, prompt_logprobs, token_text))
+    for sample in output.outputs if logprobs is not None else ():
+        name = f"sample {sample.index}" if len(output.outputs) > 1 else "output token"
+        drawn = zip(sample.token_ids, sample.logprobs or (), strict=True)
+        yield from (None, _token_table(name, drawn, logprobs or 0, token_text))
 
 
 MOST_COSINES = 12
@@ -114,30 +83,29 @@ def classification_object(texts: Sequence[str], found: Sequence[Classification])
     ]
 
 
-def print_classifications(console: Console, texts: Sequence[str], found: Sequence[Classification]) -> None:
-    """A text: each label with its probability, the likeliest first. Several: a line for each."""
+def classification_screen(texts: Sequence[str], found: Sequence[Classification]) -> Iterator[Part]:
+    """Draw a text: each label with its probability, the likeliest first. Several: a line for each."""
+    names = list(found[0].probabilities)
     if len(found) == 1:
         (classification,) = found
-        table = new_table("label", "probability", "logprob")
-        for name in sorted(classification.probabilities, key=classification.probabilities.__getitem__, reverse=True):
-            style = ACCENT if name == classification.label else ""
-            cells = f"{classification.probabilities[name]:.3f}", f"{classification.logprobs[name]:.3f}"
-            table.add_row(Text(one_line(name), style), *cells)
-        print_table(console, table)
-        return console.print(Text("probability: among the labels; logprob: among all that could come next", QUIET))
-    names = list(found[0].probabilities)
-    table = new_table("label", *map(one_line, names), last="text")
-    for text, classification in zip(texts, found, strict=True):
-        table.add_row(
-            Text(one_line(classification.label), ACCENT),
-            *(f"{classification.probabilities[name]:.3f}" for name in names),
-            _shown(text),
-        )
-    print_table(console, table)
-    counts = ", ".join(
-        f"{one_line(name)} {sum(classification.label == name for classification in found)}" for name in names
-    )
-    console.print(Text(f"{plural(len(found), 'text')}: {counts}", QUIET))
+        labels: Rows = [
+            (
+                Text(one_line(name), ACCENT if name == classification.label else ""),
+                f"{probability:.3f}",
+                f"{classification.logprobs[name]:.3f}",
+            )
+            for name, probability in sorted(classification.probabilities.items(), key=lambda item: -item[1])
+        ]
+        yield Table(("label", "probability", "logprob"), labels)
+        yield "probability: among the labels; logprob: among all that could come next"
+        return
+    rows: Rows = [
+        (Text(one_line(answer.label), ACCENT), *(f"{answer.probabilities[name]:.3f}" for name in names), _shown(text))
+        for text, answer in zip(texts, found, strict=True)
+    ]
+    yield Table(("label", *map(one_line, names), "text"), rows, lefts=(len(names) + 1,))
+    counts = ", ".join(f"{one_line(name)} {sum(answer.label == name for answer in found)}" for name in names)
+    yield f"{plural(len(found), 'text')}: {counts}"
 
 
 def score_object(found: Score, token_text: Callable[[int], str]) -> dict[str, Any]:
@@ -155,13 +123,12 @@ def score_object(found: Score, token_text: Callable[[int], str]) -> dict[str, An
     }
 
 
-def print_score(console: Console, prompt: str, found: Score, top: int, token_text: Callable[[int], str]) -> None:
+def score_screen(prompt: str, found: Score, top: int, token_text: TokenText) -> Iterator[Part]:
     if prompt:
-        console.print(Text(one_line(prompt), QUIET))
-    print_table(console, score_table(found, top, token_text))
-    console.print()
+        yield one_line(prompt)
+    yield from (score_table(found, top, token_text), None)
     tokens = plural(len(found.token_ids), "token")
-    console.print(Text(f"{tokens} · total {found.total:.3f} · perplexity {found.perplexity:,.2f}"))
+    yield Text(f"{tokens} · total {found.total:.3f} · perplexity {found.perplexity:,.2f}")
 
 
 def embedding_object(texts: Sequence[str], vectors: "np.ndarray") -> dict[str, Any]:
@@ -174,25 +141,30 @@ def embedding_object(texts: Sequence[str], vectors: "np.ndarray") -> dict[str, A
     }
 
 
-def print_cosines(console: Console, texts: Sequence[str], vectors: "np.ndarray", pooling: str) -> None:
-    """The cosine of each two texts; of many, the nearest other one of each."""
-    cosines = vectors @ vectors.T
-    if len(texts) == 1:
+def cosines_screen(texts: Sequence[str], vectors: "np.ndarray", pooling: str) -> Iterator[Part]:
+    """Draw the cosine of each two texts; of many, the nearest other one of each."""
+    cosines, count = vectors @ vectors.T, len(texts)
+    if count == 1:
         numbers = "  ".join(f"{value:+.3f}" for value in vectors[0, :8])
-        console.print(Text(f"{numbers}  …"))
-    elif len(texts) <= MOST_COSINES:
-        table = new_table("cosine", *(str(number) for number in range(1, len(texts) + 1)), last="text")
-        for number, (text, row) in enumerate(zip(texts, cosines, strict=True), start=1):
-            table.add_row(str(number), *(f"{value:.3f}" for value in row), _shown(text))
-        print_table(console, table)
+        yield Text(f"{numbers}  …")
+    elif count <= MOST_COSINES:
+        headings = ("cosine", *map(str, range(1, count + 1)), "text")
+        rows: Rows = [
+            (str(number), *(f"{value:.3f}" for value in row), _shown(text))
+            for number, (text, row) in enumerate(zip(texts, cosines, strict=True), start=1)
+        ]
+        yield Table(headings, rows, lefts=(count + 1,))
     else:
-        table = new_table("text", "nearest", "cosine", last="")
-        for number, row in enumerate(cosines):
-            order = sorted(range(len(row)), key=lambda column: -row[column])
-            nearest = next(column for column in order if column != number)
-            table.add_row(str(number + 1), str(nearest + 1), f"{row[nearest]:.3f}", _shown(texts[number]))
-        print_table(console, table)
-    console.print(Text(f"{plural(len(texts), 'text')}, {vectors.shape[1]} dimensions, pooling {pooling}", QUIET))
+        nearest = [
+            max((rival for rival in range(count) if rival != number), key=row.__getitem__)
+            for number, row in enumerate(cosines)
+        ]
+        rows = [
+            (str(number + 1), str(rival + 1), f"{cosines[number, rival]:.3f}", _shown(texts[number]))
+            for number, rival in enumerate(nearest)
+        ]
+        yield Table(("text", "nearest", "cosine", ""), rows, lefts=(3,))
+    yield f"{plural(count, 'text')}, {vectors.shape[1]} dimensions, pooling {pooling}"
 
 
 def ranking_object(documents: Sequence[str], scores: Sequence[float], by: str) -> list[dict[str, Any]]:
@@ -204,18 +176,22 @@ def ranking_object(documents: Sequence[str], scores: Sequence[float], by: str) -
     ]
 
 
-def print_ranking(console: Console, query: str, documents: Sequence[str], scores: Sequence[float], by: str) -> None:
-    console.print(Text(one_line(query), TITLE))
-    console.print()
+def ranking_screen(query: str, documents: Sequence[str], scores: Sequence[float], by: str) -> Iterator[Part]:
+    yield from (title(one_line(query)), None)
     answers = by == "answer"
-    table = new_table("", *(("p(yes)", "margin") if answers else ("cosine",)), last="document")
-    for place, index in enumerate(ranked(scores), start=1):
-        score = scores[index]
-        cells = (f"{score:.3f}", f"{margin(score):+.2f}") if answers else (f"{score:.3f}",)
-        table.add_row(str(place), *cells, _shown(documents[index]))
-    print_table(console, table)
+    rows: Rows = [
+        (
+            str(place),
+            f"{scores[index]:.3f}",
+            *([f"{margin(scores[index]):+.2f}"] if answers else []),
+            _shown(documents[index]),
+        )
+        for place, index in enumerate(ranked(scores), start=1)
+    ]
+    headings = ("", *(("p(yes)", "margin") if answers else ("cosine",)), "document")
+    yield Table(headings, rows, lefts=(len(headings) - 1,))
     if answers:
-        console.print(Text('margin: log probability of "yes" less that of "no"', QUIET))
+        yield 'margin: log probability of "yes" less that of "no"'
 
 
 def ranked(scores: Sequence[float]) -> list[int]:

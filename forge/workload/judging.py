@@ -5,8 +5,7 @@ and are warm; what differs between two runs is the configuration.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from forge.errors import UsageError
 from forge.reasons import Deferred
-from forge.trace.records import FinishRecord, StepRecord
+from forge.trace.records import StepRecord
 from forge.trace.totals import percentile
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
+    from forge.engine.outputs import CompletionOutput
     from forge.tokenizer import Tokenizer
 
 RUBRIC = (
@@ -41,7 +41,7 @@ class JudgeRun:
     seconds: float
     """From the first request to the last answer."""
     latencies_ms: tuple[float, ...]
-    """Of each request, from when it was asked to when its answer was there."""
+    """Of each request, from its arrival to its last token."""
     num_steps: int
     tokens_computed: int
     tokens_cached: int
@@ -56,24 +56,34 @@ class JudgeRun:
     answers: tuple[tuple[int, ...], ...]
     """Each request's tokens."""
 
+    @classmethod
+    def of(cls, seconds: float, records: Sequence[StepRecord], answers: "Sequence[CompletionOutput]") -> "JudgeRun":
+        """Add up the steps and the answers of at least one request."""
+        waits = [wait.reason for record in records for wait in record.waiting]
+        return cls(
+            seconds,
+            tuple(answer.metrics.end_to_end_ms or 0.0 for answer in answers),
+            len(records),
+            sum(record.tokens_computed for record in records),
+            sum(answer.metrics.tokens_cached for answer in answers),
+            max(record.cache.used_blocks for record in records),
+            max(record.block_table_entries for record in records),
+            max(record.temporary_bytes for record in records),
+            sum(isinstance(reason, Deferred) for reason in waits),
+            tuple(answer.token_ids for answer in answers),
+        )
+
     @property
     def requests_per_second(self) -> float:
         return len(self.answers) / self.seconds
 
     @property
     def p50_ms(self) -> float:
-        return latency_ms(self.latencies_ms, 0.5)
+        return percentile(self.latencies_ms, 0.5)
 
     @property
     def p95_ms(self) -> float:
-        return latency_ms(self.latencies_ms, 0.95)
-
-
-def latency_ms(latencies: Sequence[float], share: float) -> float:
-    """A percentile of at least one latency."""
-    latency = percentile(latencies, share)
-    assert latency is not None
-    return latency
+        return percentile(self.latencies_ms, 0.95)
 
 
 def judge_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
@@ -115,79 +125,20 @@ def run_requests(
     concurrency: int | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
 ) -> JudgeRun:
-    """Answer every prompt, with so many of them asked at once; None asks all."""
-    return _Callers(engine, prompts, max_tokens, concurrency or len(prompts)).run(on_step)
+    """Answer every prompt, with so many of them asked at once; None asks all. Raises `UsageError` for one that can
+    never run."""
+    from forge.workload.requests import Request, Workload, WorkloadRun
 
-
-class _Callers:
-    """Those who ask, and what they saw."""
-
-    def __init__(self, engine: "Engine", prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int):
-        from forge.engine.sampling_params import SamplingParams
-
-        self._engine, self._concurrency = engine, concurrency
-        self._params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self._to_come: Iterator[tuple[int, Sequence[int]]] = iter(enumerate(prompts))
-        self._asked: dict[int, tuple[str, int, float]] = {}
-        self._latencies: dict[int, float] = {}
-        self._answers: dict[int, tuple[int, ...]] = {}
-        self._cached = 0
-
-    def run(self, on_step: Callable[[StepRecord], None]) -> JudgeRun:
-        engine = self._engine
-        most: Counter[str] = Counter()
-        steps = computed = deferred = 0
-        began = time.perf_counter()
-        try:
-            while self._ask():
-                record = engine.step()
-                self._collect(record.finished)
-                steps += 1
-                computed += record.tokens_computed
-                deferred += sum(isinstance(wait.reason, Deferred) for wait in record.waiting)
-                most |= Counter(
-                    blocks=record.cache.used_blocks,
-                    entries=record.block_table_entries,
-                    temporary=record.temporary_bytes,
-                )
-                on_step(record)
-            seconds = time.perf_counter() - began
-        finally:
-            for request_id, *_ in self._asked.values():
-                engine.abort(request_id)
-                engine.forget(request_id)
-        numbers = sorted(self._answers)
-        return JudgeRun(
-            seconds,
-            tuple(self._latencies[number] for number in numbers),
-            steps,
-            computed,
-            self._cached,
-            most["blocks"],
-            most["entries"],
-            most["temporary"],
-            deferred,
-            tuple(self._answers[number] for number in numbers),
-        )
-
-    def _ask(self) -> bool:
-        """Fill up to the number of callers; true if a caller waits for an answer."""
-        while len(self._asked) < self._concurrency:
-            number, prompt = next(self._to_come, (-1, ()))
-            if number < 0:
-                break
-            request_id = f"judge-{number}"
-            asked = time.perf_counter()
-            (seq_id,) = self._engine.add_request(request_id, prompt, self._params)
-            self._asked[seq_id] = request_id, number, asked
-        return bool(self._asked)
-
-    def _collect(self, finished: Sequence[FinishRecord]) -> None:
-        now = time.perf_counter()
-        for finish in finished:
-            request_id, number, asked = self._asked.pop(finish.seq_id)
-            output = self._engine.output(request_id)
-            self._engine.forget(request_id)
-            self._latencies[number] = (now - asked) * 1e3
-            self._answers[number] = output.outputs[0].token_ids
-            self._cached += output.metrics.tokens_cached
+    workload = Workload(tuple(Request(tuple(prompt), max_tokens) for prompt in prompts))
+    run, records = WorkloadRun(engine, workload, callers=concurrency), []
+    began = time.perf_counter()
+    try:
+        for record in run:
+            records.append(record)
+            on_step(record)
+        seconds = time.perf_counter() - began
+    finally:
+        run.abort()
+    if run.refused:
+        raise UsageError(run.refused[0][1])
+    return JudgeRun.of(seconds, records, [output.outputs[0] for output in run.outputs])

@@ -52,6 +52,16 @@ class Request:
     priority: int = 0
     num_speculative_tokens: int | None = None
     """Draft tokens per cycle at most; None for what the engine is set to."""
+    sampling: SamplingParams | None = None
+    """None for `max_tokens` greedy tokens."""
+    prompt: str | None = None
+    """The prompt's text, where it is known."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """What the engine is asked for."""
+        k = self.num_speculative_tokens
+        return self.sampling or SamplingParams(self.max_tokens, ignore_eos=True, num_speculative_tokens=k)
 
 
 @dataclass(frozen=True)
@@ -177,11 +187,12 @@ class WorkloadRun:
     """A workload on its way through an engine: iterate to advance it, then read `outputs`.
 
     With `together` the requests come in groups of that many, and a group begins when the one before it has ended:
-    static batching, as it was before schedulers decided anew in every step.
+    static batching, as it was before schedulers decided anew in every step. With `callers` at most that many run: one
+    comes when another has ended (a closed loop).
     """
 
-    def __init__(self, engine: Engine, workload: Workload, together: int | None = None):
-        self._engine, self._workload, self._together = engine, workload, together
+    def __init__(self, engine: Engine, workload: Workload, together: int | None = None, callers: int | None = None):
+        self._engine, self._workload, self._together, self._callers = engine, workload, together, callers
         self._submitted: list[str] = []
         self._open: list[str] = []
         """Those of them that have not ended."""
@@ -230,13 +241,13 @@ class WorkloadRun:
         if self._together is not None and self._engine.has_unfinished():
             return
         now, room = self._now, self._together or len(self._pending)
+        if self._callers is not None:
+            room = self._callers - len(self._open)
         while self._pending and room and self._pending[0][1].arrival <= now:
             number, request = self._pending.pop(0)
-            k = request.num_speculative_tokens
-            params = SamplingParams(request.max_tokens, ignore_eos=True, num_speculative_tokens=k)
-            request_id = f"request-{number}"
+            request_id, token_ids, text = f"request-{number}", request.prompt_token_ids, request.prompt
             try:
-                self._engine.add_request(request_id, request.prompt_token_ids, params, priority=request.priority)
+                self._engine.add_request(request_id, token_ids, request.params, prompt=text, priority=request.priority)
             except UsageError as error:
                 self.refused.append((number, str(error)))
                 continue

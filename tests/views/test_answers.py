@@ -1,12 +1,13 @@
 from dataclasses import replace
 
-from forge.views.answers import print_logprobs
+from forge.views.answers import logprobs_screen
+from forge.views.screen import draw
 from tests.views.records import flat, piped, run_of, written
 
 
 def shown(output, logprobs=None, prompt_logprobs=None):
     console = piped()
-    print_logprobs(console, output, logprobs, prompt_logprobs, lambda token_id: f"t{token_id}\x1b")
+    draw(console, logprobs_screen(output, logprobs, prompt_logprobs, lambda token_id: f"t{token_id}\x1b"))
     return written(console)
 
 
