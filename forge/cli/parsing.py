@@ -36,7 +36,12 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing and not asks_for_help(args):
             self.explain(ctx.command_path, args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "ctx", self) is None:  # an option at the end without its value
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
 
     def explain(self, path: str, args: Sequence[str]) -> None:
         """Raise `UsageError` for an option without its value and for a text without quotes."""

@@ -80,6 +80,7 @@ def test_the_line_is_shown_as_it_is_to_be_typed(forge, line, mended):
     [
         ('generate "Once upon" many', "MAX_TOKENS is a whole number, and 'many' is none (see forge generate --help)"),
         ("generate --tempratur 0.3 Once 2", "No such option: --tempratur"),
+        ("serve --attach", "Option '--attach' requires an argument (see forge serve --help)"),
         ("generate Once -5", "must not be negative"),
     ],
 )
