@@ -2,8 +2,8 @@
 
 Each mutant (`tests.mutation`) of a module runs against the tests that `TESTS` names for it, in a process forked from
 one that has already imported the libraries; the first failure ends it. The report has the share of mutants that were
-caught, and those that survived. A survivor that computes the same as the code stands in `equivalent_mutants.toml` with
-the reason, and counts neither way.
+caught, and those that survived. A survivor that does all that is promised stands in `equivalent_mutants.toml` with the
+reason, and counts neither way.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import tomllib
-from collections import defaultdict
+from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
@@ -24,6 +24,8 @@ from typing import NamedTuple
 from tests.mutation import Change, changes
 
 ROOT = Path(__file__).resolve().parents[1]
+MUTANT = "FORGE_MUTANT"
+"""The environment variable with a mutant's module and number."""
 BAR = 0.95
 """At least this share of mutants is caught."""
 LIBRARIES = ("numpy", "numba", "hypothesis", "pytest", "gguf", "tokenizers", "llguidance", "pydantic")
@@ -62,11 +64,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "forge.speculation.lookup": ("speculation/test_ngram.py", "speculation/test_replay.py"),
     "forge.speculation.verification": ("speculation/test_verification.py", "speculation/test_distribution.py"),
 }
-"""Which tests a module's mutants are shown to, cheap ones first: those of the longest name that fits."""
+"""Which tests a module's mutants are shown to, the quick ones first: those of the longest name that fits."""
 
 
 class Mutant(NamedTuple):
     module: str
+    number: int
+    """Its place among the module's."""
     line: str
     """The line that is changed, so that an equivalent one is known again when lines move."""
     change: Change
@@ -112,19 +116,28 @@ def modules() -> list[str]:
     return sorted(found)
 
 
-def tests_of(module: str) -> list[str]:
+def tests_of(module: str) -> list[Path]:
+    """The files with a module's tests."""
     name = max((name for name in TESTS if f"{module}.".startswith(f"{name}.")), key=len)
-    return [str(ROOT / "tests" / test) for test in TESTS[name]]
+    places = [ROOT / "tests" / test for test in TESTS[name]]
+    return [file for place in places for file in (sorted(place.glob("test_*.py")) if place.is_dir() else [place])]
 
 
 def mutants_of(module: str) -> list[Mutant]:
     text = path_of(module).read_text()
     lines = ["", *text.splitlines()]
-    return [Mutant(module, lines[change.line].strip(), change) for change in changes(text)]
+    return [Mutant(module, number, lines[change.line].strip(), change) for number, change in enumerate(changes(text))]
 
 
-def run_tests(module: str, mutant: Mutant | None, seconds: float) -> bool:
-    """Whether the tests of a module pass, with one of its mutants in its place, in a forked process."""
+def put_in_place(mutant: Mutant) -> None:
+    """Let this process import a mutant in the place of its module, and those that it starts (`sitecustomize`)."""
+    sys.meta_path.insert(0, _Finder(mutant))
+    sys.path.append(str(ROOT / "tests/mutated"))
+    os.environ |= {MUTANT: f"{mutant.module} {mutant.number}", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+
+def run_tests(files: list[Path], mutant: Mutant | None, seconds: float) -> bool:
+    """Whether these tests pass in a forked process, with a mutant in the place of its code."""
     child = os.fork()
     if not child:
         os.setsid()
@@ -134,8 +147,11 @@ def run_tests(module: str, mutant: Mutant | None, seconds: float) -> bool:
         import pytest
 
         if mutant is not None:
-            sys.meta_path.insert(0, _Finder(mutant))
-        os._exit(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", *tests_of(module)]))
+            put_in_place(mutant)
+        for file in files:  # none is imported before those in front of it have passed
+            if pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", str(file)]):
+                os._exit(1)
+        os._exit(0)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -147,34 +163,40 @@ def run_tests(module: str, mutant: Mutant | None, seconds: float) -> bool:
     return False
 
 
-def chosen(prefixes: list[str], sample: int | None, seed: int) -> list[Mutant]:
-    names = [name for name in modules() if not prefixes or name.startswith(tuple(prefixes))]
-    found = [mutant for name in names for mutant in mutants_of(name)]
-    return found if sample is None else random.Random(seed).sample(found, min(sample, len(found)))
+@cache
+def seconds_of(file: Path) -> float:
+    """Measure how long the tests in a file take. Raises `SystemExit` if they fail without a mutant."""
+    began = time.monotonic()
+    if not run_tests([file], None, 3600.0):
+        raise SystemExit(f"{file} fails without a mutant")
+    return time.monotonic() - began
+
+
+def chosen(module: str, sample: int | None, seed: int) -> list[Mutant]:
+    """The mutants of a module that are tried: all, or a sample, but for those that no test can notice."""
+    found = mutants_of(module)
+    if sample is not None:
+        found = random.Random(seed).sample(found, min(sample, len(found)))
+    listed = tomllib.loads((ROOT / "tests/equivalent_mutants.toml").read_text()).get(module, {})
+    return [mutant for mutant in found if not {mutant.line, mutant.title} & listed.keys()]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.partition("\n")[0])
-    parser.add_argument("modules", nargs="*", help="prefixes of module names (default: all)")
-    parser.add_argument("--sample", type=int, help="try so many, drawn by --seed")
+    parser.add_argument("modules", nargs="*", help="modules and packages (default: all)")
+    parser.add_argument("--sample", type=int, help="try so many of each module, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    sys.dont_write_bytecode = True
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing them takes longer than most tests
     for name in LIBRARIES:
         __import__(name)
-    equivalent = tomllib.loads((ROOT / "tests/equivalent_mutants.toml").read_text())
-    tried: dict[str, list[Mutant]] = defaultdict(list)
-    for mutant in chosen(arguments.modules, arguments.sample, arguments.seed):
-        if mutant.title not in equivalent.get(mutant.module, {}):
-            tried[mutant.module].append(mutant)
     survivors, number = [], 0
-    for module, those in sorted(tried.items()):
-        began = time.monotonic()
-        if not run_tests(module, None, 3600.0):
-            print(f"{module}: its tests fail without a mutant: {' '.join(tests_of(module))}")
-            return 2
-        patience = 20 + 5 * (time.monotonic() - began)
-        alive = [mutant for mutant in those if run_tests(module, mutant, patience)]
+    prefixes = tuple(f"{name}." for name in arguments.modules) or ("",)
+    for module in [name for name in modules() if f"{name}.".startswith(prefixes)]:
+        those = chosen(module, arguments.sample, arguments.seed)
+        files = sorted(tests_of(module), key=seconds_of)
+        patience = 60 + 5 * sum(map(seconds_of, files))
+        alive = [mutant for mutant in those if run_tests(files, mutant, patience)]
         print(f"{module}: {len(those) - len(alive)} of {len(those)} caught", flush=True)
         for mutant in alive:
             print(f"    survived: {mutant.title}", flush=True)

@@ -34,6 +34,7 @@ _OPERATORS: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
 }
 _KEPT = (ast.Pass, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Assert)
 """Statements that are not left out."""
+_FURTHER, _BACKWARDS = ast.Slice(ast.Constant(1)), ast.Slice(step=ast.UnaryOp(ast.USub(), ast.Constant(1)))
 Edit = Callable[[ast.AST], None]
 
 
@@ -96,7 +97,7 @@ def _edits(node: ast.AST) -> Iterator[tuple[str, Edit]]:
             other = ast.And() if isinstance(operator, ast.Or) else ast.Or()
             yield f"{_named(operator)} is {_named(other)}", _set("op", other)
             for index in range(len(node.values)):
-                yield f"without operand {index}", _drop("values", index)
+                yield f"without operand {index}", _without_operand(index)
         case ast.UnaryOp(op=ast.Not() | ast.USub()):
             yield "without its sign", _become("operand")
         case ast.Constant(value=bool()):
@@ -107,14 +108,14 @@ def _edits(node: ast.AST) -> Iterator[tuple[str, Edit]]:
         case ast.If() | ast.IfExp() | ast.While():
             for truth in (True, False) if not isinstance(node, ast.While) else (False,):
                 yield f"the condition is {truth}", _set("test", ast.Constant(truth))
-        case ast.Call(args=[_, _, *_]):
-            yield "arguments exchanged", _exchange("args")
         case ast.Call(func=ast.Name(id="min" | "max" as name)):
-            yield f"{name} is the other", _set("func", ast.Name("max" if name == "min" else "min"))
+            yield f"{name} is the other", _set("func", _name("max" if name == "min" else "min"))
+        case ast.Call(args=[first, second, *_]) if ast.unparse(first) != ast.unparse(second):
+            yield "arguments exchanged", _exchange("args")
         case ast.For():
             yield "only the first time", _append("body", ast.Break())
-            yield "not the first time", _set("iter", _called(node.iter, "list", slice(1, None)))
-            yield "reversed", _set("iter", _reversed(node.iter))
+            yield "not the first time", _set("iter", _part_of(node.iter, _FURTHER))
+            yield "reversed", _set("iter", _part_of(node.iter, _BACKWARDS))
         case ast.Continue():
             yield "break", _replaced(ast.Break())
         case ast.Break():
@@ -165,13 +166,24 @@ def _exchange(name: str) -> Edit:
 
 def _become(name: str) -> Edit:
     """The node is replaced by one of its parts."""
+    return lambda node: _turn_into(node, getattr(node, name))
+
+
+def _without_operand(index: int) -> Edit:
+    """One of two operands leaves the other alone."""
 
     def edit(node: ast.AST) -> None:
-        part = getattr(node, name)
-        node.__class__ = part.__class__
-        node.__dict__ = dict(part.__dict__)
+        assert isinstance(node, ast.BoolOp)
+        del node.values[index]
+        if len(node.values) == 1:
+            _turn_into(node, node.values[0])
 
     return edit
+
+
+def _turn_into(node: ast.AST, part: ast.AST) -> None:
+    node.__class__ = part.__class__
+    node.__dict__ = dict(part.__dict__)
 
 
 def _replaced(other: ast.AST) -> Edit:
@@ -181,12 +193,9 @@ def _replaced(other: ast.AST) -> Edit:
     return edit
 
 
-def _called(value: ast.expr, function: str, part: slice) -> ast.expr:
-    listed = ast.Call(ast.Name(function), [value], [])
-    return ast.Subscript(listed, ast.Slice(ast.Constant(part.start)))
+def _name(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
 
 
-def _reversed(value: ast.expr) -> ast.expr:
-    return ast.Subscript(
-        ast.Call(ast.Name("list"), [value], []), ast.Slice(None, None, ast.UnaryOp(ast.USub(), ast.Constant(1)))
-    )
+def _part_of(value: ast.expr, part: ast.Slice) -> ast.expr:
+    return ast.Subscript(ast.Call(_name("list"), [value], []), part, ast.Load())

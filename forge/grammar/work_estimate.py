@@ -17,7 +17,7 @@ _UNBOUNDED = 1 << 64
 _RULE = re.compile(r"^[ \t]*[?!]?([\w.-]+)[ \t]*:(?::=)?", re.MULTILINE)
 """The beginning of a rule in Lark or GBNF, with its name."""
 _NAME = re.compile(r"[\w.-]+")
-_REPETITION = re.compile(r"(\()|(\))|(?:\{\d*,?|~ ?(?:\d+\.\.)?)(\d{1,9})(?:\}|\b)")
+_REPETITION = re.compile(r"(\()|(\))|(?:\{(?:\d*,)?|~ ?(?:\d+\.\.)?)(\d{1,9})(?:\}|\b)")
 """A bracket, or how often what precedes it may come, in a regular expression, GBNF or Lark."""
 _DIVISOR = re.compile(r'"multipleOf": ?(\d{1,9})')
 

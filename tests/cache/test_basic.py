@@ -71,8 +71,10 @@ def test_max_model_len_bounds_a_sequence_even_inside_its_last_block(max_model_le
     cache.add(0, ())
     cache.reserve(0, max_model_len)
 
-    with pytest.raises(OutOfBlocks):
-        cache.reserve(0, 1)
+    for num_tokens, needed in ((1, 1), (7, 10 - max_model_len), (12, 3)):
+        with pytest.raises(OutOfBlocks) as shortage:
+            cache.reserve(0, num_tokens)
+        assert (shortage.value.needed, shortage.value.free) == (needed, 0)
     assert cache.reserved_length(0) == max_model_len
 
 

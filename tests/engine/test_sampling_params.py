@@ -78,6 +78,7 @@ def test_stop_is_one_string_or_several(given, kept):
         ({"bad_words": [7]}, "bad_words are texts, none of them empty"),
         ({"drafts": ["small", 7]}, r"drafts are names, got \('small', 7\)"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": [True]}, "a token id of allowed_token_ids must be a whole number, got True"),
         ({"allowed_token_ids": [3, 4.0]}, "a token id of allowed_token_ids must be a whole number, got 4.0"),
         ({"stop_token_ids": [5, True]}, "a token id of stop_token_ids must be a whole number, got True"),
         ({"min_tokens": -1}, "min_tokens must be between 0 and max_tokens"),

@@ -240,7 +240,9 @@ def test_lifo_preempts_the_newest_also_when_it_is_the_one_that_asks():
 def test_a_queued_request_is_not_skipped_after_a_preemption():
     scheduler = running(4, 4, 3, num_blocks=4)
     scheduler.add(sequence(3, tokens=1))
-    assert [one.seq_id for one in step(scheduler).preempted] == [2]
+    plan = step(scheduler)
+    assert [one.seq_id for one in plan.preempted] == [2]
+    assert plan.waiting == (WaitRecord(3, NoBlocks(needed=1, free=0)),), "the first that is no victim"
     assert [one.seq_id for one in scheduler.waiting] == [2, 3], "who ran before is in front"
     step(scheduler, ending=(0, 1))
 

@@ -115,20 +115,6 @@ def test_preemption_does_not_change_what_a_filter_leaves(llm, mode):
     assert [sample.token_ids for sample in run.outputs[0].outputs] == expected
 
 
-@pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
-        ({"allowed_token_ids": [True]}, "whole number"),
-        ({"bad_words": [""]}, "none of them empty"),
-        ({"bad_words": [3]}, "bad_words are texts"),
-    ],
-)
-def test_a_filter_without_a_meaning_is_refused(params, words):
-    with pytest.raises(UsageError, match=words):
-        SamplingParams(**params)
-
-
 def test_an_allowed_token_outside_the_vocabulary_is_refused(llm):
     with pytest.raises(UsageError, match="allowed_token_ids: token id 99999"):
         llm.generate([PROMPT], SamplingParams(allowed_token_ids=[99999]))
@@ -139,7 +125,7 @@ class TwoLetters:
 
     tokens = (b"", b"a", b"b", b"aa", b"ab", b"ba", b"bb", b"aba", b"\xc3", b"\xa9", b"hidden")
     vocab_size = len(tokens)
-    eos_token_ids = frozenset[int]()
+    eos_token_ids = frozenset([0])
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokens[token_id]
@@ -152,13 +138,39 @@ class TwoLetters:
 @given(
     st.lists(st.sampled_from(["a", "b", "ab", "abab", "bba", "aaa", "é", "bé"]), min_size=1, max_size=3),
     st.lists(st.integers(0, TwoLetters.vocab_size - 1), max_size=6),
+    st.integers(0, 4),
 )
-def test_a_mask_is_the_one_by_trial_whatever_came_before(words, output):
+def test_a_mask_is_the_one_by_trial_whatever_came_before(words, output, min_tokens):
     tokenizer: Any = TwoLetters()
     size = tokenizer.vocab_size + 2  # the model has room for more
-    matcher = TokenFilters(tokenizer, size).applied(SamplingParams(bad_words=words), None).new_matcher()
     shown = [*TwoLetters.tokens[:-1], b"", b"", b""]
-    text = b"".join(shown[token_id] for token_id in output)
-    ends = [(word.encode(), text[max(0, len(text) - len(word.encode()) + 1) :]) for word in words]
-    expected = [not any(word in end + token for word, end in ends) for token in shown]
-    assert matcher.mask(output).tolist() == expected
+    params = SamplingParams(bad_words=words, min_tokens=min_tokens, stop_token_ids=[3])
+
+    def allowed(before) -> list[bool]:
+        text = b"".join(shown[token_id] for token_id in before)
+        ends = [(word.encode(), text[max(0, len(text) - len(word.encode()) + 1) :]) for word in words]
+        too_early = (0, 3) if len(before) < min_tokens else ()
+        return [i not in too_early and not any(word in end + shown[i] for word, end in ends) for i in range(size)]
+
+    matcher = TokenFilters(tokenizer, size).applied(params, None).new_matcher()
+    assert matcher.mask(output).tolist() == allowed(output)
+    may_come = [allowed(output[:index])[token_id] for index, token_id in enumerate(output)]
+    num_allowed = [*may_come, False].index(False)
+    assert matcher.num_allowed([], output) == num_allowed
+    grammar: Any = Forces(output)
+    assert TokenFilters(tokenizer, size).applied(params, grammar).new_matcher().forced([]) == tuple(
+        output[:num_allowed]
+    )
+
+
+class Forces:
+    """A grammar, and its matcher, that leaves no choice about the first tokens."""
+
+    def __init__(self, token_ids: list[int]):
+        self.token_ids = tuple(token_ids)
+
+    def new_matcher(self) -> "Forces":
+        return self
+
+    def forced(self, output) -> tuple[int, ...]:
+        return self.token_ids

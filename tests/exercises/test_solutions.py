@@ -22,10 +22,6 @@ EQUIVALENT = {
         "line 15: reversed": "rows are independent",
         "line 17: reversed": "heads are independent",
     },
-    "contiguous_cache": {
-        "line 30: arguments exchanged": "a minimum",
-        "line 31: arguments exchanged": "a minimum",
-    },
     "block_pool": {
         "line 6: without 'self.num_blocks = num_blocks'": "the base has set it",
         "line 6: without 'self.reference_counts = [0] * num_blocks'": "the base has set it",
@@ -36,8 +32,6 @@ EQUIVALENT = {
         "line 45: reversed": "a sum over blocks",
     },
     "paged_cache": {
-        "line 45: arguments exchanged": "a minimum",
-        "line 46: arguments exchanged": "a minimum",
         "line 56: reversed": "references are counted in any order",
     },
     "prefix_index": {"line 45: reversed": "the lost blocks come in any order"},
@@ -51,7 +45,6 @@ EQUIVALENT = {
         "line 20: 0 is -1": "decodes leave something to one prompt",
         "line 20: without 'break'": "decodes leave something to one prompt",
         "line 21: continue": "there is one prompt under way at most",
-        "line 23: arguments exchanged": "a minimum",
         "line 25: without 'return None'": "None is returned anyway",
     },
     "preemption": {"line 10: max is the other": "the policy is the reader's"},
@@ -61,7 +54,6 @@ EQUIVALENT = {
         "line 34: reversed": "a maximum",
         "line 35: reversed": "a maximum",
         "line 35: 1 is 0": "every text ends with an empty one",
-        "line 37: arguments exchanged": "a maximum",
     },
     "grammar_mask": {
         "line 7: without \"if depth == 0 and last != '':\"": "what follows refuses each character, too",

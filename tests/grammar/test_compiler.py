@@ -27,6 +27,7 @@ def says(compiler, tokenizer, structured: StructuredOutput, text: str) -> bool:
         (StructuredOutput(grammar='start: "x" num\nnum: /[0-9]+/'), "x12", "x"),
         (StructuredOutput(grammar='root ::= "it is " ("good" | "bad")'), "it is bad", "it is"),
         (StructuredOutput(json={"type": "integer", "minimum": 3}), "12", "2"),
+        (StructuredOutput(json={"type": "number", "exclusiveMinimum": 5, "maximum": 6}), "5.5", "5"),
         (StructuredOutput(json={}), '{"a": [1, null, "x"]}', "{a}"),
         (StructuredOutput(json='{"enum": ["happy", 1]}'), '"happy"', '"sad"'),
     ],

@@ -19,7 +19,6 @@ from forge.grammar import sandbox as sandbox_module
 from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
 from forge.grammar.sandbox_process import LANES, Lane, Supervisor
 from forge.grammar.vocabulary import Vocabulary
-from forge.grammar.work_estimate import estimate
 from tests.waiting import PATIENCE, until
 
 NEVER = {"deadline": math.inf}
@@ -201,28 +200,6 @@ def test_ordinary_grammars_are_compiled_before_bombs_get_a_second_slice(tmp_path
     assert answers[2]["is_slow"]
     begun = (tmp_path / "log").read_text().split()
     assert begun.index("quick") <= 2 and begun.count("quick") == 2 and begun.count("medium") == 2
-
-
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        doubling(20),
-        PRIMES,
-        StructuredOutput(regex="(.{1,40}[aeiou]){1,40}"),
-        StructuredOutput(
-            grammar="start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(20)) + '\nA20: "x"'
-        ),
-        StructuredOutput(grammar='root ::= (("a"{1,40} "b"){1,40} "c"){1,40}'),
-        StructuredOutput(json='{"a":' * 600 + "1" + "}" * 600),
-    ],
-    ids=["doubling", "primes", "regex", "lark", "gbnf", "deep"],
-)
-def test_the_estimate_of_a_bomb_exceeds_that_of_an_ordinary_schema(bomb):
-    person = {"type": "object", "properties": {"name": {"type": "string"}, "born": {"type": "integer"}}}
-    tree = {"$defs": {f"n{i}": {"items": {"$ref": f"#/$defs/n{i + 1}"}} for i in range(9)}, "$ref": "#/$defs/n0"}
-    uuid = {"type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"}
-    ordinary = [estimate(StructuredOutput(json=schema)) for schema in (person, tree, uuid, {"multipleOf": 100})]
-    assert estimate(bomb) > 2 * max(ordinary)
 
 
 def test_a_worker_that_was_killed_is_replaced(sandbox):

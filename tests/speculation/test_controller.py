@@ -120,8 +120,9 @@ def test_guesses_become_fewer_before_they_stop():
     assert control.decision.accept_rate == 0
 
 
-def test_where_not_even_perfect_guesses_pay_it_says_so_from_the_start():
-    control = SpeculationControl.begin(4, Costs(1.2))
+@pytest.mark.parametrize("token", [1.0, 1.2])
+def test_where_not_even_perfect_guesses_pay_it_says_so_from_the_start(token):
+    control = SpeculationControl.begin(4, Costs(token))
 
     assert (control.k, control.decision.reason) == (0, "cannot_win")
     assert control.decision.retry_in == 64

@@ -263,6 +263,14 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
     assert tried == {(True, False), (False, True), (False, False), (True, True)}
 
 
+@pytest.mark.parametrize("acceptance", ["gumbel", "rejection"])
+def test_a_verdicts_argmax_is_that_after_bias_and_penalties(acceptance):
+    params = SamplingParams(temperature=1.0, logit_bias={3: 50.0})
+    rows = rows_saying([7, 8])
+    result = verify_drafts([rows], [Proposal((7,), (certain(7),))], params, [1], 5, 0, acceptance=acceptance)
+    assert [verdict.target_argmax for verdict in result.by_draft[0]] == [3]
+
+
 # What is refused
 
 
