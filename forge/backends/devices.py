@@ -23,14 +23,15 @@ def create_backend(
     invariant: bool = False,
     kernels: str | None = None,
 ) -> Backend:
-    """The backend for `device`.
+    """Create the backend for `device`.
 
-    threads: for those that run threads of their own; None means all there are. quantize: a type to which float weights
-    are quantized as they are loaded, for those that can. on_compile: told how far compiling is, where there is any.
-    invariant: that a row's bits never depend on its batch, which all but cuda promise anyway. kernels: `triton` or
-    `torch`, for cuda; None for the first.
+    threads: how many threads a CPU backend runs; None means one per usable CPU. quantize: the type to which float
+    weights are quantized as they are loaded. on_compile: called with (compiled, total) kernels. invariant: require that
+    a row's bits never depend on its batch, which all but cuda promise anyway. kernels: `triton` or `torch`, for cuda;
+    None means `triton`.
 
-    Raises `UsageError` for an unknown one, or one that this machine cannot run."""
+    Raises `UsageError` for an unknown one, or one that this machine cannot run.
+    """
     check_device(device, quantize, kernels)
     if device == "cpu":
         from forge.backends.cpu.backend import CpuBackend

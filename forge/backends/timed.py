@@ -25,7 +25,7 @@ class OperationClock:
         self._layer, self._place = index, 0
 
     def add(self, name: str, seconds: float, reads: Sequence[Operand], writes: Sequence[Operand]) -> None:
-        """The operation at the next place of the layer ran."""
+        """Count one run of the operation at the next place of the layer."""
         key = self._layer, self._place, name
         self._place += 1
         before = self._times.get(key)
@@ -33,7 +33,7 @@ class OperationClock:
         self._times[key] = OperationTime(self._layer, name, ms + seconds * 1e3, calls + 1, tuple(reads), tuple(writes))
 
     def times(self) -> tuple[OperationTime, ...]:
-        """In the order in which the operations first ran."""
+        """Return the times in the order in which the operations first ran."""
         return tuple(self._times.values())
 
 
@@ -129,7 +129,7 @@ class TimedNumpyOperations(TimedOperations):
 
 
 def _operands(*values: Any) -> list[Operand]:
-    """The NumPy arrays among `values`, each read or written as a whole."""
+    """Return an operand for each NumPy array among `values`: each is read or written as a whole."""
     return [Operand(value.shape, value.nbytes) for value in values if isinstance(value, np.ndarray)]
 
 
@@ -139,7 +139,7 @@ def _rows(array: np.ndarray, count: int) -> Operand:
 
 
 def _slots(storage: Storage, count: int) -> list[Operand]:
-    """The keys and the values of `count` tokens in one layer."""
+    """Return the keys and the values of `count` tokens in one layer as operands."""
     return [
         Operand((count, *array.shape[3:]), count * array[0, 0, 0].nbytes) for array in (storage.keys, storage.values)
     ]

@@ -152,7 +152,8 @@ class ModelSize:
         return self.layer_bytes + self.expert_bytes + self.head_bytes + self.embedding_bytes
 
     def bytes_of_used_experts(self, rows: int) -> int:
-        """Of the experts that at least one of `rows` tokens uses, each layer's chosen evenly and independently."""
+        """Return the bytes of the experts that at least one of `rows` tokens uses, if each layer's are chosen evenly
+        and independently."""
         return round(self.expert_bytes * (1 - (1 - self.share_of_experts) ** rows))
 
 

@@ -92,7 +92,8 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
 
 @contextmanager
 def model_file(plan: Plan, on_progress: Progress) -> Iterator[tuple[Path, int]]:
-    """The model's path and vocabulary; a published shape is written with random weights, and gone afterwards."""
+    """Yield the model's path and vocabulary size; a published shape is written with random weights and deleted
+    afterwards."""
     if plan.model in SHAPES:
         with TemporaryDirectory(prefix="forge-bench-") as folder:
             path = Path(folder) / default_file_name(plan.model, plan.quantization)

@@ -66,7 +66,8 @@ class ForgeWorker(Worker):
         return self._llm.kv_layout.bytes_per_token
 
     def replay(self, seconds: float) -> Mapping[str, Any]:
-        """The device's own seconds for the last step's CUDA graph; None if that step was launched kernel by kernel."""
+        """Measure the device's own seconds for the last step's CUDA graph; None if that step was launched kernel by
+        kernel."""
         from forge.bench.cuda_limits_worker import fastest, import_torch
 
         backend: Any = getattr(self._llm.model, "backend", None)  # a hash model has none
@@ -94,7 +95,7 @@ class ForgeWorker(Worker):
         return {"setting": how, "seconds": self._expected}
 
     def _set_up(self, kv_dtype: str, context: int, token_ids: list[list[int]]) -> None:
-        """A fresh cache with the first `context` tokens of every sequence, and the batch of the rest."""
+        """Fill a new cache with the first `context` tokens of every sequence, and make a batch of the rest."""
         model, sequences, blocks = self._llm.model, len(token_ids), -(-len(token_ids[0]) // BLOCK_SIZE)
         self._storage = None
         self._storage = model.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, kv_dtype))
@@ -121,13 +122,13 @@ class ForgeWorker(Worker):
         return answered("in process, greedy", *driven)
 
     def answer(self, prompts: Sequence[str | list[int]], output_tokens: int, concurrency: int) -> Mapping[str, Any]:
-        """These requests in a closed loop: output tokens per second."""
+        """Run these requests in a closed loop; return output tokens per second."""
         ids = [self._llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         _, seconds = drive(_Engine(self._llm), ids, output_tokens, concurrency)
         return {"tokens_per_second": len(prompts) * output_tokens / seconds}
 
     def _step(self) -> float:
-        """On a GPU a step is over when the host knows its tokens."""
+        """Run the batch once and return its seconds. On a GPU a step is over when the host knows its tokens."""
         forward = self._llm.model.forward
         if self._llm.device == "cpu":
             logits, seconds = timed(lambda: forward(self._batch, self._storage))

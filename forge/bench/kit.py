@@ -36,7 +36,8 @@ MEASURE = "Measurement"
 
 
 def option(help: str, *names: str, default: str | bool = True, **more: Any) -> Any:
-    """An option of a benchmark's command. default: what `--help` says where the value's own says nothing."""
+    """Declare an option of a benchmark's command. default: what `--help` shows as the default if the value itself would
+    not tell."""
     return typer.Option(*names, help=help, show_default=default, rich_help_panel=MEASURE, **more)
 
 
@@ -44,9 +45,9 @@ QuickOption = Annotated[bool, option("Few and short turns: to see it run.", "--q
 
 
 def benchmark(screen: Callable[[Facts], Iterable[Part]]) -> Callable[[Callable[..., Any]], Callable[..., Report]]:
-    """Makes a command of a function that measures: its options are the function's parameters but the first, which is
-    told what is about to be done. The function returns its facts, or yields what is known so far, the last being the
-    whole. Facts that say `identical` is false end with status 1."""
+    """Turn a function that measures into a command: its options are the function's parameters but the first, which is
+    called with what is about to be done. The function returns its facts, or yields what is known so far, the last being
+    the whole. The command exits with status 1 if the facts say that `identical` is false."""
 
     def decorate(measure: Callable[..., Any]) -> Callable[..., Report]:
         declared = signature(measure, eval_str=True)
@@ -69,7 +70,8 @@ def benchmark(screen: Callable[[Facts], Iterable[Part]]) -> Callable[[Callable[.
 
 
 def last_of(measuring: Facts | Generator[Facts, None, None]) -> Facts:
-    """The last facts of a run that yields what is known so far. Ctrl-C keeps them, marked `interrupted`."""
+    """Return the facts, or the last ones of a generator that yields what is known so far. Ctrl-C keeps those, marked
+    `interrupted`."""
     if isinstance(measuring, dict):
         return measuring
     facts = None
@@ -97,12 +99,13 @@ class Figure:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Figure":
-        """With the least and the most. Raises ValueError for none."""
+        """Build a figure whose low and high are the least and the greatest value. Raises ValueError if there are
+        none."""
         return cls(median(values), min(values), max(values), len(values))
 
     @classmethod
     def quartiles(cls, values: Sequence[float]) -> "Figure":
-        """With the quartiles: a step in the middle of which the system did something else says nothing."""
+        """Build a figure whose low and high are the quartiles, so that one disturbed step does not count."""
         if len(values) < 2:
             return cls.of(values)
         low, middle, high = quantiles(values, n=4, method="inclusive")

@@ -68,13 +68,13 @@ class LlamaCppWorker(Worker):
         return {"setting": f"flash attention auto, ubatch {UBATCH}, {kv} KV{buffers}", "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
-        """Of the last token."""
+        """Return the logits of the last token."""
         self._open_context(1, len(token_ids), ("f16", True))
         self._decode([token_ids], 0)
         return {"logits": self._row(len(token_ids) - 1).tolist()}
 
     def _set_up(self, setting: tuple[str, bool]) -> None:
-        """A fresh context with every sequence's cache filled."""
+        """Open a new context and fill every sequence's cache."""
         self._open_context(len(self._token_ids), len(self._token_ids[0]), setting)
         for sequence, ids in enumerate(self._token_ids):
             for start in range(0, self._past, UBATCH):
@@ -142,7 +142,7 @@ class LlamaCppWorker(Worker):
 
 
 def _library():
-    """The module, made quiet."""
+    """Import llama-cpp-python and silence its log. Raises `Missing` if it cannot be imported."""
     try:
         import llama_cpp as lib
     except Exception as error:  # a shared library that does not load raises what it likes

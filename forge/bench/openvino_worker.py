@@ -80,7 +80,7 @@ class OpenVinoWorker(Worker):
         return {"INFERENCE_NUM_THREADS": self._threads, **SETTINGS[setting]}
 
     def _begin(self, setting: str, kind: str, context: int, token_ids: list[list[int]]) -> None:
-        """The pipeline of a setting. For a decode its only requests are those of the case, with their caches filled."""
+        """Choose the setting's pipeline. For a decode, add the case's requests to it and fill their caches."""
         for request in self._requests:
             request.cancel()
         self._requests = []

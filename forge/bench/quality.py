@@ -41,13 +41,13 @@ DEFAULT_MODELS = ("tales-q8_0", "tales-q4_0")
 
 
 def screen(facts: Facts) -> Iterator[Part]:
-    """Perplexity by variant, and how far each is from float32: a table per model."""
+    """Draw the perplexity of each variant, and how far each is from float32: a table per model."""
     yield title("What do quantization and rounding cost in accuracy?")
     text = "{text:line}: {tokens:plural token} predicted in {windows:plural window} of {window:count}"
     yield from (fill(text, facts), None)
 
     def short_name(model: str) -> str:
-        """Of a path, the file's name without its ending."""
+        """Return a model's name, or a path's file name without its ending."""
         return one_line(Path(model).name.removesuffix(".gguf"))
 
     several = False
@@ -183,7 +183,7 @@ def _read_window(window: list[int], variants: list[_Variant], first: str) -> Non
 
 
 def perplexity(nll: float, tokens: int) -> float:
-    """From the sum of negative log likelihoods (nats) of `tokens` tokens."""
+    """Return the perplexity of `tokens` tokens whose negative log likelihoods sum to `nll` nats."""
     return math.exp(nll / tokens)
 
 
@@ -195,7 +195,8 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def negative_log_likelihood(logits: np.ndarray, token_ids: Sequence[int]) -> float:
-    """Of the tokens that followed: row i of logits `[n, vocab]` predicts `token_ids[i]`. The sum, in nats."""
+    """Sum the negative log likelihoods, in nats, of the tokens that followed: row i of logits `[n, vocab]` predicts
+    `token_ids[i]`."""
     total = 0.0
     for start, rows in _parts(logits):
         following = np.asarray(token_ids[start : start + len(rows)])

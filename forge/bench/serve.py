@@ -268,8 +268,8 @@ def run(
 
 @contextmanager
 def engine_turns(model: str, options: dict[str, Any], plan: ServePlan) -> Iterator[Callable[[Sequence[Prompt]], float]]:
-    """The engine's own speed on the same requests: loaded in a process of its own, which waits for its turns. Yields
-    what runs prompts, `plan.concurrency` of them under way at any time: output tokens per second."""
+    """Load the engine in a process of its own, to compare its speed without a server. Yield a function that runs
+    prompts, `plan.concurrency` at a time, and returns output tokens per second."""
     asked = {"output_tokens": plan.output_tokens, "concurrency": plan.concurrency}
     with BenchProcess(Launch("the engine", "forge_worker")) as process:
 

@@ -81,7 +81,7 @@ class TransformersWorker(Worker):
         return {"setting": setting, "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
-        """Of the last token."""
+        """Return the logits of the last token."""
         ids = self._torch.tensor([token_ids], device=self._model.device)
         return {"logits": self._model(ids, logits_to_keep=1).logits[0, -1].float().tolist()}
 
@@ -99,7 +99,7 @@ class TransformersWorker(Worker):
     def requests(
         self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
     ) -> Mapping[str, Any]:
-        """Its continuous batching, `concurrency` requests at a time, through the manager that its server uses too."""
+        """Run a closed loop of requests through its continuous batching, with the manager that its server uses too."""
         from forge.bench.cases import answered, drive, unique_prompts
 
         self._cache = None
@@ -121,7 +121,7 @@ class TransformersWorker(Worker):
         return answered("its continuous batching, in process", *driven)
 
     def _step(self) -> float:
-        """On a GPU a step is over when the host knows its tokens."""
+        """Run the step once and return its seconds. On a GPU a step is over when the host knows its tokens."""
         if self._past == 0 and not self._on_gpu:
             self._cache = self._library.DynamicCache()
         if self._on_gpu:
@@ -170,7 +170,7 @@ class _Manager:
 
 
 def _load(path: str, torch, transformers):
-    """The model, and who read its weights."""
+    """Load the model; return it and the name of the program that read its weights."""
     if os.path.isdir(path):
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), "transformers"
     if find_spec("accelerate") is None and find_spec("forge") is not None:

@@ -111,7 +111,7 @@ class Predict:
         return self.restated or " ".join(asking) or self.question
 
     def names(self) -> set[str]:
-        """The runs that its answer depends on."""
+        """Return the names of the runs that its answer depends on."""
         choices = [choice.condition for choice in self.choices if choice.condition]
         outcomes = [outcome.condition for outcome in self.outcomes if outcome.condition]
         condition = [self.condition] if self.condition else []

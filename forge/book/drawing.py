@@ -71,7 +71,7 @@ class _Markdown(markdown.Markdown):
 
 
 def draw_title(console: Console, number: int, title: str, place: str = "") -> None:
-    """The rule over a page: `── 1 · A forward pass ───────── 3 / 9 ──`."""
+    """Draw the rule over a page: `── 1 · A forward pass ───────── 3 / 9 ──`."""
     width = console.width
     place = f" {place} ──" if place else ""
     heading = f" {number} · {one_line(title)}"[: max(0, width - len(place) - 5)] + " "
@@ -238,7 +238,7 @@ def _draw_check(console: Console, check: Check, session: Session) -> None:
 
 
 def _draw_recap(console: Console, recap: Recap, session: Session) -> None:
-    """What to remember, the reader's score, what to run next, and where `forge next` goes on."""
+    """Draw what to remember, the reader's score, what to run next, and where `forge next` goes on."""
     texts = []
     right, judged = session.score()
     if judged:

@@ -109,7 +109,7 @@ def fill(text: str, measured: Mapping[str, Any], touch: Touch | None = None) -> 
 
 
 def expressions_in(text: str) -> list[str]:
-    """The expressions of all placeholders in `text`, in order."""
+    """List the expressions of all placeholders in `text`, in order."""
     return [match["expression"] for match in _PLACEHOLDER.finditer(text)]
 
 

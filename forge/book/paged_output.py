@@ -56,7 +56,7 @@ class PagedOutput:
 
 @contextmanager
 def paged_output(console: Console) -> Iterator[None]:
-    """A context in which standard output waits after each screen, if it is a terminal."""
+    """Make standard output wait for a key after each screen while the context is open, if it is a terminal."""
     if not can_redraw(console):
         yield
         return

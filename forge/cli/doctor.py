@@ -106,7 +106,7 @@ def _devices() -> "Iterator[Finding]":
 
 
 def _choices(backend: "Backend") -> "Iterator[Finding]":
-    """What the CPU backend chose by itself, and what a choice gained where forge/bench/RESULTS.md measured it."""
+    """Yield what the CPU backend chose by itself, and what a choice gained where forge/bench/RESULTS.md measured it."""
     from forge.backends.cpu.processor import usable_cpus
     from forge.views.doctor import Finding
 

@@ -119,7 +119,7 @@ class Command(TyperCommand):
 
     @staticmethod
     def _quoted_line(path: str, args: Sequence[str], words: Sequence[Word], num_texts: int, with_number: bool) -> str:
-        """The command line with its words in quotes, as `num_texts` texts and, if the last is one, a number."""
+        """Return the command line with its words in quotes, as `num_texts` texts and, if the last is one, a number."""
         number = [word.text for word in words[-1:] if with_number and _is_whole(word.text)]
         spoken = [word.text for word in words[: len(words) - len(number)]]
         first = len(spoken) - num_texts + 1

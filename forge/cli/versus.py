@@ -76,7 +76,7 @@ class VersusCommand(Command):
         return super().parse_args(ctx, list(split.left))
 
     def words(self, args: Sequence[str]) -> list[Word] | None:
-        """Without the words around `vs`, which belong to an option."""
+        """Return the words except those around `vs`, which belong to an option."""
         switches, words = self._switches(), super().words(args)
         sides: set[int] = set()
         for at in _word_positions(args):

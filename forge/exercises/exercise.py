@@ -83,7 +83,7 @@ class Part:
 
     @classmethod
     def of(cls, kind: str, methods: str, check: Callable[[ModuleType], None], alone: bool = False) -> "Part":
-        """A part that is these methods, with spaces between them, of one class."""
+        """Build a part from `methods` of one class, given as names with spaces between them."""
         return cls(tuple(f"{kind}.{name}" for name in methods.split()), check, alone)
 
 
@@ -99,7 +99,7 @@ class Cost:
     def each(
         cls, words: str, sizes: Sequence[int], work: Callable[[Any, int], object], yours: Any, reference: Any
     ) -> "list[Cost]":
-        """The same work at each size, done with the reader's part and with the engine's own."""
+        """Build a cost per size: the same work done with the reader's part and with the engine's own."""
         return [cls(words.format(size), partial(work, yours, size), partial(work, reference, size)) for size in sizes]
 
 

@@ -46,7 +46,7 @@ _EOS = len(_VOCABULARY) - 1
 
 
 def viable(text: bytes) -> bool:
-    """Whether a list begins with these bytes."""
+    """Return whether some list begins with these bytes."""
     depth, last = 0, b""
     for place in range(len(text)):
         character = text[place : place + 1]

@@ -130,8 +130,8 @@ def print_hints(console: Console, entry: Entry, hints: Sequence[str], numbers: I
 
 
 def print_solution(console: Console, entry: Entry, path: Path | None, costs: "Sequence[Measured] | None") -> None:
-    """The engine's own source. path: the reader's file, if it has passed; its functions come first, then the engine's
-    own, why it differs, and what each costs."""
+    """Print the engine's own source. path: the reader's file, if it has passed; its functions come first, then the
+    engine's own, why it differs, and what each costs."""
     exercise = entry.exercise()
     if path is not None:
         console.print(Text("yours", TITLE))

@@ -123,7 +123,7 @@ def _measure(path: Path, device: str, threads: int | None) -> tuple[Layer, int, 
 
 
 def layer_object(result: LayerResult) -> dict[str, Any]:
-    """The experiment as facts."""
+    """Return the experiment's facts, for `--json`."""
     return {
         "model": result.model,
         "layer": result.layer,
@@ -154,7 +154,7 @@ def layer_object(result: LayerResult) -> dict[str, Any]:
 
 
 def screen(result: LayerResult) -> Iterator[Part]:
-    """A table for each backend, and what lies between them."""
+    """Draw a table for each backend, and compare the backends."""
     yield from (title(QUESTION), f"{result.model}, layer {result.layer}, 1 row after {plural(result.context, 'token')}")
     columns = ("operation: {operation}", "reads → writes: {shapes}", "read: {bytes_read:size}")
     for layer in result.layers:

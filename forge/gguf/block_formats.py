@@ -207,7 +207,7 @@ def _float16(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-    """Low and high four bits of `packed` into `low` and `high`, int8 views of the same shape."""
+    """Split `packed` into its low and high four bits: `low` and `high`, int8 views of the same shape."""
     np.bitwise_and(packed, 0x0F, out=low.view(np.uint8))
     np.right_shift(packed, 4, out=high.view(np.uint8))
 
@@ -247,7 +247,7 @@ def _q5_1(blocks: np.ndarray, quants: np.ndarray) -> None:
 
 
 def _pairs_of_bits(packed: np.ndarray, quants: np.ndarray) -> None:
-    """The 2-bit quants of Q2_K and Q3_K from 64 bytes a block into uint8 [n, 256].
+    """Unpack the 2-bit quants of Q2_K and Q3_K, 64 bytes a block, into uint8 [n, 256].
 
     Bits 2r and 2r + 1 of the bytes 32h : 32h+32 are x[128h + 32r : 128h + 32r + 32].
     """
@@ -339,7 +339,8 @@ def _iq4_xs(blocks: np.ndarray, quants: np.ndarray) -> None:
 
 @cache
 def _grid(name: str) -> np.ndarray:
-    """The table of an IQ3 type: int8 [entries, 4]. It is the gguf package's, imported by files of these types only."""
+    """Return the table of an IQ3 type: int8 [entries, 4]. It is the gguf package's, imported for files of these types
+    only."""
     from gguf import quants
 
     kind = getattr(quants, name)

@@ -41,7 +41,7 @@ class NewTensor:
     shape: tuple[int, ...] | None = None
 
     def element_shape(self) -> tuple[int, ...]:
-        """The shape in elements, [rows, columns], whatever `data` is. Raises ValueError if it cannot be told."""
+        """Return the shape in elements, [rows, columns], whatever `data` is. Raises ValueError if it is not known."""
         if self.shape is not None:
             return self.shape
         if not isinstance(self.data, np.ndarray):
@@ -52,7 +52,7 @@ class NewTensor:
         return (*self.data.shape[:-1], self.data.shape[-1] // block.nbytes * block.elements)
 
     def nbytes(self) -> int:
-        """The number of bytes as stored."""
+        """Return the number of bytes as stored."""
         shape = self.element_shape()
         return int(np.prod(shape[:-1], dtype=np.int64)) * row_nbytes(self.ggml_type, shape[-1])
 

@@ -172,7 +172,8 @@ class Backend(ABC):
     # Loading
 
     def loading(self, path: Path | None, nbytes: int) -> AbstractContextManager[object]:
-        """A context for loading the tensors, `nbytes` of them, of the model at `path`; None for one in memory."""
+        """Return a context for loading the model at `path`, whose tensors have `nbytes` bytes. path: None for a model
+        in memory."""
         return nullcontext()
 
     @abstractmethod

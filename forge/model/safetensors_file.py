@@ -188,7 +188,8 @@ class SafetensorsFile(MappedFile[SafetensorsTensor]):
         return f"{end - begin} bytes where dtype and shape take {nbytes}" if end - begin != nbytes else None
 
     def _check_cover(self, tensors: list[SafetensorsTensor]) -> None:
-        """The tensors lie end to end from the first byte of the data to the last."""
+        """Check that the tensors lie end to end from the first byte of the data to the last. Raises the file's
+        error."""
         end, previous = self._data_offset, ""
         for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
             if tensor.offset < end:

@@ -52,7 +52,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> SizedTensor:
-        """The tensor that llama.cpp calls `name`, `.weight` included; one of `expected_tensors(config)`."""
+        """Return the tensor that llama.cpp calls `name`, `.weight` included; one of `expected_tensors(config)`."""
 
     @abstractmethod
     def release(self, name: str) -> None:
@@ -60,7 +60,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def tokenizer_spec(self) -> TokenizerSpec:
-        """The tokenizer beside the weights. Raises `TokenizerError` if there is none that forge supports."""
+        """Return the tokenizer beside the weights. Raises `TokenizerError` if there is none that forge supports."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -139,7 +139,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        """The token ids of a text or a conversation."""
+        """Return the token ids of a text or a conversation."""
         reader, tokenizer = service.reader, service.tokenizer
         reader.accept(body)
         if body.add_special is not None:
@@ -164,7 +164,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         service.reader.accept(body)
         text = await beside_the_loop(len(body.tokens), lambda: service.tokenizer.decode(body.tokens))
         return JsonAnswer(to_json({"prompt": text, "content": text}))
@@ -209,7 +209,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
     @app.get("/debug/requests/{request_id}")
     async def debug_request(request_id: str) -> Response:
-        """What happened to a request, step by step. The last few hundred are remembered."""
+        """Return what happened to a request, step by step. The last few hundred requests are remembered."""
         timeline = await service.client.ask("timeline", request_id)
         if timeline is None:
             raise ApiError("no such request is remembered", 404)
@@ -217,7 +217,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
     @app.get("/debug/steps", responses=_STREAMED)
     async def debug_steps() -> Response:
-        """The engine's steps from now on, as server-sent events; without texts unless the server shows them."""
+        """Stream the engine's steps from now on, as server-sent events; without texts unless the server shows them."""
         if service.client.dead:
             raise EngineDead
         subscriber = service.steps.join()

@@ -136,8 +136,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._expect_head()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]  # as asyncio has it
-        """The client has left, or has only closed its sending half and waits. The server sends something harmless: if
-        the client left, a reset comes back."""
+        """Find out whether the client has left or has only closed its sending half: send it something harmless, which a
+        client that has left answers with a reset."""
         cycle = self.cycle
         is_encrypted = self.transport.get_extra_info("sslcontext") is not None  # which cannot be half closed
         if not self._is_answering or cycle.more_body or is_encrypted or not hasattr(socket, "TCP_INFO"):

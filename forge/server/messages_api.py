@@ -345,7 +345,7 @@ def add_messages(app: FastAPI, service: Service, streamed: dict[int | str, dict[
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest) -> dict[str, int]:
-        """How many tokens the conversation is."""
+        """Count the tokens of the conversation."""
         with named_as(_NAMES):
             chat = chat_request(body)
             service.reader.accept(chat)

@@ -81,7 +81,7 @@ class RequestReader:
         self.grammars = GrammarSandbox(lambda: Vocabulary.of(tokenizer, vocab_size))
 
     def model(self, name: str | None) -> str:
-        """The model's name as the answer has it."""
+        """Return the model's name for the answer. Raises `ApiError` if the server has no model of that name."""
         if name and name not in self.model_names:
             raise ApiError(
                 f"the model {name[:80]!r} does not exist here; this server has {self.model_names[0]}",

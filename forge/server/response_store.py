@@ -62,7 +62,7 @@ class StoredResponse:
         return len(self.body) + len(self.items) + len(self.setting) + 4 * num_tokens + _OVERHEAD
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The items of the conversation so far."""
+        """Return the items of the conversation so far."""
         items: list[dict[str, Any]] = from_json(self.items)
         return items
 

@@ -199,7 +199,7 @@ def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponsesRequest) -> dict[str, Any]:
-        """How many tokens the conversation is."""
+        """Count the tokens of the conversation."""
         with named_as(_NAMES):
             conversation, chat = read(store, body)
             service.reader.accept(chat)
@@ -208,7 +208,7 @@ def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict
 
     @app.get("/v1/responses/{response_id}")
     async def stored_response(response_id: str, stream: bool = False) -> Response:
-        """A stored response."""
+        """Return a stored response."""
         if stream:
             raise ApiError("stream is not supported for a stored response", param="stream")
         return JsonAnswer(store.get(owned(response_id)).body)
@@ -223,7 +223,7 @@ def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict
     async def input_items(
         response_id: str, limit: int = 20, order: Literal["asc", "desc"] = "desc", after: str | None = None
     ) -> dict[str, Any]:
-        """The items that a stored response answers, the last first."""
+        """Return the items that a stored response answers, the last first."""
         stored = store.get(owned(response_id))
         items = stored.conversation()[: stored.num_input_items]
         items = items if order == "asc" else items[::-1]
@@ -240,8 +240,8 @@ def owned(response_id: str) -> ResponseKey:
 
 
 def read(store: ResponseStore, body: ResponsesRequest) -> tuple[Conversation, ChatRequest]:
-    """The conversation that a body is about, and the chat that answers it. Decides whether the answer is stored. Raises
-    `ApiError`."""
+    """Return the conversation that a body continues, and the chat request that answers it. Decides whether the answer
+    is stored. Raises `ApiError`."""
     if body.store and not store.stores:
         raise ApiError(
             "store: this server stores no responses (it was started with --max-stored-bytes 0)", param="store"
@@ -253,7 +253,8 @@ def read(store: ResponseStore, body: ResponsesRequest) -> tuple[Conversation, Ch
 
 
 async def _prompt(service: Service, body: ResponsesRequest, conversation: Conversation, chat: ChatRequest) -> Prompt:
-    """The tokens of the last response and the new turns, where they begin as its prompt began; else all of it anew."""
+    """Return the prompt: the last response's tokens and the new turns, if the conversation begins as that prompt did;
+    otherwise the whole conversation is tokenized anew."""
     previous, reader = conversation.previous, service.reader
     token_ids = None if previous is None or previous.setting != _setting(body, chat) else previous.token_ids
     if token_ids is not None and chat.truncate_prompt_tokens is None:

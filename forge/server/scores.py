@@ -62,7 +62,8 @@ def add_scores(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        """A unit vector for each text, of the hidden states of all tokens or of the last as the model's file says."""
+        """Return a unit vector for each text, from the hidden states of all tokens or of the last, as the model's file
+        says."""
         model = accept(body)
         prompts = await prompts_of(body.input, "input", bos=body.add_special_tokens, cut=cut_of(body))
         vectors = await _ask(service, request, tasks.embed(_ids(prompts), service.ready.pooling), "input")
@@ -81,7 +82,7 @@ def add_scores(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/rerank")
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        """How relevant each document is to the query, the most relevant first."""
+        """Score how relevant each document is to the query; return the most relevant first."""
         model, tokenizer = accept(body), service.tokenizer
         _check_number(service, "documents", body.documents)
         words = tasks.rerank_candidates(tokenizer, service.ready.labels)
@@ -101,7 +102,7 @@ def add_scores(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/score")
     async def score(body: ScoreRequest, request: Request) -> Response:
-        """How likely each `text_2` is to follow its `text_1`: the natural log probability of all its tokens."""
+        """Score how likely each `text_2` is to follow its `text_1`: the natural log probability of all its tokens."""
         model = accept(body)
         texts_1, texts_2 = _pairs(body)
         _check_number(service, "text_2", texts_2)
@@ -126,7 +127,7 @@ def add_scores(app: FastAPI, service: Service) -> None:
 
     @app.post("/classify")
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        """How likely each of the labels is to follow each input; without labels, those of the model's own head."""
+        """Return how likely each label is to follow each input; without labels, those of the model's own head."""
         model, head_labels = accept(body), service.ready.labels
         if (body.labels is None) != bool(head_labels):
             which = (

@@ -41,7 +41,7 @@ class ToolUse:
         return frozenset(function.name for function in self.functions)
 
     def constrains(self) -> bool:
-        """Whether the calls need a grammar."""
+        """Return whether the calls need a grammar."""
         return self.is_required or not self.is_parallel or any(function.strict for function in self.functions)
 
     def schema_of(self, function: Function) -> Mapping[str, Any]:

@@ -27,13 +27,13 @@ _NEW_TOKENS = 10
 
 
 def check_model(loaded: LoadedModel) -> None:
-    """Raise AssertionError, saying which, if the model breaks any promise of a model."""
+    """Raise AssertionError, saying which promise is broken, if the model breaks one."""
     for check in MODEL_CHECKS:
         check(loaded)
 
 
 def logits_are_a_float32_row_for_each_that_is_wanted(loaded: LoadedModel) -> None:
-    """As many as `logit_rows`, in that order, none if none are wanted, and all of them numbers."""
+    """Check that there is a float32 row for each of `logit_rows`, in that order, and that all logits are finite."""
     model = loaded.model
     tokens = _random_tokens(model, 20)
     every = _alone(loaded, tokens)
@@ -48,7 +48,8 @@ def logits_are_a_float32_row_for_each_that_is_wanted(loaded: LoadedModel) -> Non
 
 
 def the_same_input_gives_the_same_bits(loaded: LoadedModel) -> None:
-    """Whenever it is computed, and the array is the caller's to keep."""
+    """Check that the same input gives the same bits at any time, and that a later forward leaves earlier logits
+    alone."""
     model = loaded.model
     ours, different = _random_tokens(model, 40), _random_tokens(model, 40, seed=1)
     first = _alone(loaded, ours)
@@ -59,7 +60,7 @@ def the_same_input_gives_the_same_bits(loaded: LoadedModel) -> None:
 
 
 def a_token_changes_nothing_before_it(loaded: LoadedModel) -> None:
-    """Attention is causal."""
+    """Check that attention is causal."""
     model = loaded.model
     tokens = _random_tokens(model, 24)
     changed = [*tokens[:12], (tokens[12] + 1) % model.vocab_size, *tokens[13:]]
@@ -68,7 +69,7 @@ def a_token_changes_nothing_before_it(loaded: LoadedModel) -> None:
 
 
 def rows_beside_it_cannot_be_seen(loaded: LoadedModel) -> None:
-    """A row has the same bits alone and in a batch of any size and order (batch invariance)."""
+    """Check that a row has the same bits alone and in a batch of any size and order (batch invariance)."""
     model = loaded.model
     for number in (2, 3, 5, 8, 17):
         sequences = [_random_tokens(model, _LENGTHS[index % len(_LENGTHS)], index) for index in range(number)]
@@ -80,7 +81,7 @@ def rows_beside_it_cannot_be_seen(loaded: LoadedModel) -> None:
 
 
 def how_a_prompt_is_cut_cannot_be_seen(loaded: LoadedModel) -> None:
-    """One prefill, two chunks, and one token at a time are the same."""
+    """Check that one prefill, several chunks, and one token at a time give the same logits."""
     model = loaded.model
     tokens = _random_tokens(model, 47)
     expected = _alone(loaded, tokens)
@@ -93,7 +94,7 @@ def how_a_prompt_is_cut_cannot_be_seen(loaded: LoadedModel) -> None:
 
 
 def where_keys_and_values_lie_cannot_be_seen(loaded: LoadedModel) -> None:
-    """Whatever the size of the blocks, their numbers and their order, and what was in them before."""
+    """Check that block size, block order and a block's earlier contents do not change the logits."""
     model = loaded.model
     tokens = _random_tokens(model, 47)
     expected = _alone(loaded, tokens)
@@ -108,7 +109,7 @@ def where_keys_and_values_lie_cannot_be_seen(loaded: LoadedModel) -> None:
 
 
 def computing_again_changes_nothing(loaded: LoadedModel) -> None:
-    """After a preemption a sequence is computed again over keys and values that are there already."""
+    """Check that a sequence may be computed again over its own keys and values, as after a preemption."""
     model = loaded.model
     tokens = _random_tokens(model, 40)
     storage = _used_storage(loaded, 3)
@@ -119,7 +120,7 @@ def computing_again_changes_nothing(loaded: LoadedModel) -> None:
 
 
 def a_row_without_a_slot_writes_nothing(loaded: LoadedModel) -> None:
-    """Slot -1 is padding."""
+    """Check that a row whose slot is -1, padding, writes nothing."""
     model = loaded.model
     tokens = _random_tokens(model, 12)
     storage = new_storage(model, 2, _BLOCK, loaded.default_kv_dtype)
@@ -134,7 +135,7 @@ def a_row_without_a_slot_writes_nothing(loaded: LoadedModel) -> None:
 
 
 def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
-    """All of that at once, at random."""
+    """Check random chunks, batches and block sizes, all at once."""
     model = loaded.model
     sequences = [_random_tokens(model, length, length) for length in _LENGTHS]
     expected = [_alone(loaded, tokens) for tokens in sequences]
@@ -149,8 +150,8 @@ def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
 
 
 def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
-    """The same tokens, and logits equal to the last bit, whatever the cache, the batch, the budget, which sequences are
-    preempted, and with draft tokens."""
+    """Check that tokens and logits are the same to the last bit, whatever the cache, the batch, the budget, which
+    sequences are preempted, and with draft tokens."""
     prompts = [_random_tokens(loaded.model, length, length) for length in (5, 33, 20, 33, 9)]
     prompts.append(prompts[1][:32] + prompts[2])  # begins as another does
     alone = LLM(loaded, kv="off", max_num_seqs=1, max_model_len=96, prefill_only=False)
@@ -171,7 +172,7 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
 
 
 def _engines(proposer: Proposer) -> list[tuple[str, dict]]:
-    """Return every technique, in words and as options."""
+    """Return each technique of the engine: its name in words, and its options."""
     few = {"num_blocks": 14, "block_size": 8}
     return [
         ("with the cache off, in a batch,", {"kv": "off"}),

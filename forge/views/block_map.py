@@ -53,7 +53,7 @@ class Cell(NamedTuple):
     """The number of the first sequence that has the block; None for a snapshot's, and for a block without an owner."""
 
     def text(self) -> tuple[str, str]:
-        """Its character and its style."""
+        """Return the cell's character and its style."""
         if self.state in (FREE, CACHED):
             return _SIGNS[self.state], QUIET
         style = QUIET if self.owner is None else sequence_style(self.owner)
@@ -192,7 +192,7 @@ def _block_texts(table: TableRecord, block_map: BlockMap) -> list[str]:
 
 
 def _fitted(texts: Sequence[str], width: int) -> Text:
-    """As many as fit: the last ones, where sequences grow, and the first."""
+    """Join as many texts as fit into `width`: the first, and as many of the last, where sequences grow."""
     if len(" ".join(texts)) <= width:
         return Text(" ".join(texts))
     front: list[str] = list(texts[:1])
@@ -276,5 +276,5 @@ class CacheFigures:
         return f"{count(self.tokens_cached)} of {count(self.prompt_tokens)} ({share(self.hit_rate)})"
 
     def as_object(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the figures for `--json`."""
         return as_object(self, "hit_rate", without=("kind",))

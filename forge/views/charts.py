@@ -160,7 +160,8 @@ class Point:
 
 
 def roofline(points: Sequence[Point], bytes_per_second: float, per_second: float, what: str, width: int) -> list[Text]:
-    """The roof is the lower of two limits: bandwidth times intensity, and the rate of `what`, `int8 products`."""
+    """Draw a roofline. The roof is the lower of two limits: bandwidth times intensity, and the rate of `what`, for
+    instance `int8 products`."""
     room = max(24, min(_MOST_WIDTH, width - _LEFT))
     ridge, every = math.log10(per_second / bytes_per_second), [math.log10(point.intensity) for point in points]
     low, high = min([*every, ridge - 0.2]), max([*every, ridge + 0.5])

@@ -72,7 +72,7 @@ class ChatView:
             self._show_blocks(result)
 
     def _show_blocks(self, result: RunResult) -> None:
-        """Where the conversation lies after the turn, and what the turn did to the blocks."""
+        """Print where the conversation's blocks lie after the turn, and what the turn did to them."""
         screen = BlockScreen(keeps=True)
         for record in result.records:
             screen.feed(record)
@@ -83,7 +83,7 @@ class ChatView:
         self._quiet("forgotten: the next message starts a new conversation")
 
     def forked(self, place: int, tokens: int, blocks: int, cache: str) -> None:
-        """A place was marked: what a fork of the cache holds, and how many more blocks that took."""
+        """Print that a place was marked: what a fork of the cache holds, and how many more blocks it took."""
         cost = f"the fork took {plural(blocks, 'more block')}" if blocks else "the fork shares all of its blocks"
         self._quiet(f"place {place} marked: {plural(tokens, 'token')} held, {cost if tokens else 'nothing to fork'}")
         self._quiet(cache)

@@ -259,7 +259,7 @@ def print_comparison(console: Console, comparison: Comparison, prompt: str) -> N
 
 
 def print_interrupted(console: Console, sides: Sequence[Side]) -> None:
-    """What there is of a comparison that Ctrl-C ended: each side's text and figures so far, and no verdict."""
+    """Print what there is of a comparison that Ctrl-C ended: each side's text and figures so far, without a verdict."""
     for side in sides:
         console.print(Text(one_line(side.name), TITLE))
         for line in [*sample_texts(side.result, ""), *metrics_lines(side.result, console.width), Text("")]:
@@ -361,7 +361,8 @@ def _logit_difference(pairs: "Sequence[tuple[np.ndarray, np.ndarray]]") -> Logit
 
 
 def _margin(left: Answer, right: Answer, position: int | None, agreeing: LogitDifference | None) -> Margin | None:
-    """At output token `position`, counted from 1."""
+    """Return how far apart the sides' tokens at output token `position` (from 1) were; None if a side has no such
+    logits."""
     if position is None or position > min(len(left.logits), len(right.logits), *map(_num_tokens, (left, right))):
         return None
     ours, theirs = (answer.logits[position - 1] for answer in (left, right))

@@ -53,7 +53,7 @@ def compact_chart(forwards: Sequence[Forward], width: int, head: int = 4, last: 
 
 
 def spaced(forwards: Sequence[Forward], most: int) -> list[Forward]:
-    """At most `most` forwards at even distances, the first and the last among them."""
+    """Pick at most `most` forwards at even distances, the first and the last among them."""
     if len(forwards) <= most:
         return list(forwards)
     return [forwards[round(index * (len(forwards) - 1) / (most - 1))] for index in range(most)]

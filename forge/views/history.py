@@ -40,7 +40,7 @@ class History:
     _timeline: Timeline = field(default_factory=Timeline)
 
     def feed(self, record: StepRecord) -> None:
-        """The next step has ended."""
+        """Add the record of a step that has just ended."""
         running_before = self._timeline.running
         self._timeline.add(record)
         before = self.moments[-1].preemptions if self.moments else 0

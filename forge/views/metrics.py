@@ -36,8 +36,8 @@ def run_facts(result: RunResult) -> list[Fact]:
 
 
 def draft_facts(records: Sequence[StepRecord]) -> list[Fact]:
-    """For each proposer: how many of its draft tokens were accepted, by position, and the time that they took. Then the
-    decodes without draft tokens, with the reasons."""
+    """List for each proposer how many of its draft tokens were accepted, by position, and the time that they took. Then
+    the decodes without draft tokens, with the reasons."""
     drafts, facts = draft_totals(record.cycles for record in records), []
     for draft in drafts:
         positions = " ".join(f"{accepted / proposed * 100:.0f}" for accepted, proposed in draft.by_position)

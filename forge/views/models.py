@@ -220,7 +220,8 @@ def _tokenizer_summary(metadata: Mapping[str, Any]) -> TokenizerSummary | None:
 
 
 def _kv_numbers(metadata: Mapping[str, Any]) -> KvNumbers | None:
-    """From the metadata that llama.cpp's converter writes for every decoder architecture."""
+    """Read the numbers from the metadata that llama.cpp's converter writes for every decoder architecture; None if one
+    is missing."""
     architecture = metadata.get("general.architecture")
     keys = ("block_count", "attention.head_count_kv", "attention.key_length")
     numbers = [value for key in keys if isinstance(value := metadata.get(f"{architecture}.{key}"), int)]

@@ -46,7 +46,7 @@ def save_picture(console: ForgeConsole, path: Path, title: str = "forge") -> Non
 
 
 def save_serving(path: Path, history: History) -> None:
-    """The picture of the step in which most was decided, and under it what the run came to.
+    """Save a picture of the step with most decisions, and under it the run's closing table.
 
     Raises `ForgeError` if `path` cannot be written.
     """
@@ -59,7 +59,7 @@ def save_serving(path: Path, history: History) -> None:
 
 
 def draw_busiest_step(console: ForgeConsole, history: History) -> None:
-    """The step in which most was decided."""
+    """Draw the step in which most was decided."""
     busiest = max(range(len(history)), key=lambda index: _decisions(history, index))
     for line in scheduler_lines(history, busiest, console.width, _HEIGHT):
         console.print(line)

@@ -182,7 +182,7 @@ def print_synthetic(console: Console, path: str, written: "SyntheticFile") -> No
 
 
 def print_pulled(console: Console, pulled: "PulledModel") -> None:
-    """Where the model is now, and how to run it."""
+    """Print where the model is now, and how to run it."""
     console.print(f"{one_line(str(pulled.path))}: {size(pulled.bytes)}", soft_wrap=True)
     console.print(f"run it: forge generate --model {one_line(pulled.name)} ...", soft_wrap=True)
 

@@ -110,7 +110,7 @@ def _span(values: Sequence[int]) -> str:
 
 
 def judging_object(label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRun], prompt_tokens: int):
-    """For `--json`."""
+    """Return the comparison's facts, for `--json`."""
     return {
         **picked(label, "model", "kv", "device"),
         "requests": len(runs[0].answers),

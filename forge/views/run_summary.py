@@ -97,7 +97,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
 
 
 def print_serving(console: Console, history: History, requests: Sequence[RequestTimeline], note: str = "") -> None:
-    """The closing table of a run, its charts, and the longest waits with their reasons."""
+    """Print the closing table of a run, its charts, and the longest waits with their reasons."""
     if not history.records:
         console.print(Text("No step ran."))
         return
@@ -141,7 +141,7 @@ def tenant_objects(tenants: Tenants) -> list[dict[str, Any]]:
 
 
 def print_tenants(console: Console, tenants: Tenants) -> None:
-    """A row per tenant; nothing without tenants."""
+    """Print a row per tenant; nothing if there are no tenants."""
     if not tenants:
         return
     table = new_table(None, "--k", "requests", "drafted", "accepted", "", "ms per token")
@@ -243,7 +243,7 @@ def print_throughput(console: Console, records: Sequence[StepRecord]) -> None:
 
 
 def print_reasons(console: Console, requests: Sequence[RequestTimeline]) -> None:
-    """The sequences that waited longest and the one that was preempted most, and why."""
+    """Print which sequences waited longest and which was preempted most, and why."""
     waited = [(wait.seconds, request.seq_id, wait) for request in requests for wait in request.waits]
     waited.sort(key=lambda waiting: (-waiting[0], waiting[1]))
     told = [(seq_id, explain_wait(wait, seq_id)) for _, seq_id, wait in waited[:_LONGEST_WAITS]]
@@ -271,7 +271,8 @@ _PARTS = {"plan": "schedule_ms", "forward": "forward_ms", "choose": "sample_ms"}
 
 
 def costs(history: History) -> Report:
-    """Where the time of the steps went, by what they computed: planning, forward pass, choosing tokens, the rest."""
+    """Report where the time of the steps went, by what they computed: planning, forward pass, choosing tokens, the
+    rest."""
     classes = []
     for phase in dict.fromkeys(record.execution_class for record in history.records):
         steps = [record for record in history.records if record.execution_class == phase]

@@ -26,10 +26,10 @@ class RunView:
         pass
 
     def step(self, record: StepRecord) -> None:
-        """A step has ended."""
+        """Show a step that has just ended."""
 
     def finish(self, result: RunResult) -> None:
-        """The run has ended, perhaps before its time."""
+        """Show the end of the run, which Ctrl-C may have brought early."""
 
 
 class LiveView(RunView):

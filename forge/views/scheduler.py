@@ -221,7 +221,7 @@ def finish_text(finish: FinishRecord) -> str:
 
 
 def shortened(lines: list[Text], most: int) -> list[Text]:
-    """At most `most` lines; the last then says how many are left out."""
+    """Return at most `most` lines; if some are left out, the last says how many."""
     if len(lines) <= most:
         return lines
     return [*lines[: most - 1], Text(f"… {len(lines) - most + 1} more", QUIET)]

@@ -71,9 +71,9 @@ class Table:
         grouped: int = 0,
         **more: Any,
     ) -> "Table":
-        """A row per item, a cell per template. formats: more names for behind the colon. row_style: of an item's
-        cells. grouped: as many cells at the beginning are left empty where they are those of the row above. more: of
-        the table."""
+        """Build a table with a row per item and a column per `heading: template`. formats: further format names for
+        templates. row_style: returns an item's style. grouped: this many first cells are left empty where they repeat
+        the row above. more: other fields of the table."""
         parts = [column.partition(": ") for column in columns]
         rows: list[list[str | Text]] = []
         above: list[str] = []
@@ -139,7 +139,7 @@ def leads_on(text: str) -> "Part":
 
 
 def sentences(texts: Iterable[str]) -> "Iterable[Part]":
-    """In the console's own colour."""
+    """Turn texts into parts in the console's own colour."""
     return map(Text, texts)
 
 
@@ -183,5 +183,5 @@ def draw(console: Console, parts: "Iterable[Part]") -> None:
 
 
 def report(facts: Mapping[str, Any], screen: "Callable[[], Iterable[Part]]", status: int = 0) -> Report:
-    """What a command returns: facts, and a screen that is drawn as often as it is asked for."""
+    """Build what a command returns: facts, and a screen that is drawn each time it is asked for."""
     return Report(facts, lambda console: draw(console, screen()), status)

@@ -66,9 +66,9 @@ class Stepper:
             self._console.print()
 
     def asks_for_another(self, interrupted: Callable[[], bool] = lambda: False) -> bool:
-        """The history has a new last step: show it, and find out whether the reader wants another, or no more.
+        """Show the step that the history ends with, and return whether the reader wants another.
 
-        `interrupted` is asked now and then; once it is true the answer is no.
+        `interrupted` is called now and then; once it is true the answer is no.
         """
         if interrupted():
             return False
@@ -82,7 +82,7 @@ class Stepper:
             self._converse(interrupted, at_end=True)
 
     def walk(self) -> None:
-        """From the first step on, through a run that is over."""
+        """Show a run that is over, from its first step on."""
         self._at = 0
         self.ended()
 

@@ -85,7 +85,7 @@ class ReplicasView:
             self._live.stop()
 
     def step(self, record: StepRecord) -> None:
-        """An engine has ended a step."""
+        """Show a step that a replica's engine has just ended."""
         self._last[record.replica] = record
         self._tokens[record.replica] = self._tokens.get(record.replica, 0) + len(record.tokens)
         self._routes.extend(record.routes)
@@ -152,7 +152,7 @@ class Traffic:
         (self._replicas or self._view).__exit__(*exception)
 
     def step(self, record: StepRecord) -> None:
-        """A step has ended."""
+        """Show a step that has just ended."""
         if record.replica:
             self._of_replicas().step(record)
             return

@@ -22,13 +22,13 @@ class TraceShape:
     user_tokens: int = 64
     answer_tokens: int = 16
     turns: int = 6
-    """Of a conversation, on average."""
+    """Turns per conversation, on average."""
     agents: float = 0.2
     """The share of conversations that are agents: a task, and `branches` that run at once from it."""
     branches: int = 4
     task_tokens: int = 512
     think_seconds: float = 4.0
-    """Between an answer and the next turn, on average."""
+    """Seconds between an answer and the next turn, on average."""
     seed: int = 0
 
 
@@ -37,7 +37,7 @@ class Turn:
     """One request of a conversation, when it is sent."""
 
     at: float
-    """Seconds; when it may be sent at the earliest."""
+    """The earliest time at which it may be sent, in seconds."""
     conversation: "Conversation"
     prompt: list[int]
     answer: list[int]
@@ -46,7 +46,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """What has been said so far."""
+    """One conversation: what has been said so far, and how many turns are left."""
 
     number: int
     history: list[int]
@@ -55,7 +55,7 @@ class Conversation:
     shape: TraceShape = field(repr=False)
 
     def next_turn(self, now: float) -> Turn | None:
-        """The next request, some seconds after `now`; None when nothing is left to say."""
+        """Return the next request, some seconds after `now`; None if nothing is left to say."""
         if not self.turns_left:
             return None
         self.turns_left -= 1
@@ -67,13 +67,13 @@ class Conversation:
 
 
 def tokens(random_: random.Random, mean: int) -> list[int]:
-    """As many random tokens as a text of this mean length has."""
+    """Draw random tokens: as many as a text of this mean length has."""
     length = random_.randint(max(1, mean // 2), mean + mean // 2)
     return random_.choices(range(_VOCABULARY), k=length)
 
 
 def conversations(shape: TraceShape) -> Iterator[list[Conversation]]:
-    """Without end: what begins together, a conversation or an agent's branches."""
+    """Yield, without end, lists of conversations that begin together: one conversation, or an agent's branches."""
     random_ = random.Random(shape.seed)
     systems = [tokens(random_, shape.system_tokens) for _ in range(shape.num_systems)]
     weights = [1 / (rank + 1) for rank in range(shape.num_systems)]

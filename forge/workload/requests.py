@@ -283,10 +283,10 @@ class RecordedRequest(NamedTuple):
 
 
 def recorded_requests(path: Path) -> tuple[RecordedRequest, ...]:
-    """The requests of a trace in the order of their arrival, one for each sample.
+    """Read the requests of a trace in the order of their arrival, one for each sample.
 
-    Raises `UsageError` for a file that is not there or has no request that arrived in it, `TraceError` for one that is
-    no trace.
+    Raises `UsageError` for a file that does not exist or in which no request arrived, `TraceError` for one that is not
+    a trace.
     """
     steps = read_trace(path).steps
     ended = {finish.seq_id for step in steps for finish in step.finished}
@@ -312,8 +312,8 @@ def recorded_requests(path: Path) -> tuple[RecordedRequest, ...]:
 
 
 def recorded_workload(path: Path, tokenizer: Encoder, seed: int = 0) -> Workload:
-    """The workload of a trace: its arrivals, by the clock on the wall, its lengths and its priorities. seed: where in
-    the passage each prompt begins. Raises what `recorded_requests` does."""
+    """Build the workload of a trace: its arrivals in wall-clock time, lengths and priorities. seed: where in the
+    passage each prompt begins. Raises what `recorded_requests` does."""
     recorded = recorded_requests(path)
     prompts = passage_prompts(tokenizer, [request.prompt_tokens for request in recorded], seed)
     return Workload(

@@ -31,8 +31,8 @@ class CompiledDraw:
     def __call__(
         self, token_ids: np.ndarray, scores: np.ndarray, seed: int, position: int, sample_index: int, purpose: int
     ) -> int | None:
-        """The token that `forge.engine.rng.numpy_argmax` draws, or None where two tokens are so near to each other that
-        it must decide. purpose: the counter's last word."""
+        """Return the token that `forge.engine.rng.numpy_argmax` draws, or None if two sums are too near to each other
+        to decide. purpose: the counter's last word."""
         count, first = len(scores), int(token_ids[0])
         name = seed, int(position), int(sample_index), purpose
         with self._lock:

@@ -23,7 +23,8 @@ LEAD = 4.0
 LUCKY_WORD = int(np.exp(-np.exp(-LEAD)) * 2**32) - 4096
 """Words below it give less noise than `LEAD`."""
 TOO_NEAR = 1e-9
-"""Of the greatest sum (at least of 1). The logarithms differ by a thousandth of that."""
+"""Two sums are too near if they differ by less than this share of the greater (at least of 1). The two logarithms
+differ by a thousandth of that."""
 _HALF_UNIT = 2.0**-32
 _LN2 = 0.6931471805599453
 _SQRT_HALF = 0x3FE6A09E667F3BCD
@@ -35,7 +36,7 @@ _W0, _W1, _SHIFT = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85), np.uint64(32)
 
 @numba.njit(inline="always")
 def _philox(x0, x1, x2, x3, k0, k1):
-    """Philox4x32-10: four words of 32 bits, as uint64."""
+    """Compute Philox4x32-10: four words of 32 bits, as uint64."""
     for _ in range(10):
         p0, p1 = x0 * _M0, x2 * _M1
         x0, x1, x2, x3 = (p1 >> _SHIFT) ^ x1 ^ k0, p1 & _MASK, (p0 >> _SHIFT) ^ x3 ^ k1, p0 & _MASK
@@ -45,7 +46,7 @@ def _philox(x0, x1, x2, x3, k0, k1):
 
 @numba.njit
 def _log(x):
-    """log of a positive number, to about 1e-15 of itself: 2 atanh((m - 1) / (m + 1)) + e log 2, m around 1."""
+    """Compute log x of a positive x, to about 1e-15 of itself: 2 atanh((m - 1) / (m + 1)) + e log 2, m around 1."""
     bits = float_bits(x)
     exponent = (bits - _SQRT_HALF) >> 52
     m = bits_float(bits - (exponent << 52))
@@ -59,26 +60,26 @@ def _log(x):
 
 @numba.njit
 def _noise(word):
-    """Gumbel noise of a word."""
+    """Return the Gumbel noise of a Philox word."""
     return -_log(-_log((np.float64(word) + 0.5) * _HALF_UNIT))
 
 
 @numba.njit
 def _word(token, k0, k1, position, sample, purpose):
-    """The word of one token."""
+    """Return the Philox word of one token."""
     counter, lane = np.uint64(token // 4), token % 4
     x0, x1, x2, x3 = _philox(counter, position, sample, purpose, k0, k1)
     return x0 if lane == 0 else x1 if lane == 1 else x2 if lane == 2 else x3
 
 
 def _joined(b: ir.IRBuilder, left: ir.Value, right: ir.Value, lanes: Iterable[int]) -> ir.Value:
-    """Those lanes of two vectors, the second's numbered behind the first's."""
+    """Pick `lanes` from two vectors; the second's lanes are numbered behind the first's."""
     return b.shuffle_vector(left, right, ir.Constant(ir.VectorType(I32, len(list(lanes))), list(lanes)))
 
 
 @emits(types.void, types.int64, *[types.uint64] * 5, types.int64)
 def _words_of_16(b, first, k0, k1, position, sample, purpose, out):
-    """`_philox` of the counters `first` to `first` + 15: uint32 `[16, 4]`, a word for each of 64 tokens."""
+    """Compute `_philox` of the counters `first` to `first` + 15: uint32 `[16, 4]`, a word for each of 64 tokens."""
 
     vector = partial(constant, _V_I64)
 
@@ -102,8 +103,8 @@ def _words_of_16(b, first, k0, k1, position, sample, purpose, out):
 
 @emits(types.int64, types.int64, types.int64, types.int64, types.int64, types.float64)
 def _num_hopeless(b, words, scores, least_word, lucky_word, close):
-    """How many of 16 tokens come before the first that can win: whose word is no less than `least_word`, and either no
-    less than `lucky_word` or its score than `close`. 16 if there is none."""
+    """Count the tokens, of 16, before the first that can win: its word is no less than `least_word`, and either its
+    word no less than `lucky_word` or its score no less than `close`. 16 if none can."""
 
     word, score = load(b, words, V_I32), load(b, scores, _V_F64)
     lucky = b.icmp_unsigned(">=", word, splat(b, b.trunc(lucky_word, I32)))
@@ -121,7 +122,7 @@ def _least_word(lead):
 
 
 def draw(token_ids, low, scores, count, leader, seed, position, sample, purpose, scratch):
-    """The index of the greatest score + noise, or -1 where another sum is too near to it.
+    """Return the index of the greatest score + noise, or -1 if another sum is too near to it.
 
     token_ids: int64 `[count]`, ascending, the first of them `low`; 0 if they follow each other. scores: float64
     `[count]`. leader: the index of the greatest score. purpose: the last word of the counter. scratch:

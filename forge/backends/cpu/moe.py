@@ -148,7 +148,7 @@ def gather(op, ctx, thread, threads):
 
 
 def experts_quantized(op, ctx, thread, threads):
-    """out = x · matrixᵀ, each expert's rows with its own quantized matrix. One item per quarter of an expert."""
+    """Compute out = x · matrixᵀ, each expert's rows with its own quantized matrix. One item per quarter expert."""
     item = next_item(op, 1)
     while item < _QUARTERS * op.num_experts:
         begin, last, first_tile, last_tile = _share(op, ctx, item)
@@ -178,17 +178,17 @@ def _experts_float(op, ctx, load, step):
 
 
 def experts_f32(op, ctx, thread, threads):
-    """The same for float32 weights."""
+    """Compute out = x · matrixᵀ as `experts_quantized`, with float32 weights."""
     _experts_float(op, ctx, load_f32, 64)
 
 
 def experts_f16(op, ctx, thread, threads):
-    """The same for float16 weights."""
+    """Compute out = x · matrixᵀ as `experts_quantized`, with float16 weights."""
     _experts_float(op, ctx, load_f16, 32)
 
 
 def experts_bf16(op, ctx, thread, threads):
-    """The same for bfloat16 weights."""
+    """Compute out = x · matrixᵀ as `experts_quantized`, with bfloat16 weights."""
     _experts_float(op, ctx, load_bf16, 32)
 
 

@@ -41,9 +41,9 @@ class UntriedNumba(ForgeError):
 def c_function(
     name: str, function: Callable[..., Any], arguments: tuple[str | np.dtype, ...], result: str
 ) -> llvm.ModuleRef:
-    """A Python function as LLVM's intermediate code, not optimized, under the C function `name`.
+    """Compile a Python function to LLVM's intermediate code, not optimized, as the C function `name`.
 
-    arguments: of each the name of a number's type, or the layout of the structure whose address it is. Raises
+    arguments: for each, the name of a number's type, or the layout of the structure whose address it is. Raises
     `UntriedNumba`.
     """
     options: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -137,7 +137,7 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def vector_type(name: str, llvm_type: ir.VectorType) -> types.Type:
-    """A Numba type whose values are vectors of that LLVM type."""
+    """Create a Numba type whose values are vectors of this LLVM type."""
     return _VectorType(name, llvm_type)
 
 

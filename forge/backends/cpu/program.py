@@ -106,7 +106,7 @@ class Recording:
         return buffer.width, buffer.count, buffer in self.quantized
 
     def kernels(self) -> list[Kernel | TileSet]:
-        """The kernels that must be compiled before the program can run."""
+        """Return the kernels that must be compiled before the program can run."""
         tiles = [tile_set(m.packed.layout) for m in self.matrices if isinstance(m.packed, QuantizedMatrix)]
         return [*(operation.kernel for operation in self.operations), *tiles]
 
@@ -277,14 +277,14 @@ class Traffic:
             yield from self._stored(operation.arguments, self._num_written)
 
     def _forms_read(self, operation: Operation, name: str) -> tuple[bool, bool]:
-        """Whether an operation reads a buffer's values, and whether its quantized form."""
+        """Return whether an operation reads a buffer's values, and whether it reads the quantized form."""
         if operation.kernel is k.gather and name == "x":
             return operation.arguments["copies_values"], operation.arguments["out"] in self._quantized
         quants = name == "x" and operation.kernel in _READ_QUANTS
         return not quants, quants
 
     def _num_rows(self, operation: Operation, buffer: Buffer) -> int:
-        """Of a buffer; an operation that picks rows reads as many as it writes."""
+        """Return a buffer's number of rows; an operation that picks rows reads as many as it writes."""
         picks = operation.kernel is k.gather or operation.arguments.get("logit_rows_only")
         return int(getattr(self._context, (operation.arguments["out"] if picks else buffer).count))
 
@@ -296,19 +296,19 @@ class Traffic:
             yield Operand(shape, rows * (buffer.width + 8 * (buffer.stride // GROUP) + 4 * (buffer.stride // 16)))
 
     def _stored(self, arguments: dict[str, Any], tokens: int) -> list[Operand]:
-        """Keys and values of so many tokens."""
+        """Return the keys and the values of `tokens` tokens as operands."""
         shape = tokens, arguments["kv_heads"], arguments["head_dim"]
         return [Operand(shape, tokens * arguments["kv_heads"] * self._context.cache.row_bytes)] * 2
 
     def _embedded(self, arguments: dict[str, Any]) -> Operand:
-        """The batch's rows of the embedding."""
+        """Return the batch's rows of the embedding table as an operand."""
         arrays = [argument for argument in arguments.values() if isinstance(argument, np.ndarray)]
         row_bytes = sum(array.nbytes for array in arrays) // (16 * len(arguments["table"]))
         return Operand((self._context.num_rows, arguments["columns"]), self._context.num_rows * row_bytes)
 
 
 def _matrix(matrix: PackedMatrix, arguments: dict[str, Any]) -> Operand:
-    """A weight matrix; of those of all experts the ones that have rows."""
+    """Return what reading a weight matrix costs; of an expert matrix only the experts that have rows count."""
     share = 1.0
     if "tiles_each" in arguments:
         share = np.count_nonzero(np.diff(arguments["starts"])) / arguments["num_experts"]

@@ -63,7 +63,7 @@ class PlannedStep:
         return self.operations / self.bytes
 
     def floor_ms(self, limits: Limits) -> float:
-        """The least milliseconds on a GPU of these limits: no step is faster, and most are slower."""
+        """Return the least milliseconds that the step can take on a GPU of these limits; most steps take longer."""
         seconds = max(self.bytes / limits.bytes_per_second, self.operations / limits.operations_per_second)
         return seconds * 1e3
 
