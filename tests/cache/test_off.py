@@ -37,8 +37,7 @@ def test_it_never_shows_a_block_as_used():
     cache.add(0, ())
     cache.reserve(0, 9)
 
-    stats = cache.stats()
-    assert (stats.num_blocks, stats.used_blocks, stats.tokens_held) == (0, 0, 0)
+    assert set(cache.stats()) == {0}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from forge.engine import readout
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Task
@@ -110,6 +111,14 @@ def test_a_request_that_cannot_run_is_refused_and_nothing_changes(prompt, task, 
     assert not engine.has_unfinished()
     engine.add_request("r", [1], SamplingParams(), task=Task(sample=True))
     assert [one.request_id for one in engine.step().rejected] == ["r"]
+
+
+def test_an_answer_ends_as_stop_unless_its_prompt_is_all_that_was_asked_for():
+    engine = engine_of()
+    engine.add_request("label", letters("ab"), SamplingParams(max_tokens=1), task=Task(candidates=(1,)))
+    engine.add_request("prompt", letters("ab"), SamplingParams(max_tokens=0, prompt_logprobs=0))
+    run_all(engine)
+    assert [engine.output(name).outputs[0].finish_reason for name in ("label", "prompt")] == ["stop", "length"]
 
 
 def test_a_step_with_a_generation_beside_it_is_mixed():
@@ -563,8 +572,11 @@ def broken_after(text: str):
 
 
 @pytest.mark.parametrize("params", [ONE, SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, prompt_logprobs=1)])
-def test_logits_that_are_no_numbers_end_the_request_that_they_are_of_and_nobody_else(params):
+@pytest.mark.parametrize("slice_rows", [1000, 2])
+def test_logits_that_are_no_numbers_end_the_request_that_they_are_of_and_nobody_else(params, slice_rows, monkeypatch):
+    monkeypatch.setattr(readout, "max_logit_rows", lambda vocab_size: slice_rows)
     engine = new_engine(broken_after("bad"), kv="prefix", max_model_len=64)
+    engine.scheduler.prefill_only._max_logit_rows = slice_rows
     for name in ("abc", "bad", "cab"):
         engine.add_request(name, letters(name), params)
     engine.add_request("generation", letters("hello"), LONG)

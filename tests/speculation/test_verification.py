@@ -264,11 +264,14 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
 
 
 @pytest.mark.parametrize("acceptance", ["gumbel", "rejection"])
-def test_a_verdicts_argmax_is_that_after_bias_and_penalties(acceptance):
-    params = SamplingParams(temperature=1.0, logit_bias={3: 50.0})
-    rows = rows_saying([7, 8])
-    result = verify_drafts([rows], [Proposal((7,), (certain(7),))], params, [1], 5, 0, acceptance=acceptance)
-    assert [verdict.target_argmax for verdict in result.by_draft[0]] == [3]
+def test_a_verdicts_argmax_is_that_after_bias_and_penalties_whatever_was_drawn(acceptance):
+    params, said = SamplingParams(temperature=4.0, logit_bias={3: 5.0}), set()
+    for seed in range(20):
+        draw = Draw(params, seed, 0, [1])
+        result = verify_drafts([rows_saying([7, 8])], [Proposal((7,), (certain(7),))], draw, acceptance=acceptance)
+        assert [verdict.target_argmax for verdict in result.by_draft[0]] == [3]
+        said.add(result.token_ids[0])
+    assert len(said) > 2
 
 
 # What is refused

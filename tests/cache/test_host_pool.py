@@ -1,0 +1,28 @@
+"""Room on the host, and the order in which a step moves blocks."""
+
+import numpy as np
+
+from forge.cache.host_pool import HostEntry, HostPool, Swap
+from forge.cache.kv_storage import BlockCopy, KvLayout, NumpyKvStorage
+
+
+def test_an_entry_takes_its_blocks_of_room_until_it_is_dropped():
+    pool = HostPool(5)
+    pool.add(0, HostEntry(2, 7))
+    pool.add(1, HostEntry(3, 9))
+    assert pool.num_free == 0
+    for _ in range(2):
+        pool.drop(0)
+        assert pool.num_free == 2
+
+
+def test_what_is_swapped_out_is_read_before_copies_and_what_is_swapped_in_is_written_after_them():
+    storage = NumpyKvStorage(KvLayout(1, 4, 1, 1, 1))
+    storage.keys[0, :, 0, 0, 0] = storage.values[0, :, 0, 0, 0] = range(4)
+    pool = HostPool(4)
+    for seq_id, block in ((0, 3), (1, 1)):
+        pool.add(seq_id, HostEntry(1, 1, storage.read_blocks((block,)) if seq_id == 0 else None))
+    pool.move(storage, [Swap(1, (1,))], [BlockCopy(2, 1), BlockCopy(0, 2)], [Swap(0, (2,))])
+
+    assert storage.keys.ravel().tolist() == storage.values.ravel().tolist() == [0, 2, 3, 3]
+    assert np.ravel(pool.entries[1].data).tolist() == [1, 1]
