@@ -7,7 +7,7 @@ from forge.errors import UsageError
 DEVICES = ("cpu", "reference", "cuda")
 DEFAULT_DEVICE = "cpu"
 KERNELS = ("triton", "torch")
-"""Of cuda."""
+"""The implementations of a forward pass on cuda."""
 QUANTIZE_TYPES = ("q8_0",)
 PACKED_WEIGHTS = "FORGE_PACKED_WEIGHTS"
 

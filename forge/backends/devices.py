@@ -50,8 +50,7 @@ def create_backend(
 
 
 def check_device(device: str, quantize: str | None = None, kernels: str | None = None) -> None:
-    """Raises `UsageError` for a device or a type that there is none of, or for what that device does not take. Loads
-    nothing."""
+    """Raise `UsageError` for an unknown device or type, or for one that the device does not support. Loads nothing."""
     if quantize not in (None, *QUANTIZE_TYPES):
         raise UsageError(f"cannot quantize to {quantize!r}; there is {', '.join(QUANTIZE_TYPES)}")
     if device not in DEVICES:
@@ -68,7 +67,7 @@ def kv_dtypes_of(device: str) -> tuple[str, ...]:
 
 
 def check_kv_dtype(kv_dtype: str, device: str) -> None:
-    """Raises `UsageError` for an unknown KV dtype, and for one that the device does not support."""
+    """Raise `UsageError` for an unknown KV dtype, and for one that the device does not support."""
     everywhere, here = kv_dtypes_of("cpu"), kv_dtypes_of(device)
     if kv_dtype not in everywhere:
         raise UsageError(f"unknown kv dtype {kv_dtype!r}; supported: {', '.join(everywhere)}")
@@ -106,7 +105,7 @@ def why_not_cuda() -> str | None:
 
 DEFAULT_UTILIZATION = 0.9
 GRAPH_BYTES = 1 << 30
-"""Left for captured graphs, cuBLAS's workspace and fragments. Guess."""
+"""Memory left free for captured graphs, cuBLAS's workspace and fragments. Guess."""
 
 
 def kv_memory(utilization: float | None, temporary_bytes: int) -> int:

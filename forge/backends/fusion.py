@@ -45,7 +45,7 @@ class Experts:
 
 
 Source = Norm | Array
-"""What a product reads."""
+"""Type of what a product reads."""
 
 
 class FusedOperations(ABC):

@@ -134,7 +134,7 @@ def _operands(*values: Any) -> list[Operand]:
 
 
 def _rows(array: np.ndarray, count: int) -> Operand:
-    """`count` rows of an array."""
+    """Return `count` rows of an array as an operand."""
     return Operand((count, *array.shape[1:]), count * array[0].nbytes)
 
 

@@ -139,9 +139,9 @@ def bench_cache(
 
 
 def _step_time(llm: LLM, length: int, block_size: int, steps: int) -> Facts:
-    """Decode steps of one sequence, everything in them (scheduling, forward pass, choosing a token), of three caches in
-    turn from the same prompt on: contiguous, paged in a fresh pool, and paged in a pool that hands its blocks out in no
-    order, as after a long time."""
+    """Time decode steps of one sequence, everything in them (scheduling, forward pass, choosing a token), with three
+    caches in turn from the same prompt on: contiguous, paged in a fresh pool, and paged in a pool that hands its blocks
+    out in no order, as after a long time."""
     longest = length + steps + 2
     blocks = -(-longest // block_size)
     rng = random.Random(SEED)
@@ -178,8 +178,8 @@ def _scattered(cache: PagedKvCache) -> PagedKvCache:
 
 
 def _first_token(llm: LLM, rounds: int) -> Facts:
-    """Prompts that begin alike and end differently, once through each engine in turn: seconds to the first token with
-    nothing cached, with the beginning cached, and prompt by prompt how many times sooner that is."""
+    """Run prompts that begin alike and end differently once through each engine in turn; return the seconds to the
+    first token with nothing cached, with the beginning cached, and prompt by prompt how many times sooner that is."""
     size, longest = DEFAULT_BLOCK_SIZE, PROMPT_TOKENS + 2
     shared = -(-round(PROMPT_TOKENS * HIT_SHARE) // size) * size
     blocks = 4 * -(-longest // size)
@@ -231,7 +231,7 @@ def bookkeeping(cache: KvCache, steps: int) -> Facts:
 
 
 def allocator_speeds(rounds: int) -> list[Facts]:
-    """Operations on blocks, and on whole sequences, per second: each round does as many of them as it says."""
+    """Measure operations on blocks, and on whole sequences, per second; each round returns how many it did."""
     pool, batch, tokens = BlockPool(1024), 1024, list(range(100))
 
     def blocks() -> int:
@@ -287,7 +287,7 @@ def waste(cache: KvCache, bytes_per_token: int) -> Facts:
 
 
 def hit_rate(block_size: int) -> Facts:
-    """Requests that share a rubric and end in questions of their own, each after the one before has gone."""
+    """Measure the hit rate of requests that share a rubric and end in questions of their own, one after another."""
     rng = random.Random(SEED)
     length = RUBRIC_TOKENS + QUESTION_TOKENS
     cache = PrefixKvCache(4 * -(-length // block_size), block_size)

@@ -18,7 +18,7 @@ from statistics import mean
 from typing import Any, Literal, Protocol
 
 FORGE = "forge"
-"""What forge's own process is called beside its peers."""
+"""The name of forge's own process beside its peers."""
 SEED = 1
 BLOCK_SIZE = 16
 """Tokens of a KV block."""
@@ -31,7 +31,7 @@ class Case:
     """One figure."""
 
     name: str
-    """What `--only` calls it."""
+    """Its name for `--only`."""
     title: str
     kind: Literal["decode", "prefill"]
     sequences: int
@@ -50,7 +50,7 @@ class Case:
         return self.context + self.tokens
 
     def token_ids(self, vocab_size: int, seed: int = SEED) -> list[list[int]]:
-        """`[sequences][length]`, random; the same for every process and every run."""
+        """Draw random tokens `[sequences][length]`, the same for every process and every run."""
         rng = random.Random(f"{seed}-{self.name}")
         return [[rng.randrange(vocab_size) for _ in range(self.length)] for _ in range(self.sequences)]
 
@@ -90,7 +90,7 @@ class Load:
     """Requests in a closed loop: when one ends, the next begins."""
 
     name: str
-    """What `--only` calls it."""
+    """Its name for `--only`."""
     prompt_tokens: int
     output_tokens: int
     concurrency: int
@@ -102,7 +102,7 @@ class Load:
 
     @property
     def question(self) -> dict[str, int]:
-        """What a worker is asked."""
+        """The arguments that a worker gets."""
         return {name: value for name, value in asdict(self).items() if name != "name"} | {"seed": SEED}
 
 
@@ -123,13 +123,13 @@ class ModelSize:
 
     file_bytes: int
     layer_bytes: int
-    """Of the layers' tensors, as the file stores them; experts not included."""
+    """Bytes of the layers' tensors, as the file stores them; experts not included."""
     head_bytes: int
-    """Of the output head, which may be the embedding too."""
+    """Bytes of the output head, which may be the embedding too."""
     embedding_bytes: int
-    """Of an embedding that is not the head; 0 where it is."""
+    """Bytes of an embedding that is not the head; 0 if it is."""
     row_bytes: int
-    """Of one row of the embedding."""
+    """Bytes of one row of the embedding."""
     layer_products: int
     """Multiplications per token in the layers' matrices, float ones counted `FLOAT_PRODUCT` times. Of a mixture of
     experts: those of the experts that a token uses."""
@@ -138,17 +138,17 @@ class ModelSize:
     attention_products: int
     """The same per pair of a query and a key position: both of its dot products, in every layer and query head."""
     kv_bytes: int
-    """Of one token's keys and values in all layers, at two bytes per number."""
+    """Bytes of one token's keys and values in all layers, at two bytes per number."""
     vocab_size: int
     max_context: int
     expert_bytes: int = 0
-    """Of all experts in all layers; 0 for a dense model."""
+    """Bytes of all experts in all layers; 0 for a dense model."""
     share_of_experts: float = 0.0
-    """That a token uses."""
+    """The share of the experts that a token uses."""
 
     @property
     def weight_bytes(self) -> int:
-        """Of all matrices and norms; a head that is the embedding too counts once."""
+        """Bytes of all matrices and norms; a head that is the embedding too counts once."""
         return self.layer_bytes + self.expert_bytes + self.head_bytes + self.embedding_bytes
 
     def bytes_of_used_experts(self, rows: int) -> int:
@@ -186,7 +186,7 @@ class Limits:
     """What the machine can do at most: memory bandwidth and arithmetic."""
 
     bytes_per_second: float
-    """What all threads together read from memory."""
+    """Bytes that all threads together read from memory."""
     products_per_second: float
     """int8 multiplications, each with its addition, when the operands are near."""
 
@@ -208,12 +208,12 @@ class Roofline:
     """A step against the machine's limits (Williams, Waterman and Patterson 2009)."""
 
     bytes_per_second: float
-    """Of what the step must read at least."""
+    """Rate at which the step read what it must read at least."""
     products_per_second: float
     bound: Literal["memory", "arithmetic"]
     """The limit that the step would meet first."""
     share: float
-    """How much of that limit was reached: the least time that the step could take, over the time it took."""
+    """The share of that limit that was reached: the least time that the step could take, over the time it took."""
     limit_seconds: float
 
     @classmethod
@@ -225,7 +225,7 @@ class Roofline:
 
 
 def measure_model(path) -> ModelSize:
-    """`ModelSize` of the model at `path`. Raises the `ForgeError` of its format if it is not sound."""
+    """Read the `ModelSize` of the model at `path`. Raises the `ForgeError` of its format if it is not sound."""
     from forge.gguf import GGMLType
     from forge.model.config import expected_tensors
     from forge.model.loader import open_weights
@@ -307,7 +307,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def unique_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Random prompts; no two of them begin with the same token, if there are enough tokens, so no cache can help."""
+    """Draw random prompts. No two begin with the same token, if there are enough tokens, so no cache can help."""
     rng = random.Random(f"{seed}-{count}-{length}")
     firsts = rng.sample(range(vocab_size), min(count, vocab_size))
     return [
@@ -323,7 +323,8 @@ def drive(
     concurrency: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[Moments], float]:
-    """Every request's moments, in the order in which they ended, and the seconds of the whole."""
+    """Run the prompts, `concurrency` at a time; return each request's moments, in the order in which they ended, and
+    the seconds of the whole."""
     waiting = iter(prompts)
     begun: dict[int, float] = {}
     first: dict[int, float] = {}

@@ -54,14 +54,14 @@ NAMES = ", ".join(case.name for case in CASES + LONG_CASES)
 EXACT = "float32"
 """The process that computes logits in float32, against which the others' are held."""
 EXACT_BYTES = 2 << 30
-"""Of a file at most, since in float32 it takes up to seven times that."""
+"""The largest file for which `EXACT` runs: in float32 it takes up to seven times as much memory."""
 PROMPTS = Case("logits", "logits", "prefill", 2, 0, 24)
 SCHEMA = 2
 """Counts up when a name in the JSON changes its meaning."""
 BUSY = 0.3
-"""Of a CPU: load from elsewhere that makes figures worth less."""
+"""Other programs' load, as a share of a CPU, from which on a warning is shown."""
 DRIFT = 0.1
-"""Between the machine's limits before and after that is worth a word."""
+"""Difference between the machine's limits before and after from which on a warning is shown."""
 
 
 EFFORT = Effort()
@@ -77,7 +77,7 @@ class Plan:
     cases: tuple[Case, ...] = CASES
     peers: tuple[str, ...] = tuple(PEERS)
     threads: int | None = None
-    """None for all usable CPUs."""
+    """None means all usable CPUs."""
     peer_python: str | None = None
     """An interpreter in which peers are looked for first; None for this one alone."""
     peer_bin: str | None = None
@@ -150,7 +150,8 @@ def _limits(plan: Plan) -> Limits:
 
 
 def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, vocab_size: int) -> None:
-    """Each program's error in the logits after some prompts, relative (L2) to float32 arithmetic on the same file."""
+    """Compare each program's logits after some prompts with float32 arithmetic on the same file: the relative error
+    (L2)."""
 
     def ask(name: str) -> Facts:
         runner.say(f"logits: {name}")
@@ -169,10 +170,10 @@ def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, vo
 
 
 def _load(runner: Runner, plan: Plan, path: Path, options: dict[str, int], scratch: str) -> dict[str, Facts]:
-    """Each program loads the file `loads` times, in turn, each time in a new process; the last ones stay.
+    """Have each program load the file `loads` times, in turn, each time in a new process; the last ones stay.
 
     What has to be done once per machine (compiling kernels) does not count. A peer is looked for in `peer_python`
-    first, then in this interpreter. Name → what is known of it.
+    first, then in this interpreter. Returns name → what is known of it.
     """
     _read_through(path)
     pythons = list(dict.fromkeys(filter(None, (plan.peer_python, sys.executable))))

@@ -52,7 +52,7 @@ class Plan:
     model: str = DEFAULT_MODEL
     """A published shape, made up with random weights, or whatever `--model` takes."""
     quantization: str = "BF16"
-    """Of a made-up model."""
+    """Weight type of a made-up model."""
     steps: tuple[Case, ...] = CUDA_STEPS
     loads: tuple[Load, ...] = CUDA_LOADS[:2]
     peers: tuple[str, ...] = tuple(PEERS)
@@ -108,7 +108,7 @@ def model_file(plan: Plan, on_progress: Progress) -> Iterator[tuple[Path, int]]:
 
 
 def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, runner: Runner) -> Iterator[None]:
-    """Everything about one program, after each figure of it."""
+    """Measure everything about one program; yield after each figure."""
     runner.say(f"{name} loads")
     longest = max(
         [case.length for case in plan.steps] + [load.prompt_tokens + load.output_tokens for load in plan.loads]

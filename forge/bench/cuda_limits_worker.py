@@ -29,7 +29,7 @@ def measure(array_bytes: int, seconds: float, side: int = 8192) -> Mapping[str, 
 
 
 def import_torch():
-    """torch, if it sees a GPU. Raises `Missing`."""
+    """Return torch, if it sees a GPU. Raises `Missing`."""
     try:
         import torch
     except Exception as error:  # a shared library that does not load raises what it likes

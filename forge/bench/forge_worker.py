@@ -57,12 +57,12 @@ class ForgeWorker(Worker):
 
     @property
     def read_bytes(self) -> int:
-        """Of weights that one decode step reads: every matrix once, and of the embedding a row."""
+        """Bytes of weights that one decode step reads: every matrix once, and one row of the embedding."""
         return sum(getattr(matrix, "read_bytes", 0) for matrix in _matrices(self._llm.model, embedding=False))
 
     @property
     def kv_bytes(self) -> int:
-        """Per token."""
+        """Bytes of keys and values per token."""
         return self._llm.kv_layout.bytes_per_token
 
     def replay(self, seconds: float) -> Mapping[str, Any]:

@@ -26,11 +26,11 @@ class Timed:
 
     started: float
     chunks: list[float] = field(default_factory=list)
-    """When each chunk with text came."""
+    """The time at which each chunk with text came."""
     ended: float | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    """As the server counts them at the end."""
+    """The server's own count, sent at the end."""
     text: str = ""
     error: str | None = None
     request_id: str = ""
@@ -43,19 +43,20 @@ class Timed:
 
     @property
     def ttft_ms(self) -> float | None:
-        """From sending to the first text."""
+        """Time to first token: from sending to the first text."""
         return 1e3 * (self.chunks[0] - self.started) if self.chunks else None
 
     @property
     def tpot_ms(self) -> float | None:
-        """From the first text to the end, by the tokens after the first: a chunk may have several."""
+        """Time per output token: from the first text to the end, over the tokens after the first (a chunk may have
+        several)."""
         if self.num_tokens < 2 or not self.chunks or self.ended is None:
             return None
         return 1e3 * (self.ended - self.chunks[0]) / (self.num_tokens - 1)
 
     @property
     def itls_ms(self) -> list[float]:
-        """Between one chunk and the next."""
+        """Inter-token latencies: the time between each chunk and the next."""
         return [1e3 * (after - before) for before, after in pairwise(self.chunks)]
 
     @property
@@ -82,7 +83,7 @@ class HttpClient:
         self._idle: list[Connection] = []
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body."""
+        """Send a GET request; return status and body."""
         asked = f"GET {self._base}{path} HTTP/1.1\r\n{self._headers}\r\n"
         connection, status, headers = await self._ask(asked.encode())
         body = b"".join([piece async for piece in read_body(connection[0], headers)])

@@ -112,17 +112,20 @@ class Figure:
         return cls(middle, low, high, len(values))
 
     def text(self, show: Callable[[float], str]) -> str:
-        """`44.1 (43.8–44.6)`."""
+        """Format as `44.1 (43.8–44.6)`."""
         return f"{show(self.median)} ({show(self.low)}–{show(self.high)})"
 
     def times(self, show: Callable[[float], str] = ratio) -> str:
-        """`2.50 (2.00–3.00) x`."""
+        """Format as `2.50 (2.00–3.00) x`."""
         return f"{self.text(show)} x"
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Repetition i of both was measured in one round, so a machine that slows down for a while slows both down: a
-    comparison is made pair by pair, and its figure is the median of these. What only one has is left out."""
+    """Divide `values` by `others`, pair by pair, and leave out values without a partner.
+
+    Both of a pair were measured in one round, so a machine that slows down for a while slows both down. A comparison's
+    figure is the median of these ratios.
+    """
     return [value / divisor for value, divisor in zip(values, others, strict=False)]
 
 
@@ -165,7 +168,7 @@ def about(llm: LLM) -> Facts:
 
 
 def where(facts: Mapping[str, Any], *more: str) -> str:
-    """`tales, cpu (…) on this processor; 5 turns`: the line under a title."""
+    """Return the line under a title: `tales, cpu (…) on this processor; 5 turns`."""
     on = f" on {one_line(facts['machine'])}" if facts.get("machine") else ""
     named = [one_line(facts[name]) for name in ("model", "device") if name in facts]
     return "; ".join([", ".join(named) + on, *more])
@@ -177,7 +180,7 @@ def effort_of(wanted: _Effort, **given: Any) -> _Effort:
 
 
 def select_peers(names: list[str] | None, known: Mapping[str, str]) -> tuple[str, ...]:
-    """`all`, `none`, or names of peers, in the order of `known`. Raises `UsageError` for an unknown name."""
+    """Parse `all`, `none`, or names of peers, in the order of `known`. Raises `UsageError` for an unknown name."""
     if names == ["none"]:
         return ()
     return select(None if names in (None, ["all"]) else ",".join(names or ()), tuple(known), "peer")
@@ -195,7 +198,7 @@ def select(names: str | None, known: Sequence[_Found], what: str = "figure") -> 
 
 
 def numbers(text: str, flag: str, what: str = "numbers", example: str = "1,4,16") -> list[int]:
-    """`1,4,16` as numbers from 1. Raises `UsageError` for anything else."""
+    """Parse `1,4,16` as numbers from 1. Raises `UsageError` for anything else."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise UsageError(f"{flag} takes {what} from 1 with commas, such as {example}, and not {text!r}")

@@ -56,7 +56,7 @@ def _repeat_tile(times, tile, weights, scales, x, x_scales, x_sums, out, groups,
 
 
 def measure(array_bytes: int, seconds: float) -> Mapping[str, Any]:
-    """Both limits, each the median of passes over about `seconds`."""
+    """Measure both limits, each as the median of passes over about `seconds`."""
     threads = usable_cpus()
     return {
         "threads": threads,
@@ -79,7 +79,7 @@ def read_bandwidth(array_bytes: int, seconds: float, threads: int) -> float:
 
 
 def product_rate(seconds: float, threads: int) -> float:
-    """int8 multiplications (each with its addition) per second that `threads` threads do together."""
+    """Measure int8 multiplications (each with its addition) per second that `threads` threads do together."""
     tiles = tile_set(Q8)
     compile_all([tiles])
     work = [_Tile(int(tiles.addresses[MAX_ROWS])) for _ in range(threads)]
@@ -127,7 +127,7 @@ def _passes(work: list[Callable[[], object]], seconds: float) -> list[float]:
 
 
 def _at_once(work: list[Callable[[], object]]) -> None:
-    """Each in a thread of its own; the first in this one."""
+    """Run each in a thread of its own, the first in this one, and wait for all."""
     helpers = [threading.Thread(target=item) for item in work[1:]]
     for thread in helpers:
         thread.start()

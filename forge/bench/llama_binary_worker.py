@@ -30,7 +30,7 @@ SETTINGS = {
     "8-bit KV": ("-ctk", "q8_0", "-ctv", "q8_0"),
 }
 STEPS = 32
-"""Of a decode."""
+"""Steps of a decode."""
 
 
 class LlamaBinaryWorker(Worker):
@@ -76,7 +76,8 @@ class LlamaBinaryWorker(Worker):
         return {"peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024}
 
     def _seconds(self, kind: str, prompt: int, sequences: int, *setting: str) -> float:
-        """Seconds of a prefill or a decode step in a run of its own, from the last row of the program's table."""
+        """Run a prefill or a decode by itself; return the seconds of a step, from the last row of the program's
+        table."""
         steps = 1 if kind == "prefill" else STEPS
         counts = {"-npp": prompt, "-ntg": steps, "-npl": "1,1" if kind == "prefill" else sequences}
         counts |= {"-c": -(-sequences * (prompt + steps + 16) // 256) * 256, "-b": 2048, "-ub": 512}

@@ -23,7 +23,7 @@ UBATCH = 512
 TRIAL_STEPS = {"prefill": 1, "decode": 4}
 """Steps of each setting when the fastest one is chosen."""
 KV_TYPES = {"f16": 1, "8-bit": 8}
-"""How llama.cpp numbers them: GGML_TYPE_F16 and GGML_TYPE_Q8_0."""
+"""llama.cpp's numbers for these types: GGML_TYPE_F16 and GGML_TYPE_Q8_0."""
 
 
 class LlamaCppWorker(Worker):

@@ -26,7 +26,7 @@ from forge.workload.requests import Request, Workload, WorkloadRun
 
 PARTS = ("sweep", "control", "capacity", "packing")
 SCRATCH_JUDGES = 4
-"""Of `capacity`: judges that the blocks set aside for them hold at once."""
+"""Judges that the blocks set aside for them hold at once, in `capacity`."""
 CONTROL_TOKENS, CONTROL_CONCURRENCY = 32, 4
 CLASSES = {"generation": False, "prefill_only": True}
 """Name → whether a generation of one token is prefill-only."""
@@ -93,8 +93,8 @@ def bench_oneshot(
     engines = {name: llm.new_engine(prefill_only=prefill_only) for name, prefill_only in CLASSES.items()}
 
     def level(concurrency: int, output_tokens: int) -> Facts:
-        """So many callers, each with so many tokens in and out: requests per second, and the turns' median of the 95th
-        percentile of the latency."""
+        """Measure `concurrency` callers: requests per second, and the turns' median of the 95th percentile of the
+        latency."""
         say(f"{prompt_tokens} in, {output_tokens} out, {concurrency} at once")
         number = requests or max(16, 2 * concurrency)
         for contender in engines.values():
@@ -130,12 +130,13 @@ def bench_oneshot(
 
 
 def _capacity(llm: LLM, maker: kit.PromptMaker, prompt_tokens: int, reps: int) -> Facts:
-    """Eight generations, and a judge every tenth step while they run. Both classes get the same memory.
+    """Run eight generations, and a judge every tenth step meanwhile. Both classes get the same memory.
 
     As a generation the judges share one pool of `blocks` with the generations; prefill-only, `scratch` of these are set
     aside for them, and the pool that is left holds three generations. latency_ratio: how many times longer the 95th
     percentile of the judges' latency is as a generation, each in the best of `reps` turns. tokens_per_second: of the
-    generations, until the last of them has ended."""
+    generations, until the last of them has ended.
+    """
     generations, judges, prompt, output = 8, 24, 64, 192
     size = llm.kv_layout.block_size
     pool, scratch = 3 * -(-(prompt + output) // size), SCRATCH_JUDGES * -(-prompt_tokens // size)
@@ -171,7 +172,7 @@ def _small_engine(llm: LLM, blocks: int, scratch: int) -> Engine:
 def _beside(
     engine: Engine, generations: Sequence[Sequence[int]], output: int, judges: Sequence[Sequence[int]]
 ) -> tuple[float, list[float], list]:
-    """Generations' tokens per second, the judges' latencies in ms, and the tokens of every request."""
+    """Run both; return the generations' tokens per second, the judges' latencies in ms, and every request's tokens."""
     requests = [Request(tuple(prompt), output) for prompt in generations]
     requests += [Request(tuple(prompt), 1, 10 * number + 9) for number, prompt in enumerate(judges)]
     run = WorkloadRun(engine, Workload(tuple(requests), "steps"))

@@ -23,7 +23,7 @@ from forge.errors import ForgeError, UsageError
 
 _FOLDER = Path(__file__).parent
 REST_SECONDS = 0.03
-"""Between two turns: threads of the one before, which spin for a moment when they have nothing to do, go to sleep."""
+"""Pause between two turns, in which idle threads of the one before stop spinning and go to sleep."""
 PATIENCE_SECONDS = 60.0
 """A process that has spent this much time on the turns of one figure takes no more of them."""
 
@@ -37,13 +37,13 @@ class Effort:
     decode_steps: int = 5
     """Steps of one decode turn at least; its figure is their median."""
     turn_seconds: float = 0.1
-    """A turn at least."""
+    """Seconds of a turn, at least."""
     limit_seconds: float = 2.0
-    """For each of the machine's limits."""
+    """Seconds for measuring each of the machine's limits."""
     array_bytes: int = 1 << 30
-    """Of the array that memory bandwidth is measured with."""
+    """Bytes of the array that memory bandwidth is measured with."""
     request_share: float = 1.0
-    """Of each load's requests."""
+    """The share of each load's requests that runs."""
 
 
 class ProcessFailed(ForgeError):
@@ -60,17 +60,17 @@ class Launch:
 
     name: str
     module: str
-    """Its worker, a module of this package."""
+    """The worker's module in this package."""
     python: str = sys.executable
 
     def command(self) -> list[str]:
-        """Another interpreter has no forge, perhaps, so there the worker is run as the file that it is."""
+        """Return the command line. Another interpreter may not have forge, so it runs the worker as a file."""
         if self.python == sys.executable:
             return [self.python, "-m", f"{__package__}.{self.module}"]
         return [self.python, str(_FOLDER / f"{self.module}.py")]
 
     def environment(self) -> dict[str, str]:
-        """This process's, with this forge to be found by our own interpreter wherever it was started from."""
+        """Return this process's environment; for our own interpreter, forge can be imported from any folder."""
         if self.python != sys.executable:
             return dict(os.environ)
         paths = [str(_FOLDER.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

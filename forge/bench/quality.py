@@ -150,15 +150,16 @@ class _Variant:
     llm: LLM
     nll: float = 0.0
     seen: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
-    """By the model whose float32 reference it is held against, its own file's first: of each window, every position's
-    divergence, and whether both held the same token for the likeliest."""
+    """Model whose float32 reference it is compared with (its own file's first) → for each window, every position's
+    divergence, and whether both had the same most likely token."""
 
     @property
     def is_reference(self) -> bool:
         return (self.device, self.kv_dtype) == REFERENCE
 
     def result(self, tokens: int) -> Facts:
-        """kl: the mean, in nats per token; kl_max: the worst position's; top1_agreement: the share of positions."""
+        """Return the figures. kl: the mean, in nats per token; kl_max: the worst position's; top1_agreement: the share
+        of positions."""
         against = []
         for name, windows in self.seen.items():
             kl, agreed = (np.concatenate(column) for column in zip(*windows, strict=True))
@@ -169,7 +170,7 @@ class _Variant:
 
 
 def _read_window(window: list[int], variants: list[_Variant], first: str) -> None:
-    """Every variant predicts one window: the references first, because all others are held against them."""
+    """Predict one window with every variant: the references first, because all others are compared with them."""
     references: dict[str, np.ndarray] = {}
     for variant in sorted(variants, key=lambda variant: not variant.is_reference):
         variant.llm.kv_dtype = variant.kv_dtype  # what `logits` rounds to: its storage is made per call
@@ -188,7 +189,7 @@ def perplexity(nll: float, tokens: int) -> float:
 
 
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    """`[rows, vocab]` → their log softmax, float64."""
+    """Compute the log softmax of each row of `[rows, vocab]`, in float64."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -205,7 +206,7 @@ def negative_log_likelihood(logits: np.ndarray, token_ids: Sequence[int]) -> flo
 
 
 def divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """KL(softmax(reference) || softmax(logits)) of each row, float64 nats. At least 0, and exactly 0 for equal rows."""
+    """Compute KL(softmax(reference) || softmax(logits)) of each row, float64 nats. At least 0, and 0 for equal rows."""
     out = np.empty(len(reference))
     for start, rows in _parts(reference):
         p, q = log_probabilities(rows), log_probabilities(logits[start : start + len(rows)])

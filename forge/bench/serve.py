@@ -49,12 +49,12 @@ from forge.workload.requests import RecordedRequest, recorded_requests
 
 PERCENTILES = (50, 90, 95, 99)
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
-"""As the JSON and as the screen calls them."""
+"""Each metric's name in the JSON → its name on the screen."""
 DATASETS = ("random", "unique", "words")
 WORDS = "time year people way day man thing woman life child world school state family student group country problem"
 """Each a token of most vocabularies, with the space before it."""
 COMMON_TEXTS = 4
-"""Of `--prefix-reuse`: how many texts prompts begin with."""
+"""How many different texts prompts begin with, with `--prefix-reuse`."""
 _WIDTH, _HEIGHT = 60, 8
 
 Prompt = str | list[int]
@@ -76,7 +76,7 @@ class ServePlan:
     )
     concurrency: int = field_option(4, "Requests under way at most.", MEASURE)
     request_rate: float | None = field_option(None, "Requests per second.", MEASURE, shown="as answered")
-    """As a Poisson process; None sends as `concurrency` allows."""
+    """Arrivals are a Poisson process; None sends as `concurrency` allows."""
     goodput: Sequence[str] = field_option((), "A goal, such as ttft:100; may be repeated.", MEASURE)
     seed: int = field_option(0, "", MEASURE)
     probe_health: bool = field_option(False, "Time /health meanwhile, twenty times a second.", MEASURE)
@@ -193,7 +193,7 @@ def replaying(plan: ServePlan, workload: Path) -> ServePlan:
 
 @dataclass
 class ServeBenchmark:
-    """What came of it."""
+    """The results of the benchmark."""
 
     plan: ServePlan
     model: str
@@ -201,7 +201,7 @@ class ServeBenchmark:
     duration: float = 0.0
     """Seconds from the first request to the end of the last."""
     cpu_seconds: float = 0.0
-    """What the client itself took."""
+    """CPU time of the client itself."""
     ready_after: float = 0.0
     """Seconds until the server answered for the first time."""
     health_ms: Sequence[float] = ()
@@ -209,7 +209,7 @@ class ServeBenchmark:
     """Output tokens per second of the server, and of its peer or of the engine alone on the same requests right after,
     turn by turn; where that was asked for."""
     peer: "ServeBenchmark | None" = None
-    """What came of the same requests to another server."""
+    """The results of the same requests to another server."""
 
     @property
     def good(self) -> list[Timed]:
@@ -217,11 +217,11 @@ class ServeBenchmark:
 
     @property
     def client_cpu_share(self) -> float:
-        """Of one CPU."""
+        """The client's CPU time, as a share of one CPU."""
         return self.cpu_seconds / self.duration
 
     def values(self, metric: str) -> list[float]:
-        """`ttft`, `tpot`, `itl` or `e2el` in milliseconds, of all requests that succeeded."""
+        """Return `ttft`, `tpot`, `itl` or `e2el` in milliseconds, of all requests that succeeded."""
         if metric == "itl":
             return [gap for request in self.good for gap in request.itls_ms]
         every = (getattr(request, f"{metric}_ms") for request in self.good)
@@ -416,14 +416,14 @@ def serve_object(result: ServeBenchmark) -> Facts:
 
 
 def goodput(result: ServeBenchmark) -> float | None:
-    """Requests per second that met every goal; None without goals."""
+    """Return the requests per second that met every goal; None without goals."""
     goals = parse_goodput(result.plan.goodput)
     met = [all((getattr(request, f"{metric}_ms") or 0.0) <= most for metric, most in goals) for request in result.good]
     return sum(met) / result.duration if goals else None
 
 
 def parse_reuse(text: str) -> list[tuple[float, float]]:
-    """`0:4,0.9:2` as shares and weights; a share alone is that of every prompt. Raises `UsageError` otherwise."""
+    """Parse `0:4,0.9:2` as shares and weights; a share alone is that of every prompt. Raises `UsageError` otherwise."""
     try:
         pairs = [part.partition(":") for part in text.split(",")]
         parts = [(float(share), float(weight) if colon else 1.0) for share, colon, weight in pairs]
@@ -435,7 +435,7 @@ def parse_reuse(text: str) -> list[tuple[float, float]]:
 
 
 def parse_goodput(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """`ttft:100` as ("ttft", 100.0). Raises `UsageError` for anything else."""
+    """Parse `ttft:100` as ("ttft", 100.0). Raises `UsageError` for anything else."""
     goals = [re.fullmatch(r"(ttft|tpot|e2el):(\d+\.?\d*)", text) for text in texts]
     for text, goal in zip(texts, goals, strict=True):
         if goal is None or not float(goal[2]):
@@ -444,7 +444,7 @@ def parse_goodput(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
 
 
 def screen(facts: Facts) -> Iterator[Part]:
-    """Throughput, then a table of latencies."""
+    """Draw the throughput, then a table of latencies."""
     yield title(fill("{num_prompts} requests to {model_id:line}, {max_concurrency} at once", facts))
     rate = facts["request_rate"]
     speed = "as fast as they are answered" if rate == "inf" else f"{rate:g} requests/s"
@@ -534,7 +534,7 @@ def latency_over_throughput(levels: Sequence[Facts], width: int) -> list[Text]:
 
 
 def chart_parts(result: ServeBenchmark) -> list[Part]:
-    """Throughput over the time of a measurement, by the moments at which text came."""
+    """Draw the throughput over the time of a measurement, from the moments at which text came."""
     began = min((request.started for request in result.good), default=0.0)
     if not (times := [moment - began for request in result.good for moment in request.chunks]):
         return []
@@ -544,7 +544,7 @@ def chart_parts(result: ServeBenchmark) -> list[Part]:
 
 
 def save_logs(folder: Path, levels: Sequence[Facts]) -> None:
-    """Each level's figures and every request's times in a file of their own. Raises `ForgeError` for a bad folder."""
+    """Save each level's figures and every request's times, a file per level. Raises `ForgeError` for a bad folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for level in levels:

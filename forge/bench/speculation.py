@@ -34,8 +34,8 @@ BEGINNINGS = (
 SUMMARIES = (
     "alpha", "tokens_per_cycle", "predicted", "predicted_with_verification", "draft_cost", "verify_cost",
 )  # fmt: skip
-"""Of each turn; the median counts, None where nothing was proposed. predicted: (αK + 1) / (1 + K · t_draft / t_target);
-with_verification: the same with the measured time of the verification."""
+"""Figures of each turn; the median counts, None where nothing was proposed. predicted: (αK + 1) / (1 + K · t_draft /
+t_target); with_verification: the same with the measured time of the verification."""
 
 
 _Turn = tuple[list[StepRecord], list[tuple[int, ...]]]

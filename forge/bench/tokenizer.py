@@ -123,7 +123,7 @@ def bench_tokenizer(
 
 
 def times(name: str, chars: int, tokens: int, theirs: float, ours: float) -> Facts:
-    """Microseconds per call, medians."""
+    """Build the facts of a comparison: median microseconds per call."""
     size = {"name": name, "chars": chars, "tokens": tokens}
     return size | {"theirs": theirs, "ours": ours, "speed_up": theirs / ours}
 
@@ -224,7 +224,7 @@ def _loaded(load: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Theirs") -> list[float]:
-    """Microseconds per call of each, the two taking turns."""
+    """Time a call of each, the two in turns; return the median microseconds per call."""
     seconds: list[tuple[float, float]] = []
     began = time.perf_counter()
     while len(seconds) < 3 or time.perf_counter() - began < TURN_SECONDS:
@@ -233,7 +233,7 @@ def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Th
 
 
 def _threads_seconds(contender: "Ours | Theirs", text: str) -> float:
-    """Seconds per encode with 8 threads at it."""
+    """Return the seconds per encode while 8 threads encode."""
     with ThreadPoolExecutor(THREADS) as threads:
 
         def encode_all() -> None:
@@ -256,11 +256,11 @@ def _document(spec: TokenizerSpec) -> str:
 
 
 _TEXTS = Path(__file__).with_name("tokenizer_texts.json")
-"""What they are cut from, beside stories."""
+"""The texts that inputs are cut from, beside stories."""
 
 
 def inputs() -> dict[str, str]:
-    """Text by kind."""
+    """Return the texts by kind."""
     texts = json.loads(_TEXTS.read_text(encoding="utf-8"))
     chinese, code, mixed = (texts[name] for name in ("chinese", "code", "mixed"))
     stories = "\n\n".join(held_out_stories())
@@ -288,5 +288,5 @@ def inputs() -> dict[str, str]:
 
 
 def _cut(text: str, length: int) -> str:
-    """So many characters of it; after the last comes the first."""
+    """Return the first `length` characters of `text`, repeated as often as needed."""
     return (text * (-(-length // len(text))))[:length]

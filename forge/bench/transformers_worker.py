@@ -86,7 +86,7 @@ class TransformersWorker(Worker):
         return {"logits": self._model(ids, logits_to_keep=1).logits[0, -1].float().tolist()}
 
     def _compile(self) -> str:
-        """Steps as CUDA graphs, if this release can; the setting."""
+        """Make the steps run as CUDA graphs, if this release can; return the setting."""
         self._forward = self._torch.compile(self._model, mode="reduce-overhead", dynamic=False)
         try:
             for _ in range(4):
@@ -181,7 +181,7 @@ def _load(path: str, torch, transformers):
 
 
 def _read_by_forge(path: str, torch, transformers):
-    """Qwen3ForCausalLM with the file's weights dequantized and rounded to bfloat16."""
+    """Build a Qwen3ForCausalLM with the file's weights dequantized and rounded to bfloat16."""
     from pathlib import Path
 
     from forge.model.config import expected_tensors

@@ -81,7 +81,7 @@ def respond(worker: object, line: str) -> dict[str, Any]:
 
 
 def take_turn(step: Callable[[], float], min_steps: int, min_seconds: float, expected: float) -> list[float]:
-    """Times of at least `min_steps` steps that take `min_seconds` together, in seconds.
+    """Time at least `min_steps` steps that take `min_seconds` together; return the seconds of each.
 
     step: does its work and returns how long it took, without what it had to put in order before and after. expected:
     how long one took last time; before short ones, one more runs untimed, because this process was idle until now.

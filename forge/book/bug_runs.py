@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from forge.llm import LLM
 
 MAX_STEPS = 1000
-"""More than any run takes, so that a bug that goes round in circles ends too."""
+"""Steps at most, so that a bug that never ends its requests ends too. No other run takes so many."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class BugRun:
     steps: int
     """Steps that were made, the one that failed included."""
     token_ids: tuple[tuple[int, ...], ...]
-    """Of each sample of each request, as far as it came; those who hung up left out."""
+    """The tokens of each sample of each request, as far as it came; aborted requests are left out."""
     texts: tuple[str, ...]
     failure: str | None = None
-    """What did not hold, where something did not."""
+    """The invariant that did not hold, if one did not."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class BugRuns:
     bug: Bug
     sound: BugRun
     checked: BugRun
-    """With the bug. Every invariant is checked as soon as a step is planned, and again when it is over."""
+    """The run with the bug. Every invariant is checked as soon as a step is planned, and again when it is over."""
     unchecked: BugRun
-    """With the bug and no checks."""
+    """The run with the bug and no checks."""
 
     @property
     def different(self) -> tuple[int, ...]:

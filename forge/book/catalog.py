@@ -46,7 +46,7 @@ def chapters_folder() -> Path:
 
 
 def entries() -> tuple[Entry, ...]:
-    """All chapters, in order."""
+    """List all chapters, in order."""
     return tuple(Entry(path) for path in sorted(chapters_folder().glob("[0-9][0-9]_*.md")))
 
 
@@ -88,7 +88,7 @@ class ChapterLine:
     page: int | None
     """The page on which it was left, counted from 1; None where it was not begun, or read to its end since."""
     finished: bool
-    """It has been read to its end, ever."""
+    """The reader has read it to its end at least once."""
 
     @property
     def state(self) -> str:

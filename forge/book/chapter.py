@@ -20,7 +20,7 @@ _KEY = re.compile(r"^(?P<key>[a-z]+): *(?P<value>.*)$")
 
 
 ANSWER = "answer"
-"""In the conditions and texts of a prediction's outcomes: the number that is its answer."""
+"""Name of the answer's number in the conditions and texts of a prediction's outcomes."""
 GIVEN = ("machine", "model", "given")
 """Facts that are there without a run (`session.Session.measured`)."""
 
@@ -44,9 +44,10 @@ class Run:
     command: str
     """As a reader would type it: `forge naive --only run "Once upon a time" 128`."""
     condition: str = ""
-    """An expression over `GIVEN`. Where it does not hold the command is not run, nor shown what depends on it."""
+    """An expression over `GIVEN`. Where it does not hold, the command is not run, and what depends on it is not
+    shown."""
     unclaimed: str = ""
-    """What is said there."""
+    """The text in its place where the condition does not hold."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Source:
     light: tuple[str, ...] = ()
     spans: tuple[Span, ...] = (Span(),)
     omitted: str = ""
-    """In a few words, what is left out after the last span."""
+    """A few words about what is left out after the last span."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Choice:
     condition: str | None
     """An expression that is true where this is the right one. None: whenever no other is. `False`: never."""
     why: str = ""
-    """What is said if it is the right one."""
+    """The explanation if it is the right one."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ class Predict:
     """A number, as one placeholder: `{{climb.last_over_second:times}}`. Empty where there are choices."""
     choices: tuple[Choice, ...]
     why: str
-    """What is true of every run, said after the outcome."""
+    """The explanation that is true of every run; it follows the outcome."""
     outcomes: tuple[Outcome, ...] = ()
     """The first whose condition holds is said once the answer is known."""
     restated: str = ""
     """The question as its verdict repeats it; by default its sentences that end with a question mark."""
     untold: str = ""
-    """What is said where the run does not tell the answer."""
+    """The text if the run does not tell the answer."""
     condition: str = ""
     """An expression. Where it does not hold, the run does not tell."""
 
@@ -141,11 +142,11 @@ class Claim:
     sentence: str
     expression: str
     otherwise: str = ""
-    """What is said where it does not hold."""
+    """The text if the expression does not hold."""
     condition: str = ""
     """An expression. Where it does not hold the sentence is not claimed."""
     unclaimed: str = ""
-    """What is said there."""
+    """The text if the condition does not hold."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ class Check:
 
     claims: tuple[Claim, ...]
     certain: bool
-    """They follow from how the engine works, so one that does not hold is a bug. Otherwise they are about time, and a
-    busy machine may make them untrue."""
+    """Whether the claims follow from how the engine works, so that one that does not hold is a bug. Otherwise they are
+    about time, and a busy machine may make them untrue."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Recap:
 RECAP_LINES = 5
 Block = Prose | Run | Source | Predict | Verdict | Finding | Check | Recap
 Step = tuple[Block, ...]
-"""What is read in one go: a pause follows it, or a question that it ends with."""
+"""The blocks that are read in one go: a pause follows, or the question that they end with."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Chapter:
 
     title: str
     blocks: tuple[Block, ...]
-    """In the order of the text, verdicts where they are due, the recap last."""
+    """Its blocks in the order of the text, verdicts where they are due, the recap last."""
 
     @property
     def names(self) -> set[str]:

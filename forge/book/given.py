@@ -15,7 +15,7 @@ from forge.cache.kv_storage import KV_ITEM_BYTES, vector_bytes
 from forge.model.catalog import DEFAULT_MODEL, is_hash_model, model_name, resolve_model
 
 BUSY_SHARE = 0.25
-"""Of all processors. From here on a run is disturbed."""
+"""Other programs' share of all processors from which on a run counts as disturbed."""
 SHORTEST_SECONDS = 0.2
 """A shorter run is not judged: the system counts hundredths of a second."""
 

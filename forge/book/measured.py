@@ -44,7 +44,7 @@ class Unmeasured(Exception):
 
 Path = tuple[str | int, ...]
 Touch = Callable[[Path, Any], Any]
-"""Called with where a single value lies and the value; returns what is read in its place."""
+"""Called with the place of a single value and the value; returns what is read instead of it."""
 
 
 class Facts:

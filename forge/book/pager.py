@@ -67,7 +67,7 @@ class Pager:
         self._page = 0
         self._screen = 0
         self._typed = ""
-        """What the reader has typed of an answer."""
+        """What the reader has typed of an answer so far."""
         self._objection = ""
         self._passed = False
         """The reader has asked to go on without an answer, and was asked back."""

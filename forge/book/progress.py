@@ -27,7 +27,7 @@ class Progress:
     review: dict[str, str] = field(default_factory=dict)
     """Questions that were answered wrong, and the day from which on they are asked again (`forge.book.review`)."""
     session: Mapping[str, Any] = field(default_factory=dict)
-    """Of the last chapter, if it was left in the middle: `Session.saved`, and what identifies its text."""
+    """State of the last chapter, if it was left in the middle: `Session.saved`, and what identifies its text."""
 
     def reach(self, command: str, page: int, num_pages: int) -> None:
         """Note that the reader is on this page. The last page finishes the chapter, which then begins anew when it is

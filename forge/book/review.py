@@ -36,7 +36,7 @@ class Question:
 
 
 def questions(entries: tuple[Entry, ...]) -> list[Question]:
-    """Every question that can be asked without a run, in the order of the chapters."""
+    """List every question that can be asked without a run, in the order of the chapters."""
     asked = ((entry, block) for entry in entries for block in entry.chapter.blocks if isinstance(block, Predict))
     return [Question(entry, predict) for entry, predict in asked if predict.choices and not predict.names()]
 

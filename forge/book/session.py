@@ -44,7 +44,7 @@ class Guess:
     """What the reader predicted, before the run."""
 
     text: str
-    """As the reader wrote it."""
+    """The reader's own words."""
     value: float | int
     """A number in the answer's own unit, or the index of a choice."""
 
@@ -55,7 +55,7 @@ class Judged:
 
     claim: Claim
     holds: bool | None
-    """None where this run cannot tell, or the sentence is not claimed."""
+    """None if this run cannot tell, or if the sentence is not claimed."""
     unclaimed: bool = False
     """The claim's condition does not hold."""
 
@@ -71,7 +71,7 @@ class Session:
     reports: dict[Run, Report] = field(default_factory=dict)
     guesses: dict[Predict, Guess] = field(default_factory=dict)
     loads: dict[Run, OtherLoad] = field(default_factory=dict)
-    """What other programs took of the processors during each run."""
+    """Other programs' load on the processors during each run."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Facts about the model that the chapter runs."""
     drawn: dict[Run, tuple[str, ...]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Session:
     given: Sequence[str] = ()
     """Names of the options that the reader gave."""
     goes_on: str = ""
-    """What `forge next` opens after this chapter, in a sentence."""
+    """A sentence that says what `forge next` opens after this chapter."""
 
     @property
     def measured(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Span:
     start: str | None = None
     stop: str | None = None
     omitted: str = ""
-    """In a few words, what is left out before it."""
+    """A few words about what is left out before it."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Excerpt:
     """Lines of a definition, and an elision where some are left out."""
 
     path: str
-    """From the folder that holds the package: `forge/model/qwen3.py`."""
+    """Path from the folder that holds the package: `forge/model/qwen3.py`."""
     name: str
-    """In its file: `Qwen3.forward_pass`."""
+    """Qualified name in its file: `Qwen3.forward_pass`."""
     first_line: int
-    """Its first line's number in the file."""
+    """Number of its first line in the file."""
     lines: tuple[str, ...]
-    """Without the indentation that they share."""
+    """Its lines without the indentation that they share."""
     lit: frozenset[int]
     """Indices of the lines that matter."""
     elided: frozenset[int] = frozenset()

@@ -54,9 +54,9 @@ class Station:
     dotted: str
     """The function that does the work: `forge.engine.scheduler.Scheduler.schedule`."""
     text: str
-    """What it did with this request."""
+    """What the station did with this request."""
     at_ms: float | None = None
-    """Since the client sent it; None where nothing measures it."""
+    """Milliseconds since the client sent the request; None where nothing measures it."""
 
     @property
     def where(self) -> str:
@@ -86,20 +86,20 @@ class TourStep:
 
     step: int
     queued_ms: float | None
-    """What the request had waited when the step began; None for one that it did not wait for."""
+    """How long the request had waited when the step began; None if it did not wait for this step."""
     held: int
     """Tokens in its blocks when the step was over."""
     block_size: int
     rows: int
     forward_ms: float
     token: str
-    """What was chosen."""
+    """The chosen token."""
     text: str
-    """What the client has read by then."""
+    """The text that the client has received by then."""
 
     @property
     def slots(self) -> str:
-        """Its last block, slot by slot, behind the number of full ones: `2 + ███░░░`."""
+        """The request's last block, slot by slot, after the number of full ones: `2 + ███░░░`."""
         full = max(0, self.held - 1) // self.block_size
         used = self.held - full * self.block_size
         drawn = "█" * used + "░" * (self.block_size - used)

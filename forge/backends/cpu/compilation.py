@@ -447,7 +447,8 @@ define half @forge_float_to_half(float %float) {
 """float16 to float32 and back in integers, rounded as the IEEE 754 instructions round."""
 
 _LIBRARY_NAMES = {"__extendhfsf2": "forge_half_to_float", "__truncsfhf2": "forge_float_to_half"}
-"""What LLVM calls for a conversion that the processor has no instruction for, and few C libraries have."""
+"""Functions that LLVM calls to convert a number where the processor has no instruction for it. Few C libraries have
+them."""
 
 
 @cache

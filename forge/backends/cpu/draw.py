@@ -24,7 +24,7 @@ class CompiledDraw:
         self._make_room(4096)
 
     def _make_room(self, count: int) -> None:
-        """Places for token ids and scores, which they are copied to: finding an array's address takes longer."""
+        """Allocate room for token ids and scores, which are copied to it: finding an array's address takes longer."""
         self._token_ids, self._scores = np.empty(count, np.int64), np.empty(count, np.float64)
         self._addresses = self._token_ids.ctypes.data, self._scores.ctypes.data
 

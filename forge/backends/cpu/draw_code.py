@@ -116,7 +116,7 @@ def _num_hopeless(b, words, scores, least_word, lucky_word, close):
 
 @numba.njit
 def _least_word(lead):
-    """Words below it give less noise than `lead`: u < 1 - exp(-lead) ≤ exp(-exp(-lead))."""
+    """Return the word below which noise is less than `lead`: u < 1 - exp(-lead) ≤ exp(-exp(-lead))."""
     share = 1.0 - 1.000001 * np.float64(exp_f32(np.float32(-lead)))
     return max(np.int64(share * 4294967296.0) - 2, 0)
 

@@ -46,7 +46,7 @@ draw = Kernel("draw_code", "draw", ("int64",) * 10, "int64")
 
 
 def all_items() -> list[MachineCode]:
-    """Everything that any model may need compiled."""
+    """List everything that any model may need compiled."""
     tiles = [tile_set(layout) for layout in dict.fromkeys(packing.LAYOUT_OF_TYPE.values())]
     items = (*globals().values(), *thread_pool.POOL_KERNELS, *tiles)
     return [item for item in items if isinstance(item, MachineCode)]

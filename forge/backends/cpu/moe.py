@@ -193,7 +193,7 @@ def experts_bf16(op, ctx, thread, threads):
 
 
 def combine(op, ctx, thread, threads):
-    """x += the weighted sum of a row's results, experts in ascending order. One item per row."""
+    """Add the weighted sum of a row's results to x, experts in ascending order. One item per row."""
     used, width = op.num_used, op.out.stride
     while True:
         row = next_item(op, 1)

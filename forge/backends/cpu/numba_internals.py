@@ -101,10 +101,10 @@ def _intermediate_code_only() -> Iterator[None]:
 
 
 def _c_wrapper(name: str, numba_name: str, arguments: tuple[str | np.dtype, ...], result: str) -> str:
-    """LLVM code of the C function `name` around one that Numba compiled.
+    """Write the LLVM code of the C function `name` around one that Numba compiled.
 
     Numba's functions take two more addresses, for the result and for an exception, and return a status. Kernels raise
-    nothing, so the status is not looked at: no code remains that would need the interpreter, or Numba, at run time.
+    nothing, so the status is not looked at.
     """
     kinds = ["i64" if isinstance(argument, str) else "ptr" for argument in arguments]
     declared, values = ", ".join(kinds), ", ".join(f"{kind} %{number}" for number, kind in enumerate(kinds))

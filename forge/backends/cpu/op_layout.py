@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 LINE_BYTES = 64
-"""Of a cache line: what several threads write lies in lines of its own."""
+"""Size of a cache line: what several threads write lies in lines of its own."""
 OPERATION_BYTES = 5 * LINE_BYTES
 
 Field = str | tuple[str, Any]
@@ -122,7 +122,7 @@ def operation(*names: Field) -> np.dtype:
 
 
 OPERATION = operation()
-"""What all have in common."""
+"""The fields that all operations have."""
 
 EMBED = operation(
     ("out", ROWS),
@@ -199,11 +199,11 @@ ROWS_PER_BLOCK = 16
 ROWS_NEAR = 128
 """Rows of a large batch that pass over weights together: their quants stay in the second-level cache meanwhile."""
 GLU_SCRATCH_FLOATS = ROWS_NEAR * 2 * 32
-"""What `gate_up_swiglu` needs of a thread's scratch: of those rows 32 gates and 32 ups."""
+"""Scratch of a thread for `gate_up_swiglu`: 32 gates and 32 ups of each of those rows."""
 DRAW_COUNTERS = 256
 """Philox counters whose words a draw computes together."""
 DRAW_SCRATCH_BYTES = 16 * DRAW_COUNTERS
-"""Of those words, four of 32 bits for each counter."""
+"""Scratch for those words: four of 32 bits per counter."""
 
 # The memory that a pool's threads share.
 

@@ -73,7 +73,7 @@ class Operation:
     arguments: dict[str, Any]
     layer: int
     name: str
-    """What a timing calls it."""
+    """Its name in a timing."""
     waits: bool = False
 
     @property
@@ -89,11 +89,11 @@ class Recording:
     quantized: set[Buffer] = field(default_factory=set)
     matrices: list[Matrix | ExpertMatrices] = field(default_factory=list)
     output: Buffer | None = None
-    """Where the result lies."""
+    """The buffer that the result is in."""
     rope: Rope | None = None
     heads_per_kv_head: int = 1
     experts_per_row: int = 0
-    """Of a mixture of experts; 0 for a dense model."""
+    """Experts that a row uses; 0 for a dense model."""
 
     @property
     def logits(self) -> Buffer:
@@ -216,9 +216,9 @@ def _new_parts(buffer: Buffer, rows: int, quantized: bool, arena: Arena) -> Part
 
 
 _READ_QUANTS = (k.matmul_quantized, k.gate_up_swiglu, k.experts_quantized)
-"""They read the quantized form of `x`."""
+"""Kernels that read the quantized form of `x`."""
 _WRITE_BOTH = (k.rms_norm, k.swiglu, k.gather)
-"""They write values, and the quantized form too if a product reads it."""
+"""Kernels that write values, and the quantized form too if a product reads it."""
 _WRITE_QUANTS = (k.gate_up_swiglu, k.quantize)
 _IN_PLACE = {k.quantize: ("x",), k.norm_rope_store: ("q", "k")}
 """Arguments that are read and written."""

@@ -26,7 +26,7 @@ _execute_kernel = Kernel("thread_pool_code", "execute", (POOL, "int64"))
 _serve_kernel = Kernel("thread_pool_code", "serve", (POOL, "int64", "int64"), "int64")
 
 POOL_KERNELS = (_start_kernel, _execute_kernel, _serve_kernel)
-"""What a pool needs compiled."""
+"""The kernels that a pool needs compiled."""
 
 _INT64 = ctypes.c_int64
 

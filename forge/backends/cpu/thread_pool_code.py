@@ -16,7 +16,7 @@ from forge.backends.cpu.vectors import address, emits, field_address
 _SPINS_BEFORE_YIELD = 4000
 _SPINS_BEFORE_SLEEP = 20_000
 _PLACE_BITS = 20
-"""Of a place in a program: the number of the program in the bits above, that of an operation in these."""
+"""A place in a program is one integer: its low bits, as many as this, number the operation, those above the program."""
 
 
 def _atomic(operation: str):

@@ -61,7 +61,7 @@ class TileLayout:
     bits: int
     """8, 6, 4, 3 or 2."""
     bias: int
-    """What was added to make the quants unsigned."""
+    """The number that was added to make the quants unsigned."""
     group: int
     """Inputs that share one weight scale: 32, or 16 for Q2_K, Q3_K and Q6_K."""
     scale_kind: str

@@ -61,7 +61,7 @@ class Launch:
 
 
 _FUSED = {"NORM": "RMSNorm", "GLU": "SwiGLU", "ADD": "residual"}
-"""What a product may have fused into it, by the constant that says so."""
+"""Operations that a product may have fused into it, by the kernel constant that switches each on."""
 _PLAIN_NAMES = {
     "argmax_rows": "argmax",
     "gumbel_argmax": "draw",

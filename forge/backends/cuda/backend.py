@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHARE_FOR_COPIES = 0.25
-"""Of the device's free memory, what dense copies of packed weights may take."""
+"""The share of the device's free memory that dense copies of packed weights may take."""
 INTERPRETED_MULTIPROCESSORS = 2
-"""What shapes are chosen for under the interpreter, which takes a millisecond per program."""
+"""The multiprocessors that shapes are chosen for under the interpreter, which takes a millisecond per program."""
 WARM_CONTEXT = 4096
 """Kernels that steps up to so many tokens launch are compiled before the first step."""
 DEPENDENT_LAUNCH = (9, 0)

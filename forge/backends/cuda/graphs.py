@@ -40,7 +40,7 @@ class Graphs:
         self._seen: set[Hashable] = set()
         self._refused: dict[Hashable, str] = {}
         self._pool: Any = None
-        """What torch calls the memory that all graphs share."""
+        """Torch's handle of the memory that all graphs share."""
         self.last: torch.cuda.CUDAGraph | None = None
         """The graph that was replayed last, for timing it by itself."""
 

@@ -16,15 +16,16 @@ from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
 from forge.model.forward_batch import ForwardBatch
 
 LEAST_WORDS = 1 << 16
-"""Of the buffer, so that it rarely moves. Guess."""
+"""Words of the buffer at least, so that it rarely moves. Guess."""
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows of a decode step that graphs are captured for. Guess."""
 TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
 """Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for. Guess."""
 FINE_BUCKETS = (160, 192)
-"""More of both, with `Tuning.fine_buckets`. Guess."""
+"""Further buckets of both kinds, with `Tuning.fine_buckets`. Guess."""
 MOST_LOGIT_ROWS = 256
-"""Of a step that graphs are captured for. A graph keeps its logits' memory, 600 KB a row. Guess."""
+"""Logit rows, at most, of a step that graphs are captured for. A graph keeps its logits' memory, 600 KB a row.
+Guess."""
 PRUNING = 4
 """The last layer is computed for the logit rows alone where they are fewer than one row in this many. Guess."""
 
@@ -39,12 +40,12 @@ class Shape:
     is_decode: bool
     """One row per sequence, all of which need logits, and none of which needs another's key of this step."""
     tiles: int
-    """Of attention, padding included; a decode has one per row."""
+    """Tiles of attention, padding included; a decode has one per row."""
     tile_rows: int
     """Rows of a tile."""
     splits: int
     last_splits: int
-    """Of the last layer, which attends for the logit rows alone."""
+    """Splits of the last layer's attention, which runs for the logit rows alone."""
     is_bucket: bool
     """Whether it is one of the shapes that graphs are captured for."""
     in_float32: bool = False

@@ -29,11 +29,11 @@ Launcher = Callable[..., None]
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 """Multiply and add in one instruction, whatever this Triton's default is."""
 EMBED_COLUMNS = 1024
-"""Of a row of the embedding, copied by one program. Guess."""
+"""Columns of a row of the embedding that one program copies. Guess."""
 SWIGLU_COLUMNS = 1024
-"""Of a row of SwiGLU, computed by one program. Guess."""
+"""Columns of a row of SwiGLU that one program computes. Guess."""
 ARGMAX_COLUMNS = 2048
-"""Of a row of logits, looked through by one program. Guess."""
+"""Columns of a row of logits that one program looks through. Guess."""
 LEAST_COUNTERS = 1 << 14
 OUTPUT_HEAD_ROWS = 64
 """Logit rows that share one pass over the output head at most. Guess."""
@@ -74,11 +74,11 @@ class _AttentionCall(NamedTuple):
     """Programs are tiles by key/value heads by splits."""
     splits: int
     num_rows: int
-    """Of the result."""
+    """Rows of the result."""
     reads: tuple[torch.Tensor, ...]
-    """Its first arrays, before keys and values."""
+    """The kernel's first arrays, before keys and values."""
     numbers: tuple[float, ...]
-    """What follows its last array."""
+    """The arguments after its last array."""
     constants: dict[str, int]
 
 

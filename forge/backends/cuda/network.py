@@ -67,12 +67,12 @@ class Network:
         return replace(self, layers=(*(self.layers[index] for index in sorted(firsts.values())), self.layers[-1]))
 
     def products(self) -> list[Matrix]:
-        """Every matrix that a forward multiplies with, except the output head."""
+        """List every matrix that a forward multiplies with, except the output head."""
         return [m for layer in self.layers for m in (*layer.qkv, layer.output, layer.gate_up, layer.down)]
 
 
 _STREAM, _ATTENDED, _GATED = "residual stream", "attention's result", "SwiGLU's result"
-"""What stands for arrays while a pass is recorded."""
+"""Stand-ins for arrays while a pass is recorded."""
 
 
 class Recorder(FusedOperations):

@@ -57,7 +57,7 @@ class StepLogits:
         self.sampled = False
         self.shape = (rows.shape[0], rows.shape[1])
         self.execution = execution
-        """How they were computed."""
+        """How the logits were computed."""
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FILTERED_ROWS = 32
 """Rows that are filtered together: sorting takes 40 bytes for each of their logits, 200 MB in all. Guess."""
 DRAW_COLUMNS = 1024
-"""Of a row of logits, drawn from by one program. Guess."""
+"""Columns of a row of logits that one program draws from. Guess."""
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from forge.backends.cuda.weights import DENSE
 
 MATVEC_ROWS = 1
-"""Up to here rows are multiplied one by one. Guess."""
+"""Up to this many rows are multiplied one by one. Guess."""
 PACKED_TILE_ROWS = 64
-"""Up to here rows share one pass of the tile kernel over packed weights, of which cuBLAS would read a dense copy, two
-to four times the bytes. Guess."""
+"""Up to this many rows share one pass of the tile kernel over packed weights, of which cuBLAS would read a dense copy,
+two to four times the bytes. Guess."""
 CHUNK = 64
 """Keys that attention takes at a time, counted in absolute positions. Guess."""
 MAX_SPLITS = 32
 """Programs that share one tile of attention at most. Guess."""
 MULTIPROCESSORS = 132
-"""Of an H200 (its data sheet); what shapes are chosen for where no device says otherwise."""
+"""Multiprocessors of an H200 (its data sheet), for which shapes are chosen unless a device says otherwise."""
 SPLIT_K_ROWS = 16
-"""Up to here rows leave multiprocessors idle, so that `Tuning.split_k` can be worth it. Guess."""
+"""Up to this many rows leave multiprocessors idle, so that `Tuning.split_k` can be worth it. Guess."""
 MAX_SPLIT_K = 8
 """Programs that share the columns of one tile of a product at most. Guess."""
 
@@ -33,7 +33,8 @@ class Tuning:
     """Switches whose best setting depends on the GPU. The defaults are guesses."""
 
     tile_rows: int = 16
-    """Up to here rows share one pass of the tile kernel over dense weights; more go to cuBLAS. To be tried: to 128."""
+    """Up to this many rows share one pass of the tile kernel over dense weights; more go to cuBLAS. To be tried: to
+    128."""
     split_k: bool = False
     """Whether programs share the columns of a product of 2 to 16 rows that has fewer tiles than multiprocessors."""
     prefetch: bool = False
@@ -49,7 +50,7 @@ class Tuning:
 
 
 DEFAULT_TUNING = Tuning()
-"""What runs unless a caller says otherwise. Guess."""
+"""The settings unless a caller gives others. Guess."""
 
 
 @dataclass(frozen=True)

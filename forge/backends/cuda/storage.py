@@ -95,7 +95,7 @@ def _independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
 
 
 LEAST_POSITIONS = 4096
-"""What the table covers at first; doubled as longer contexts come."""
+"""Positions that the table has at first; doubled as longer contexts come."""
 
 
 class Rotations:

@@ -34,7 +34,8 @@ class LaunchDescription(NamedTuple):
     kernel: str
     """`module.function`, below `forge.backends.cuda.kernels`."""
     arguments: tuple[tuple[str, int | float], ...]
-    """Of a tensor its dtype and its address modulo 16; of a number its type, and one that Triton treats alike."""
+    """For a tensor, its dtype and its address modulo 16; for a number, its type and a number that Triton treats
+    alike."""
     options: tuple[tuple[str, Any], ...]
     """Constants, warps, stages, and how it is launched."""
 
