@@ -130,12 +130,12 @@ class TokenFilter:
         return mask
 
     def _end_of(self, output: Items[int]) -> bytes:
-        """Return the last bytes of the output's text, as many as a bad word may have begun in."""
+        """Return the end of the output's text in bytes, at least as many as a bad word may have begun in."""
         end, index = b"", len(output)
         while len(end) < self._tail and index and self._vocabulary is not None:
             index -= 1
             end = self._vocabulary.of[output[index]] + end
-        return end[len(end) - self._tail :] if len(end) > self._tail else end
+        return end
 
 
 class FilterMatcher:

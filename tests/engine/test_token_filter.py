@@ -123,7 +123,7 @@ def test_an_allowed_token_outside_the_vocabulary_is_refused(llm):
 class TwoLetters:
     """A tokenizer of few, overlapping tokens, one of them without text."""
 
-    tokens = (b"", b"a", b"b", b"aa", b"ab", b"ba", b"bb", b"aba", b"\xc3", b"\xa9", b"hidden")
+    tokens = (b"", b"a", b"b", b"aa", b"\xc3", b"\xa9", b"ba", b"bb", b"aba", b"ab", b"hidden")
     vocab_size = len(tokens)
     eos_token_ids = frozenset([0])
 
