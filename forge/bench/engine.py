@@ -38,7 +38,7 @@ def bench_engine(
 
     [dim]forge bench engine -m hash --draft hash:0.8[/dim]
     """
-    sizes = kit.numbers(batch, "--batch", "numbers of sequences", "4,16")
+    sizes = options.parse_numbers(batch, "--batch", "4,16", "numbers of sequences")
     kit.at_least_one(reps=reps)
     values, names, spelled = stated(ctx, ctx.params)
     values["speculate"] = values["speculate"] or ("draft" if values["draft"] else "off")

@@ -197,14 +197,6 @@ def select(names: str | None, known: Sequence[_Found], what: str = "figure") -> 
     return tuple(choice for name, choice in by_name.items() if name in chosen)
 
 
-def numbers(text: str, flag: str, what: str = "numbers", example: str = "1,4,16") -> list[int]:
-    """Parse `1,4,16` as numbers from 1. Raises `UsageError` for anything else."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise UsageError(f"{flag} takes {what} from 1 with commas, such as {example}, and not {text!r}")
-    return [int(part) for part in parts]
-
-
 def at_least_one(**values: float | None) -> None:
     """Raise `UsageError` for an option below 1; None stands for one that was not given."""
     for name, value in values.items():

@@ -14,6 +14,7 @@ from forge.bench import kit
 from forge.bench.kit import Facts, Progress, option
 from forge.cache.paged import PagedKvCache
 from forge.cli.arguments import Takes
+from forge.cli.options import parse_numbers
 from forge.cli.run_control import create_llm
 from forge.engine.engine import Engine
 from forge.engine_args import EngineArgs
@@ -84,7 +85,7 @@ def bench_oneshot(
 
     [dim]forge bench oneshot -m hash[/dim]
     """
-    callers = kit.numbers(concurrency, "--concurrency", "numbers of callers", "1,16,128")
+    callers = parse_numbers(concurrency, "--concurrency", "1,16,128", "numbers of callers")
     parts = kit.select(only, PARTS, "part")
     kit.at_least_one(prompt_tokens=prompt_tokens, requests=requests, reps=reps)
     llm = create_llm(engine)

@@ -35,6 +35,7 @@ from forge.bench.http_client import HttpClient, ServerProblem, Timed
 from forge.bench.kit import MEASURE, Facts, Progress, option
 from forge.bench.process import BenchProcess, Launch
 from forge.cli.arguments import Takes, command
+from forge.cli.options import parse_numbers
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError, file_error
 from forge.option import option as field_option
@@ -157,7 +158,7 @@ def bench_serve(
         raise UsageError("--peer and --engine are two comparisons: give one of them")
     plan = plan if plan.workload is None else replaying(plan, plan.workload)
     concurrency = str(len(plan.recorded) or 4) if concurrency is None else concurrency
-    results, levels = [], kit.numbers(concurrency, "--concurrency", example="1,4,16,64")
+    results, levels = [], parse_numbers(concurrency, "--concurrency", "1,4,16,64")
     with progress_line(lines=True) as progress:
         for level_plan in (replace(plan, concurrency=level) for level in levels):
             loading = {"num_blocks": num_blocks, "threads": own.threads}

@@ -48,8 +48,8 @@ class Takes:
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace each parameter that is a dataclass by its options, for typer to read. A function that returns a `Report`,
-    and has no `json` parameter, gets `--json`."""
+    """Replace each parameter that is a dataclass by its options, for typer to read. A function that returns a `Report`
+    gets `--json`, if it has none, and the report is drawn as JSON where that is given."""
     shape = signature(function, eval_str=True)
     parameters: dict[str, Parameter] = {}
     parts: dict[str, tuple[type, Takes]] = {}
@@ -71,15 +71,15 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(**values: Any) -> Any:
-        as_json = adds_json and values.pop("json")
+        as_json = values.pop("json") if adds_json else values.get("json")
         context = values.pop(context_name) if adds_context else values[context_name]
         if context is not None and not any(takes.unmade for _, takes in parts.values()):
             check_needs(*stated(context, values, *(takes.defaults for _, takes in parts.values())))
         for name, (owner, takes) in parts.items():
             options = {field.name: values.pop(field.name) for field in takes.fields_of(owner)}
             values[name] = None if takes.unmade else make(owner, takes.defaults | options)
-        report = function(**values)
-        return report.as_json() if as_json else report
+        found = function(**values)
+        return found.as_json() if as_json and isinstance(found, Report) else found
 
     run.__signature__ = Signature(list(parameters.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {}

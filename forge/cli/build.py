@@ -71,13 +71,11 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = None, json: option
         }
         for entry in entries
     ]
-    return _shown(
-        Report(
-            {"folder": str(folder), "exercises": facts},
-            lambda console: print_list(console, entries, builds.passed, started, next_entry(builds), str(folder)),
-        ),
-        json,
+    report = Report(
+        {"folder": str(folder), "exercises": facts},
+        lambda console: print_list(console, entries, builds.passed, started, next_entry(builds), str(folder)),
     )
+    return report.as_json() if json else report
 
 
 @build.command("start")
@@ -98,9 +96,8 @@ def reset(ctx: typer.Context, number: Number = None, folder: FolderOption = None
 
 
 @build.command("check")
-def check(
-    ctx: typer.Context, number: Number = None, folder: FolderOption = None, json: options.JsonOption = False
-) -> Any:
+@command
+def check(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> Report:
     """Check whether your code keeps its promises. If not: which one, and the shortest sequence of calls that shows it.
 
     The exit status is 0 if it keeps them all, 1 if not.
@@ -109,7 +106,7 @@ def check(
     entry = _entry(number, folder)
     result = session.check(entry, session.path_of(entry, folder))
     report = Report(as_object(result), lambda console: print_result(console, entry, result), 0 if result.passed else 1)
-    return _shown(report, json or ctx.obj[1])
+    return report.as_json() if ctx.obj[1] else report
 
 
 @build.command("run")
@@ -120,8 +117,7 @@ def run(
     folder: FolderOption = None,
     *,
     engine_args: Annotated[EngineArgs, Takes("model")],
-    json: options.JsonOption = False,
-) -> Any:
+) -> Report:
     """Run the real engine on your code, and compare tokens and speed with the engine's own.
 
     The exit status is 0 if the tokens are the same, 1 if not.
@@ -136,7 +132,7 @@ def run(
         lambda console: console.print(screen_lines(shown.screen), end="", soft_wrap=True),
         0 if shown.facts["identical"] else 1,
     )
-    return _shown(report, json or ctx.obj[1])
+    return report.as_json() if ctx.obj[1] else report
 
 
 @build.command("hint")
@@ -218,7 +214,3 @@ def _folder(ctx: typer.Context, folder: Path | None) -> Path:
 
 def _entry(number: str | None, folder: Path) -> "Entry":
     return find_entry(number) if number is not None else next_entry(load_builds(folder)) or available()[-1]
-
-
-def _shown(report: Report, json: bool) -> Report:
-    return report.as_json() if json else report

@@ -71,19 +71,19 @@ _COUNTS = ("requests", "prompt_tokens", "max_tokens", "sequences")
 """What is at least 1 wherever it can be given, and no field of a dataclass that checks it."""
 
 
-def chapters(json: options.JsonOption = False) -> Found:
+@command
+def chapters() -> Report:
     """List the chapters, and how far you have come."""
     lines = chapter_lines(entries(), load_progress())
-    report = Report({"chapters": plain(lines)}, lambda console: print_chapters(console, lines))
-    return report.as_json() if json else report
+    return Report({"chapters": plain(lines)}, lambda console: print_chapters(console, lines))
 
 
+@command
 def glossary(
     term: Annotated[
         str | None, typer.Argument(metavar="TERM", help="A term, or a symbol of a screen.", show_default=False)
     ] = None,
-    json: options.JsonOption = False,
-) -> Found:
+) -> Report:
     """Say what a term or a symbol on a screen means.
 
     [dim]forge glossary prefill[/dim]
@@ -94,11 +94,9 @@ def glossary(
 
     every = load_glossary()
     if term is None:
-        report = Report({"terms": [asdict(entry) for entry in every]}, lambda console: print_glossary(console, every))
-    else:
-        entry = find_term(term, every)
-        report = Report(asdict(entry), lambda console: print_term(console, entry))
-    return report.as_json() if json else report
+        return Report({"terms": [asdict(entry) for entry in every]}, lambda console: print_glossary(console, every))
+    entry = find_term(term, every)
+    return Report(asdict(entry), lambda console: print_term(console, entry))
 
 
 def chapter(
@@ -190,12 +188,11 @@ def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Call
         ):
             if bug is not None:
                 _check_bug_options(ctx)
-                return _run_bug(ctx.command.name or "", bug, arguments["engine"], json)
+                return _run_bug(ctx.command.name or "", bug, arguments["engine"])
             prepared = prepare(**arguments, **({"json": json} if "json" in declared.parameters else {}))
             if reads_chapter(only, json) and not prepared.alone:
                 return read_chapter(ctx, pause)
-            report = prepared.run()
-            return report.as_json() if json else report
+            return prepared.run()
 
         added: dict[str, Any] = {"only": (OnlyOption, None), "pause": (PauseOption, True)}
         added |= {"bug": (BugOption, None)} if bugs else {}
@@ -215,7 +212,7 @@ _OF_A_BUG = ("bug", "device", "threads", *_NOT_GIVEN)
 """The options that a run with `--bug` takes: it has its own requests, on the bundled model."""
 
 
-def _run_bug(chapter: str, name: str, engine_args: "EngineArgs", json: bool) -> Report:
+def _run_bug(chapter: str, name: str, engine_args: "EngineArgs") -> Report:
     """Run one of a chapter's bugs, which compares texts of the bundled model, with the device and threads of
     `engine_args`."""
     from forge.book.bug_runs import bug_object, print_bug, run_with_and_without
@@ -228,8 +225,7 @@ def _run_bug(chapter: str, name: str, engine_args: "EngineArgs", json: bool) -> 
         del loading["threads"]  # which that device has none of
     runs = run_with_and_without(bug, lambda: create_llm(_MODEL_OF_BUGS, **{**loading, **bug.loading}))
     is_caught = runs.sound.failure is None and runs.caught_by is not None
-    report = Report(bug_object(runs), lambda console: print_bug(console, runs), 0 if is_caught else UNNOTICED)
-    return report.as_json() if json else report
+    return Report(bug_object(runs), lambda console: print_bug(console, runs), 0 if is_caught else UNNOTICED)
 
 
 def _check_bug_options(ctx: typer.Context) -> None:

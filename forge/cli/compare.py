@@ -123,12 +123,11 @@ def compare(
         raise typer.Exit(exit_status(sides[-1].result))
     comparison = compare_runs(question, versus.option, *sides)
     shown = texts[0] if len(texts) == 1 else f"{len(texts)} prompts of {prompts}, each one step after the one before"
-    report = Report(
+    return Report(
         comparison_object(comparison),
         lambda console: print_comparison(console, comparison, shown),
         0 if comparison.identical else DIFFERENT,
     )
-    return report.as_json() if json else report
 
 
 def _settle(ctx: typer.Context, right: MutableMapping[str, Any], judges: bool, runs_many: bool) -> None:
@@ -158,8 +157,7 @@ def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
         texts = options.read_prompts(params["prompts"]) if params["prompts"] is not None else None
     elif "prompt" in stated:
         texts = [options.read_prompt(params["prompt"])]
-    report = compare_judging(params, versus, texts, max_tokens)
-    return report.as_json() if params["json"] else report
+    return compare_judging(params, versus, texts, max_tokens)
 
 
 def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
@@ -193,12 +191,11 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
         left["max_tokens"] = right["max_tokens"] = int(left["prompt"])
     workloads, labels, sides = zip(*(_serve_side(side, has_prompt) for side in (left, right)), strict=True)
     in_common = requests_in_common(*workloads)
-    report = Report(
+    return Report(
         many_object(versus.option, versus.names, sides, in_common),
         lambda console: print_many(console, versus.option, versus.names, labels, workloads, sides, in_common),
         0 if identical(sides, in_common) else DIFFERENT,
     )
-    return report.as_json() if ctx.params["json"] else report
 
 
 def _serve_side(side: Mapping[str, Any], has_prompt: bool):

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import typer
-
 from forge.cli import machine, options
+from forge.cli.arguments import command
 from forge.errors import ForgeError
+from forge.views.report import Report
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -24,18 +24,14 @@ PACKAGE = "forge-llm"
 OPTIONAL = {"fastokens": "tokenizing is slower without it"}
 
 
-def doctor(json: options.JsonOption = False) -> None:
+@command
+def doctor() -> Report:
     """Look over this machine: Python, CPU, memory, libraries, GPU, models. Exit status 1 if something needs mending."""
     from forge.views.doctor import is_healthy, print_findings
-    from forge.views.json_output import to_json
-    from forge.views.terminal import open_console
 
     findings = list(_examine())
-    if json:
-        open_console().print(to_json({"healthy": is_healthy(findings), "findings": findings}), soft_wrap=True)
-    else:
-        print_findings(open_console(), findings)
-    raise typer.Exit(0 if is_healthy(findings) else TROUBLE)
+    facts = {"healthy": is_healthy(findings), "findings": findings}
+    return Report(facts, lambda console: print_findings(console, findings), 0 if is_healthy(findings) else TROUBLE)
 
 
 def _examine() -> "Iterator[Finding]":

@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import completion, options
+from forge.cli.arguments import command
 from forge.cli.models_synth import synth
 from forge.gguf import GGUFError, GGUFFile
 from forge.model.catalog import HASH_MODEL, bundled_models, pulled_models, resolve_model
 from forge.model.config import why_unsupported
-from forge.views.json_output import to_json
+from forge.views.json_output import as_object, plain
 from forge.views.models import (
     ListedModel,
+    inspection,
+    inspection_screen,
     main_type,
+    models_screen,
     parameter_count,
-    print_inspection,
-    print_models,
-    summarise,
-    summary_object,
+    pulled_screen,
 )
-from forge.views.progress import TransferBar, print_pulled
-from forge.views.terminal import open_console, open_error_console
+from forge.views.progress import TransferBar
+from forge.views.report import Report
+from forge.views.screen import report
+from forge.views.terminal import open_error_console
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,16 +37,15 @@ models.command("synth")(synth)
 
 
 @models.command("list")
-def list_models(json: options.JsonOption = False) -> None:
+@command
+def list_models() -> Report:
     """The models that come with forge, and those that were pulled."""
     listed = _bundled() + _computed() + _pulled()
-    if json:
-        open_console().print(to_json(listed), soft_wrap=True)
-    else:
-        print_models(open_console(), listed)
+    return report(plain(listed), lambda: models_screen(listed))
 
 
 @models.command("inspect")
+@command
 def inspect_model(
     model: Annotated[
         str,
@@ -55,25 +57,16 @@ def inspect_model(
         ),
     ],
     everything: Annotated[bool, typer.Option("--all", help="List every tensor, not one line per layer kind.")] = False,
-    json: options.JsonOption = False,
-) -> None:
+) -> Report:
     """What is in a model file: header, hyper-parameters, tokenizer, tensors, bytes per token in the cache."""
     with GGUFFile.open(resolve_model(model)) as file:
-        summary = summarise(
-            options.shown_path(file.path),
-            file.size,
-            file.version,
-            file.alignment,
-            file.metadata,
-            list(file.tensors.values()),
-        )
-    if json:
-        open_console().print(to_json(summary_object(summary)), soft_wrap=True)
-    else:
-        print_inspection(open_console(), summary, everything)
+        about = {"path": options.shown_path(file.path), "bytes": file.size, "version": file.version}
+        facts = about | {"alignment": file.alignment} | inspection(file.metadata, list(file.tensors.values()))
+    return report(facts, lambda: inspection_screen(facts, everything))
 
 
 @models.command("pull")
+@command
 def pull(
     name: Annotated[
         str,
@@ -83,8 +76,7 @@ def pull(
             show_default=False,
         ),
     ],
-    json: options.JsonOption = False,
-) -> None:
+) -> Report:
     """Download a model from the Hugging Face hub: a GGUF file, or a folder of safetensors. Resumes, and verifies."""
     from forge.model.pull import pull
 
@@ -94,10 +86,7 @@ def pull(
     except KeyboardInterrupt:
         print("forge: interrupted; what has come is kept, and the same command goes on from there", file=sys.stderr)
         raise
-    if json:
-        open_console().print(to_json(pulled), soft_wrap=True)
-    else:
-        print_pulled(open_console(), pulled)
+    return report(as_object(pulled), lambda: pulled_screen(pulled))
 
 
 def _bundled() -> list[ListedModel]:

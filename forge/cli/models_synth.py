@@ -12,9 +12,12 @@ from forge.cli.arguments import command
 from forge.errors import UsageError
 from forge.model.synth import SHAPES, synthetic_config
 from forge.option import option
-from forge.views.json_output import as_object, to_json
-from forge.views.progress import TransferBar, print_synthetic
-from forge.views.terminal import open_console, open_error_console
+from forge.views.json_output import as_object
+from forge.views.models import synthetic_screen
+from forge.views.progress import TransferBar
+from forge.views.report import Report
+from forge.views.screen import report
+from forge.views.terminal import open_error_console
 
 if TYPE_CHECKING:
     from forge.model.config import Qwen3Config
@@ -59,8 +62,7 @@ def synth(
         bool, typer.Option("--pure", help="Every matrix of that type, no mixture.", rich_help_panel=_FILE)
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.", rich_help_panel=_FILE)] = False,
-    json: options.JsonOption = False,
-) -> None:
+) -> Report:
     """Write a GGUF file of random weights: a real shape to measure with, and no download. What it says is noise."""
     from forge.model.synth import default_file_name, find_quantization, synth
 
@@ -80,10 +82,7 @@ def synth(
             on_progress=lambda done, total: bar(f"writing {path.name}", done, total),
         )
     shown = options.shown_path(written.path)
-    if json:
-        open_console().print(to_json(as_object(written) | {"path": shown}), soft_wrap=True)
-    else:
-        print_synthetic(open_console(), shown, written)
+    return report(as_object(written) | {"path": shown}, lambda: synthetic_screen(shown, written))
 
 
 def _config(shape: str | None, values: dict[str, Any]) -> "Qwen3Config":

@@ -156,6 +156,14 @@ def read_text(path: str) -> str:
         raise UsageError(f"{path}: {error.strerror or error}") from None
 
 
+def parse_numbers(text: str, flag: str, example: str, what: str = "numbers", least: int = 1) -> list[int]:
+    """Parse `1,4,16`, whole numbers from `least` on. Raises `UsageError` for anything else."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
+        raise UsageError(f"{flag} takes {what} from {least} with commas, such as {example}, and not {text!r}")
+    return [int(part) for part in parts]
+
+
 def model_label(model: str) -> str:
     """Return a short name for a model that is being loaded."""
     from forge.model.catalog import model_name

@@ -54,12 +54,11 @@ def replay(
         open_error_console().print(f"{options.shown_path(file)}: {recorded.note}", soft_wrap=True)
     history = _history(recorded)
     if seq is not None:
-        return _story(history, seq, output.json)
+        return _story(history, seq)
     if view is not None:
         from forge.views.run_summary import view_report
 
-        report = view_report(view, history)
-        return report.as_json() if output.json else report
+        return view_report(view, history)
     if output.step and history.records:
         with Stepper(console, history) as stepper:
             stepper.walk()
@@ -68,20 +67,16 @@ def replay(
         from forge.views.picture import save_serving
 
         save_serving(output.svg, history)
-    if output.json:
-        summary = serving_object(history.label, history.records, history.requests())
-        return Report(summary, lambda console: None).as_json()
-    _show(console, history)
-    return 0
+    summary = serving_object(history.label, history.records, history.requests()) if output.json else {}
+    return Report(summary, lambda console: _show(console, history))
 
 
-def _story(history: "History", seq_id: int, json: bool) -> "Report":
+def _story(history: "History", seq_id: int) -> "Report":
     from forge.views.request_story import print_story, request_of
     from forge.views.run_summary import request_object
 
     request = request_of(history.requests(), seq_id)
-    report = Report(request_object(request), lambda console: print_story(console, request, history.records))
-    return report.as_json() if json else report
+    return Report(request_object(request), lambda console: print_story(console, request, history.records))
 
 
 def _history(recorded: "Trace") -> "History":

@@ -38,5 +38,4 @@ def tour(
         console = picture_console()
         print_tour(console, findings)
         save_picture(console, output.svg, "forge tour")
-    report = Report(findings.as_json(), lambda console: print_tour(console, findings))
-    return report.as_json() if output.json else report
+    return Report(findings.as_json(), lambda console: print_tour(console, findings))

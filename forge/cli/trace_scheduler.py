@@ -73,7 +73,9 @@ def trace_scheduler(
     [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --preemption recompute --step[/dim]
     [dim]forge trace-scheduler --workload run.jsonl --max-num-seqs 4[/dim]
     """
-    limits = _tenants(tenants)
+    limits = (
+        tuple(options.parse_numbers(tenants, "--tenants", "4,2,0", "numbers of draft tokens", 0)) if tenants else ()
+    )
     prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
     output_range = Range.parse(max_tokens, "--max-tokens")
     arrivals = Arrival.parse(arrival)
@@ -96,15 +98,6 @@ def trace_scheduler(
         ),
     )
     return _run(llm, planned, subscriber, output, limits, chart)
-
-
-def _tenants(text: str | None) -> tuple[int, ...]:
-    """Return each tenant's draft tokens per cycle. Raises `UsageError` for what is no list of numbers."""
-    if text is None:
-        return ()
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise UsageError(f"--tenants takes numbers of draft tokens with commas, such as 4,2,0, and not {text!r}")
-    return tuple(int(part) for part in text.split(","))
 
 
 def _run(
@@ -142,9 +135,8 @@ def _run(
             print_throughput(console, history.records)
         print_tenants(console, by_tenant)
 
-    report = Report(
+    return Report(
         serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)},
         draw,
         INTERRUPTED if driven.interrupted and not driven.left else 0,
     )
-    return report.as_json() if output.json else report

@@ -15,7 +15,6 @@ from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.run_control import create_llm, run_label
 from forge.engine_args import EngineArgs
-from forge.errors import UsageError
 from forge.option import option
 from forge.trace.records import StepRecord
 from forge.trace.timeline import timeline_of
@@ -78,10 +77,10 @@ def batching(
     engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
 ) -> Experiment:
     if asked.budgets is not None:
-        limits = parse_numbers(asked.budgets, "--budgets", "32,128")
+        limits = sorted({*options.parse_numbers(asked.budgets, "--budgets", "32,128")})
         return Experiment(lambda: measure_budgets(engine, limits, seed))
     if asked.loads is not None:
-        loads = parse_numbers(asked.loads, "--loads", "50,80,95")
+        loads = sorted({*options.parse_numbers(asked.loads, "--loads", "50,80,95")})
         return Experiment(lambda: measure_loads(engine, loads, asked.requests, seed))
     sizes = asked.requests, prompt_tokens, max_tokens, seed
     return Experiment(lambda: measure_ways(engine, sizes, ways_of(BATCHES), TURNS))
@@ -136,14 +135,6 @@ class BudgetRun:
     @property
     def shown(self) -> str:
         return "whole prompts" if self.budget is None else count(self.budget)
-
-
-def parse_numbers(text: str, flag: str, example: str) -> list[int]:
-    """Parse `32,128,512`. Raises `UsageError` for anything else."""
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) >= 1 for word in words):
-        raise UsageError(f"{flag} takes numbers with commas between them, such as {example}, not {text!r}")
-    return sorted({int(word) for word in words})
 
 
 def measure_budgets(engine: EngineArgs, budgets: Sequence[int], seed: int) -> Report:

@@ -1,28 +1,29 @@
-"""Model files on the screen: the list of bundled ones, and what a GGUF file's header says about one.
+"""Model files on the screen: the list of bundled ones, what a GGUF file's header says, and what was made or pulled.
 
 Every string that came out of a file is made printable first.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from forge.cache.kv_storage import vector_bytes
 from forge.views.formatting import NOTHING, count, parameters, plural, size
 from forge.views.metrics import Fact, flowing
 from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE
-from forge.views.terminal import new_table, print_table
+from forge.views.screen import Part, Table, fill, title, unbroken
 from forge.views.text import one_line, quoted
 
 if TYPE_CHECKING:
     from forge.gguf.header import TensorEntry
+    from forge.model.catalog import PulledModel
+    from forge.model.synth import SyntheticFile
 
 
 _KV_DTYPES = ("float32", "float16", "int8")
@@ -41,126 +42,48 @@ class TensorLine:
     copies: int = 1
 
 
-@dataclass(frozen=True)
-class TypeTotal:
-    """The tensors of one type in a model file."""
-
-    type: str
-    tensors: int
-    parameters: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class TokenizerSummary:
-    """What a model file says of its tokenizer."""
-
-    model: str
-    pre_tokenizer: str
-    tokens: int
-    merges: int
-    special: tuple[tuple[str, int, str], ...]
-    """(role, id, text): `("eos", 2, "<|im_end|>")`."""
-    has_chat_template: bool
-
-
-@dataclass(frozen=True)
-class KvNumbers:
-    """What a token leaves in the KV cache: a key and a value in every layer and KV head."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def per_token(self) -> int:
-        """Numbers, whatever they are rounded to."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
-    def bytes_by_dtype(self) -> dict[str, int]:
-        vectors = 2 * self.num_layers * self.num_kv_heads
-        return {dtype: vectors * vector_bytes(self.head_dim, dtype) for dtype in _KV_DTYPES}
-
-    def sentence(self) -> str:
-        sizes = ", ".join(f"{size(num_bytes)} in {dtype}" for dtype, num_bytes in self.bytes_by_dtype().items())
-        return (
-            f"KV cache per token: 2 (key and value) x {self.num_layers} layers x {self.num_kv_heads} KV heads x "
-            f"{self.head_dim} = {count(self.per_token)} numbers, {sizes}"
-        )
-
-
-@dataclass(frozen=True)
-class FileSummary:
-    """What a GGUF file says about itself."""
-
-    path: str
-    bytes: int
-    version: int
-    alignment: int
-    metadata_entries: int
-    hyper_parameters: tuple[tuple[str, Any], ...]
-    tokenizer: TokenizerSummary | None
-    types: tuple[TypeTotal, ...]
-    tensors: tuple[TensorLine, ...]
-    kv_numbers: KvNumbers | None
-    """None where the file does not say enough to know."""
-
-
 def main_type(tensors: "Iterable[TensorEntry]") -> str | None:
     """Return the type that most parameters have."""
     totals = type_totals(tensors)
-    return max(totals, key=lambda total: total.parameters).type if totals else None
+    return max(totals, key=lambda total: total["parameters"])["type"] if totals else None
 
 
 def parameter_count(tensors: "Iterable[TensorEntry]") -> int:
     return sum(prod(tensor.shape) for tensor in tensors)
 
 
-def type_totals(tensors: "Iterable[TensorEntry]") -> tuple[TypeTotal, ...]:
+def type_totals(tensors: "Iterable[TensorEntry]") -> list[dict[str, Any]]:
     """Per type, the largest first."""
     by_type: dict[str, list[TensorEntry]] = defaultdict(list)
     for tensor in tensors:
         by_type[_type_name(tensor)].append(tensor)
     totals = [
-        TypeTotal(name, len(group), parameter_count(group), sum(tensor.nbytes for tensor in group))
+        {
+            "type": name,
+            "tensors": len(group),
+            "parameters": parameter_count(group),
+            "bytes": sum(tensor.nbytes for tensor in group),
+        }
         for name, group in by_type.items()
     ]
-    return tuple(sorted(totals, key=lambda total: -total.bytes))
+    return sorted(totals, key=lambda total: -total["bytes"])
 
 
-def summarise(
-    path: str,
-    num_bytes: int,
-    version: int,
-    alignment: int,
-    metadata: Mapping[str, Any],
-    tensors: "Sequence[TensorEntry]",
-) -> FileSummary:
-    """Return a file's header as plain data, whatever architecture it is."""
-    return FileSummary(
-        path=path,
-        bytes=num_bytes,
-        version=version,
-        alignment=alignment,
-        metadata_entries=len(metadata),
-        hyper_parameters=tuple(
-            (key, value)
+def inspection(metadata: Mapping[str, Any], tensors: "Sequence[TensorEntry]") -> dict[str, Any]:
+    """Return what a file's header says as plain data, whatever architecture it is."""
+    numbers = _kv_numbers(metadata)
+    return {
+        "metadata_entries": len(metadata),
+        "hyper_parameters": {
+            key: value
             for key, value in metadata.items()
             if not key.startswith("tokenizer.") and isinstance(value, str | int | float)
-        ),
-        tokenizer=_tokenizer_summary(metadata),
-        types=type_totals(tensors),
-        tensors=tuple(TensorLine(entry.name, entry.shape, _type_name(entry), entry.nbytes) for entry in tensors),
-        kv_numbers=_kv_numbers(metadata),
-    )
-
-
-def summary_object(summary: FileSummary) -> dict[str, Any]:
-    """Return a file for `--json`, every tensor included."""
-    numbers = summary.kv_numbers
-    return asdict(summary) | {
-        "hyper_parameters": dict(summary.hyper_parameters),
-        "kv_bytes_per_token": numbers.bytes_by_dtype() if numbers else None,
+        },
+        "tokenizer": _tokenizer_facts(metadata),
+        "types": type_totals(tensors),
+        "tensors": [TensorLine(entry.name, entry.shape, _type_name(entry), entry.nbytes) for entry in tensors],
+        "kv_numbers": numbers,
+        "kv_bytes_per_token": None if numbers is None else _kv_bytes(**numbers),
     }
 
 
@@ -199,33 +122,46 @@ def _type_name(tensor: "TensorEntry") -> str:
     return getattr(tensor.ggml_type, "name", str(tensor.ggml_type))
 
 
-def _tokenizer_summary(metadata: Mapping[str, Any]) -> TokenizerSummary | None:
-    tokens = metadata.get("tokenizer.ggml.tokens")
+def _tokenizer_facts(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the file says of its tokenizer. special: (role, id, text), as `("eos", 2, "<|im_end|>")`."""
+    tokens, merges = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
     if not isinstance(tokens, list):
         return None
-    special = []
-    for role in ("bos", "eos", "padding"):
-        token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
-        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
-            special.append((role, token_id, str(tokens[token_id])))
-    merges = metadata.get("tokenizer.ggml.merges")
-    return TokenizerSummary(
-        model=str(metadata.get("tokenizer.ggml.model", "unknown")),
-        pre_tokenizer=str(metadata.get("tokenizer.ggml.pre", "no pre-tokenizer named")),
-        tokens=len(tokens),
-        merges=len(merges) if isinstance(merges, list) else 0,
-        special=tuple(special),
-        has_chat_template=isinstance(metadata.get("tokenizer.chat_template"), str),
-    )
+    ids = [(role, metadata.get(f"tokenizer.ggml.{role}_token_id")) for role in ("bos", "eos", "padding")]
+    return {
+        "model": str(metadata.get("tokenizer.ggml.model", "unknown")),
+        "pre_tokenizer": str(metadata.get("tokenizer.ggml.pre", "no pre-tokenizer named")),
+        "tokens": len(tokens),
+        "merges": len(merges) if isinstance(merges, list) else 0,
+        "special": [(role, i, str(tokens[i])) for role, i in ids if isinstance(i, int) and 0 <= i < len(tokens)],
+        "has_chat_template": isinstance(metadata.get("tokenizer.chat_template"), str),
+    }
 
 
-def _kv_numbers(metadata: Mapping[str, Any]) -> KvNumbers | None:
-    """Read the numbers from the metadata that llama.cpp's converter writes for every decoder architecture; None if one
-    is missing."""
+_KV_NUMBERS = {
+    "num_layers": "block_count",
+    "num_kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+}
+"""What a token leaves in the KV cache, a key and a value in every layer and KV head: by the names of the metadata that
+llama.cpp's converter writes for every decoder architecture."""
+
+
+def _kv_numbers(metadata: Mapping[str, Any]) -> dict[str, int] | None:
     architecture = metadata.get("general.architecture")
-    keys = ("block_count", "attention.head_count_kv", "attention.key_length")
-    numbers = [value for key in keys if isinstance(value := metadata.get(f"{architecture}.{key}"), int)]
-    return KvNumbers(*numbers) if len(numbers) == len(keys) else None
+    numbers = {name: metadata.get(f"{architecture}.{key}") for name, key in _KV_NUMBERS.items()}
+    return {**numbers} if all(isinstance(value, int) for value in numbers.values()) else None  # type: ignore[dict-item]
+
+
+def _kv_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
+    return {dtype: 2 * num_layers * num_kv_heads * vector_bytes(head_dim, dtype) for dtype in _KV_DTYPES}
+
+
+def _kv_sentence(facts: Mapping[str, Any]) -> str:
+    sizes = ", ".join(f"{size(num_bytes)} in {dtype}" for dtype, num_bytes in facts["kv_bytes_per_token"].items())
+    product = "2 (key and value) x {num_layers} layers x {num_kv_heads} KV heads x {head_dim}"
+    numbers = count(2 * prod(facts["kv_numbers"].values()))
+    return f"KV cache per token: {fill(product, facts['kv_numbers'])} = {numbers} numbers, {sizes}"
 
 
 _LONGEST_VALUE = 60
@@ -247,15 +183,15 @@ class ListedModel:
     """Why a file that is there cannot be run."""
 
 
-def print_models(console: Console, models: Sequence[ListedModel]) -> None:
-    """Three lines per bundled model: its figures, what it is for, where it is."""
+def models_screen(models: Sequence[ListedModel]) -> Iterator[Part]:
+    """Draw three lines per bundled model: its figures, what it is for, where it is."""
     names = [", ".join([model.name, *model.aliases]) for model in models]
     widest = max(len(name) for name in names)
     for name, model in zip(names, models, strict=True):
         line = Text(f"{name:<{widest}}   ", ACCENT if model.present else QUIET)
-        console.print(line.append_text(flowing(_listed_facts(model), 10**6)[0]))
-        console.print(Text("  ").append_text(_about(model)))
-        console.print(Text(f"  {one_line(model.path)}", QUIET), soft_wrap=True)
+        yield line.append_text(flowing(_listed_facts(model), 10**6)[0])
+        yield Text("  ").append_text(_about(model))
+        yield unbroken(f"  {one_line(model.path)}", QUIET)
 
 
 def _listed_facts(model: ListedModel) -> list[Fact]:
@@ -266,78 +202,70 @@ def _listed_facts(model: ListedModel) -> list[Fact]:
     ]
 
 
-def print_inspection(console: Console, summary: FileSummary, everything: bool) -> None:
-    """Header, hyper-parameters, tokenizer, tensors, and what a token costs in the cache."""
-    width = console.width
-    console.print(Text(one_line(summary.path), TITLE), soft_wrap=True)
-    for line in flowing(_header_facts(summary), width):
-        console.print(line)
-    console.print()
-    _print_pairs(console, summary.hyper_parameters)
-    if summary.tokenizer:
-        console.print(Text("\ntokenizer", TITLE))
-        for line in flowing(_tokenizer_facts(summary.tokenizer), width):
-            console.print(line)
-    console.print()
-    print_table(console, _types_table(summary.types))
-    console.print()
-    print_table(console, _tensor_table(summary.tensors if everything else grouped(summary.tensors)))
-    if summary.kv_numbers:
-        console.print(Text(f"\n{summary.kv_numbers.sentence()}"))
+def synthetic_screen(path: str, written: "SyntheticFile") -> Iterator[Part]:
+    """Draw a line of what the file is, and one of what its weights are stored as."""
+    largest_first = sorted(written.type_bytes.items(), key=lambda item: -item[1])
+    made = fill("{bytes:size}, {parameters:parameters} random parameters in {tensors:plural tensor}", written)
+    yield Text(f"{one_line(path)}: {made}")
+    yield Text(f"weights: {', '.join(f'{name} {size(nbytes)}' for name, nbytes in largest_first)}")
 
 
-def _header_facts(summary: FileSummary) -> list[Fact]:
-    total = sum(entry.parameters for entry in summary.types)
+def pulled_screen(pulled: "PulledModel") -> Iterator[Part]:
+    """Draw where the model is now, and how to run it."""
+    yield unbroken(f"{one_line(str(pulled.path))}: {size(pulled.bytes)}")
+    yield unbroken(f"run it: forge generate --model {one_line(pulled.name)} ...")
+
+
+def inspection_screen(facts: Mapping[str, Any], everything: bool) -> Iterator[Part]:
+    """Draw header, hyper-parameters, tokenizer, tensors, and what a token costs in the cache."""
+    yield unbroken(one_line(facts["path"]), TITLE)
+    yield lambda width: flowing(_header(facts), width)
+    yield from (None, _pairs(facts["hyper_parameters"]))
+    if tokenizer := facts["tokenizer"]:
+        yield from (None, title("tokenizer"), lambda width: flowing(_tokenizer(tokenizer), width))
+    yield None
+    totals = ("tensors: {tensors:count}", "parameters: {parameters:parameters}", "bytes: {bytes:size}")
+    yield from (Table.of(facts["types"], "type: {type}", *totals), None)
+    shown: dict[str, Callable[[Any], str]] = {
+        "clipped": _clipped,
+        "product": lambda shape: " x ".join(map(str, shape)),
+        "layers": lambda copies: plural(copies, "layer") if copies > 1 else "",
+    }
+    columns = ["tensor: {name:clipped}", "shape: {shape:product}", "type: {type}", "bytes: {bytes:size}"]
+    tensors = facts["tensors"] if everything else grouped(facts["tensors"])
+    yield Table.of(tensors, *columns, ": {copies:layers}", formats=shown, lefts=(2, 4), styles={4: QUIET}, wraps=True)
+    if facts["kv_numbers"]:
+        yield from (None, Text(_kv_sentence(facts)))
+
+
+def _header(facts: Mapping[str, Any]) -> list[Fact]:
+    total = sum(entry["parameters"] for entry in facts["types"])
     return [
-        ("GGUF version", str(summary.version)),
-        ("size", size(summary.bytes)),
+        ("GGUF version", str(facts["version"])),
+        ("size", size(facts["bytes"])),
         ("parameters", parameters(total)),
-        ("tensors", count(len(summary.tensors))),
-        ("metadata entries", count(summary.metadata_entries)),
-        ("alignment", str(summary.alignment)),
+        ("tensors", count(len(facts["tensors"]))),
+        ("metadata entries", count(facts["metadata_entries"])),
+        ("alignment", str(facts["alignment"])),
     ]
 
 
-def _tokenizer_facts(tokenizer: TokenizerSummary) -> list[Fact]:
+def _tokenizer(facts: Mapping[str, Any]) -> list[Fact]:
     return [
-        ("model", f"{one_line(tokenizer.model)} ({one_line(tokenizer.pre_tokenizer)})"),
-        ("tokens", count(tokenizer.tokens)),
-        ("merges", count(tokenizer.merges)),
-        *((role, f"{token_id} {quoted(text)}") for role, token_id, text in tokenizer.special),
-        ("chat template", "yes" if tokenizer.has_chat_template else "no"),
+        ("model", f"{one_line(facts['model'])} ({one_line(facts['pre_tokenizer'])})"),
+        ("tokens", count(facts["tokens"])),
+        ("merges", count(facts["merges"])),
+        *((role, f"{token_id} {quoted(text)}") for role, token_id, text in facts["special"]),
+        ("chat template", "yes" if facts["has_chat_template"] else "no"),
     ]
 
 
-def _print_pairs(console: Console, pairs: Sequence[tuple[str, Any]]) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False)
+def _pairs(pairs: Mapping[str, Any]) -> RichTable:
+    table = RichTable(box=None, show_header=False, pad_edge=False)
     table.add_column(style=QUIET, overflow="fold")
     table.add_column(overflow="fold")
-    for key, value in pairs:
+    for key, value in pairs.items():
         table.add_row(Text(_clipped(key)), Text(_clipped(f"{value:g}" if isinstance(value, float) else str(value))))
-    print_table(console, table)
-
-
-def _types_table(types: Sequence[TypeTotal]) -> Table:
-    table = new_table()
-    table.add_column("type")
-    for name in ("tensors", "parameters", "bytes"):
-        table.add_column(name, justify="right")
-    for total in types:
-        table.add_row(total.type, count(total.tensors), parameters(total.parameters), size(total.bytes))
-    return table
-
-
-def _tensor_table(tensors: Sequence[TensorLine]) -> Table:
-    table = new_table()
-    table.add_column("tensor", overflow="fold")
-    table.add_column("shape", justify="right")
-    table.add_column("type")
-    table.add_column("bytes", justify="right")
-    table.add_column("", style=QUIET)
-    for tensor in tensors:
-        shape = " x ".join(str(length) for length in tensor.shape)
-        copies = plural(tensor.copies, "layer") if tensor.copies > 1 else ""
-        table.add_row(Text(_clipped(tensor.name)), shape, tensor.type, size(tensor.bytes), copies)
     return table
 
 

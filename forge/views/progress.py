@@ -4,7 +4,7 @@ Nothing is drawn where there is no terminal. Small models load before a bar coul
 Compiling kernels happens once per machine and takes seconds, so a line announces it even in a pipe.
 """
 
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -22,14 +22,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from forge.views.formatting import parameters, plural, size
 from forge.views.palette import ACCENT, QUIET
 from forge.views.terminal import can_redraw, open_error_console
 from forge.views.text import one_line
-
-if TYPE_CHECKING:
-    from forge.model.catalog import PulledModel
-    from forge.model.synth import SyntheticFile
 
 
 class BenchProgress:
@@ -169,23 +164,3 @@ class TransferBar(_Bars):
         if name not in self._tasks:
             self._tasks[name] = progress.add_task(one_line(name), total=total, completed=done)
         progress.update(self._tasks[name], completed=done, total=total)
-
-
-def print_synthetic(console: Console, path: str, written: "SyntheticFile") -> None:
-    """One line of what the file is, one of what its weights are stored as."""
-    types = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in _largest_first(written.type_bytes))
-    console.print(
-        f"{one_line(path)}: {size(written.bytes)}, {parameters(written.parameters)} random parameters in "
-        f"{plural(written.tensors, 'tensor')}"
-    )
-    console.print(f"weights: {types}")
-
-
-def print_pulled(console: Console, pulled: "PulledModel") -> None:
-    """Print where the model is now, and how to run it."""
-    console.print(f"{one_line(str(pulled.path))}: {size(pulled.bytes)}", soft_wrap=True)
-    console.print(f"run it: forge generate --model {one_line(pulled.name)} ...", soft_wrap=True)
-
-
-def _largest_first(type_bytes: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(type_bytes.items(), key=lambda item: -item[1])

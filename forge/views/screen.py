@@ -159,6 +159,11 @@ def title(text: str, style: str = TITLE) -> Text:
     return Text(text, style)
 
 
+def unbroken(text: str, style: str = "") -> Text:
+    """Return a line that a narrow screen does not break, such as a path that is to be copied."""
+    return Text(text, style, overflow="ignore")
+
+
 def trouble(text: str) -> Text:
     return Text(text, TROUBLE)
 
@@ -179,7 +184,8 @@ def draw(console: Console, parts: "Iterable[Part]") -> None:
         elif callable(part):
             draw(console, part(console.width))
         else:
-            console.print(Text(part, QUIET) if isinstance(part, str) else part if part is not None else "")
+            line = Text(part, QUIET) if isinstance(part, str) else part or Text()
+            console.print(line, soft_wrap=line.overflow == "ignore")
 
 
 def report(facts: Mapping[str, Any], screen: "Callable[[], Iterable[Part]]", status: int = 0) -> Report:

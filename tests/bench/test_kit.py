@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from forge.bench.kit import Figure, at_least_one, compared, effort_of, in_turns, numbers, select
+from forge.bench.kit import Figure, at_least_one, compared, effort_of, in_turns, select
+from forge.cli.options import parse_numbers
 from forge.errors import UsageError
 
 
@@ -35,9 +36,9 @@ def test_an_effort_takes_what_was_given():
 
 
 def test_options_without_a_meaning_are_refused_in_one_line():
-    assert numbers("4, 16", "--batch") == [4, 16] and select("b,a", ("a", "b", "c")) == ("a", "b")
+    assert parse_numbers("4, 16", "--batch", "1,4,16") == [4, 16] and select("b,a", ("a", "b", "c")) == ("a", "b")
     with pytest.raises(UsageError, match=r"--batch takes numbers from 1 with commas, such as 1,4,16, and not '0'"):
-        numbers("0", "--batch")
+        parse_numbers("0", "--batch", "1,4,16")
     with pytest.raises(UsageError, match="unknown part 'd'; there are a, b, c"):
         select("d", ("a", "b", "c"), "part")
     with pytest.raises(UsageError, match="--prompt-tokens is at least 1, and 0 is less"):

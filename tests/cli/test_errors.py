@@ -184,7 +184,7 @@ def test_a_mistake_is_refused_before_a_page_or_an_answer_is_shown(forge, argumen
         (("prefix", "--block-size", "0"), "--block-size must be a whole number of at least 1"),
         (("batching", "--max-tokens", "x:y"), "--max-tokens is a number of tokens or two of them"),
         (("batching", "--prompt-tokens", "9:3"), "--prompt-tokens 9:3"),
-        (("batching", "--budgets", "x"), "--budgets takes numbers with commas between them"),
+        (("batching", "--budgets", "x"), "--budgets takes numbers from 1 with commas"),
         (("prefix", "--branches", "-1"), "--branches is at least 0"),
         (("cluster", "--replicas", "0"), "--replicas is at least 1"),
         (("cluster", "--router", "nosuch"), "unknown router 'nosuch'"),

@@ -11,6 +11,7 @@ from forge.cli.models_synth import synth
 from forge.errors import UsageError
 from forge.gguf import GGUFFile
 from forge.model.config import Qwen3Config
+from forge.views.terminal import open_console
 from tests.model.fake_hub import FakeHub, running
 
 SIZES = ("--layers", "2", "--hidden", "64", "--ffn", "96", "--heads", "4", "--kv-heads", "2", "--vocab", "500")
@@ -26,7 +27,7 @@ def models(capfd, tmp_path, monkeypatch) -> Callable[..., str]:
     app.command("pull")(pull)
 
     def run(*args: str) -> str:
-        app(list(args), standalone_mode=False)
+        app(list(args), standalone_mode=False).draw(open_console())
         captured = capfd.readouterr()
         assert captured.err == ""
         return captured.out

@@ -185,9 +185,9 @@ def test_the_pins_of_a_pair_are_four_lines_or_facts(forge, pair):
     assert shown.status == 0 and shown.out.count("✓") == 4 and "all bits" in shown.out
     assert json.loads(forge("speculation", "pins", "16", *pair, "--temperature", "1", "--json").out)["held"] is True
     assert "pins checks a draft model" in forge("speculation", "pins", "--speculate", "ngram").err
-    assert "takes numbers with commas" in forge("speculation", "pins", "--lengths", "short").err
+    assert "takes lengths from 1 with commas" in forge("speculation", "pins", "--lengths", "short").err
     assert "are for forge speculation pins" in forge("speculation", "x", "--seeds", "0,1").err
-    assert "at least one token" in forge("speculation", "pins", "--lengths", "0,8", *pair).err
+    assert "takes lengths from 1" in forge("speculation", "pins", "--lengths", "0,8", *pair).err
 
 
 def test_both_models_are_taken_back_and_given_back_and_no_token_changes(forge, pair):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from forge.cli.main import main
+from forge.cli.options import parse_numbers
 from forge.errors import UsageError
-from forge.experiments.batching import parse_numbers
 
 
 def test_a_budget_bounds_the_rows_between_two_tokens_and_whole_prompts_do_not(capfd):

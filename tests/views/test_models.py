@@ -3,17 +3,18 @@ from enum import IntEnum
 
 import pytest
 
+from forge.views.json_output import plain
 from forge.views.models import (
     ListedModel,
     TensorLine,
     grouped,
+    inspection,
+    inspection_screen,
     main_type,
+    models_screen,
     parameter_count,
-    print_inspection,
-    print_models,
-    summarise,
-    summary_object,
 )
+from forge.views.screen import draw
 from tests.views.records import piped, written
 
 
@@ -52,7 +53,8 @@ METADATA = {
 
 def inspected(metadata=METADATA, tensors=TENSORS, width=80, everything=False):
     console = piped(width)
-    print_inspection(console, summarise("m.gguf", 9000, 3, 32, metadata, list(tensors)), everything)
+    about = {"path": "m.gguf", "bytes": 9000, "version": 3, "alignment": 32}
+    draw(console, inspection_screen(about | inspection(metadata, list(tensors)), everything))
     return written(console)
 
 
@@ -101,7 +103,7 @@ def test_an_inspection_fits_its_width(width):
 
 
 def test_the_json_object_has_every_tensor():
-    found = summary_object(summarise("m.gguf", 9000, 3, 32, METADATA, TENSORS))
+    found = plain(inspection(METADATA, TENSORS))
     assert len(found["tensors"]) == len(TENSORS)
     assert found["kv_bytes_per_token"] == {"float32": 6144, "float16": 3072, "int8": 1632}
     assert found["hyper_parameters"]["qwen3.block_count"] == 6
@@ -112,7 +114,7 @@ def test_the_list_says_what_is_missing_or_broken():
     gone = ListedModel("tales-q4_0", (), "models/u.gguf", 0, "the same", False)
     broken = ListedModel("bad", (), "models/b.gguf", 3, "no", True, trouble="not a GGUF file")
     console = piped()
-    print_models(console, [here, gone, broken])
+    draw(console, models_screen([here, gone, broken]))
     out = written(console)
     assert "tales-q8_0, tales" in out and "7.1 M" in out and "7.7 MB" in out and "tells tales" in out
     assert "make models" in out and "not a GGUF file" in out

@@ -114,10 +114,8 @@ def speculation(
             return _measure(llm, options.read_prompt(prompt), sampling, revocation, fitting.drafts)
 
         return Experiment(measure, alone=revocation.is_asked_for)
-    sizes = numbers(pins.lengths, "--lengths", "8,64,256") if pins.lengths else []
-    drawn = numbers(pins.seeds, "--seeds", "0,1,2") if pins.seeds else [sampling.seed or 0]
-    if 0 in sizes:
-        raise UsageError("--lengths: a prompt has at least one token")
+    sizes = options.parse_numbers(pins.lengths, "--lengths", "8,64,256", "lengths") if pins.lengths else []
+    drawn = options.parse_numbers(pins.seeds, "--seeds", "0,1,2", least=0) if pins.seeds else [sampling.seed or 0]
 
     def check() -> Report:
         rejection = engine.acceptance == "rejection" and not sampling.greedy
@@ -140,14 +138,6 @@ def with_a_proposer(engine: EngineArgs) -> EngineArgs:
         with open_weights(resolve_model(name)) as weights:
             fingerprints.append(Tokenizer(weights.tokenizer_spec()).fingerprint)
     return engine if len(set(fingerprints)) == 1 else replace(engine, speculate="ngram")
-
-
-def numbers(text: str, flag: str, example: str) -> list[int]:
-    """Parse `8,64,256`. Raises `UsageError` for anything else."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise UsageError(f"{flag} takes numbers with commas, such as {example}, and not {text!r}")
-    return [int(part) for part in parts]
 
 
 def _pins(
