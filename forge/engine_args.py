@@ -39,8 +39,9 @@ CPU_PREFILL_ONLY_MEMORY = 40 << 20
 LARGE_GPU_STEP_TOKENS = 8192
 """Tokens of a step there, for the reason given next; not measured."""
 LARGE_GPU_PREFILL_ONLY_TOKENS, LARGE_GPU_PREFILL_ONLY_MEMORY = 8192, 4 << 30
-"""Its products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix of 2,560
-make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through 3 %."""
+"""A large GPU's products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix
+of 2,560 make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through
+3 %."""
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _P = ParamSpec("_P")
 _Built = TypeVar("_Built")
@@ -160,7 +161,7 @@ class EngineArgs:
     """Raises AssertionError where one does not."""
 
     pieces: "Pieces | None" = None
-    """What the engine is put together from; None for its own."""
+    """The pieces that the engine is put together from; None means its own."""
     time_operations: bool = False
     """Keep time per layer and operation, for `LLM.operation_times()`."""
     on_load_progress: "LoadProgress | None" = None

@@ -78,7 +78,7 @@ class LLM:
         )
         self.path, self.model_name = loaded.path, loaded.name
         self.pooling: Pooling = loaded.pooling
-        """How an embedding is made of hidden states by default."""
+        """How an embedding is made of hidden states, unless a call says otherwise."""
         self.default_sampling = loaded.default_sampling
         """The `SamplingParams` that the model's file recommends, by name; empty where it says nothing."""
         target, self.tokenizer = loaded.model, loaded.tokenizer
@@ -412,7 +412,7 @@ class Run:
         self._outputs: list[RequestOutput] | None = None
         self._watched = requests[0][1][0] if keep_logits else None
         self.logits: list[np.ndarray] = []
-        """With `keep_logits`: float32 `[vocab]` for each token of the first sample."""
+        """Float32 `[vocab]` for each token of the first sample, with `keep_logits`."""
 
     def __iter__(self) -> Iterator[StepRecord]:
         """Advance the engine until every request of this run has ended, yielding what each step did.
@@ -492,7 +492,7 @@ class ChatSession:
         self._retained: int | None = None
         """The sequence whose cache is retained for the next turn."""
         self._branches: list[tuple[list[dict[str, str]], int | None]] = []
-        """Where the conversation was forked: what had been said, and a cache retained of that."""
+        """For each fork of the conversation: the messages until then, and a retained cache of them."""
         self._turn: ChatTurn | None = None
         self.messages: list[dict[str, str]] = []
         self.reset()

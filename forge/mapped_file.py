@@ -27,7 +27,7 @@ OTHER_KINDS_OF_FILE = {
     b"<!do": "a web page, not a {kind} file; the download went wrong",
     b"<!DO": "a web page, not a {kind} file; the download went wrong",
 }
-"""By their first four bytes, what people have in place of a model."""
+"""Files that people have in place of a model, by their first four bytes."""
 
 
 class ModelFileError(ForgeError):

@@ -56,7 +56,7 @@ class Need(NamedTuple):
     """Another option, or a name of `_derived` or `_OF_COMPARE`."""
     holds: Callable[[Any], bool]
     advice: str
-    """What is to be given. Empty: the two exclude each other."""
+    """The option that must be given. Empty: the two exclude each other."""
     may_come_later: bool = False
     """In Python it may be given before it has a meaning: `LLM.speculate_with` changes the mode of a loaded model, and a
     hand-over waits in the host pool in every mode."""
@@ -168,7 +168,7 @@ _OF_COMPARE = {
     "planned": "for judge requests, whose lengths are their own",
     "prompted": "where the prompt is given",
 }
-"""What `forge compare` adds to its values: what it runs on each side."""
+"""Further names that `forge compare` adds: what it runs on each side."""
 
 
 def check_needs(

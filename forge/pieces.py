@@ -38,7 +38,8 @@ def current_pieces() -> Pieces:
 
 @contextmanager
 def standing_in(**pieces: Any) -> Iterator[None]:
-    """Within it, engines are made with these pieces in the place of those of the same names. Not for threads."""
+    """Make new engines with these pieces instead of those of the same names while the context is open. Not
+    thread-safe."""
     _standing.append(replace(_standing[-1], **pieces))
     try:
         yield

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AGING_TOKENS = 16
-"""What each earlier arrival counts in the admission order `sjf-aged`."""
+"""The tokens that each earlier arrival counts for in the admission order `sjf-aged`."""
 Phase = Literal["prefill", "decode", "prefill_only"]
 """`prefill_only`: a judge, a score, an embedding; it needs one forward pass over its prompt and no decode."""
 BudgetOption = Literal["max_num_batched_tokens", "prefill_only_tokens", "prefill_only_memory"]
@@ -48,9 +48,9 @@ class NoBudget:
     """Sequences before this one have used the step's budget."""
 
     limit: int
-    """Of `option`, in tokens or bytes."""
+    """The value of `option`, in tokens or bytes."""
     option: BudgetOption = "max_num_batched_tokens"
-    """Which limit it is."""
+    """The option that sets the limit."""
 
 
 @dataclass(frozen=True)

@@ -198,8 +198,8 @@ class Runner:
     def take_turns(
         self, case: Case, vocab_size: int, effort: "Effort", in_parts: bool = False
     ) -> dict[str, dict[str, Any]]:
-        """Repetitions of one case, A B C A B C …: every process fills its cache, then each takes its turn while the
-        others wait for their input. Name → `setting`, `seconds` (of a step, by repetition) and `top_tokens`."""
+        """Repeat one case, A B C A B C …: every process fills its cache, then each takes its turn while the others wait
+        for their input. Returns name → `setting`, `seconds` (of a step, by repetition) and `top_tokens`."""
         token_ids, taken = case.token_ids(vocab_size), {}
         for name in list(self.processes):
             self.say(f"{case.title}: {name} fills its cache")

@@ -82,7 +82,7 @@ class WatchedRun:
     """Arrivals that were watched once and then timed."""
 
     screen: "BlockScreen"
-    """What was to be seen of them."""
+    """The screen that showed the watched run."""
     watched: RunsResult
     timed: RunsResult
     """The same without a view."""

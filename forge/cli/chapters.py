@@ -68,7 +68,7 @@ BugOption = Annotated[
 _NOT_GIVEN = ("only", "pause", "json")
 _ALONE = "run"
 _COUNTS = ("requests", "prompt_tokens", "max_tokens", "sequences")
-"""What is at least 1 wherever it can be given, and no field of a dataclass that checks it."""
+"""Options that must be at least 1 and are no field of a dataclass that checks it."""
 
 
 @command
@@ -169,7 +169,7 @@ class Experiment(NamedTuple):
 
     run: Callable[[], Report]
     alone: bool = False
-    """It is not part of the chapter: it runs without `--only run` too."""
+    """Whether it runs without `--only run` too, because it is not part of the chapter."""
 
 
 def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Callable[..., Found]]:

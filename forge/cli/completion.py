@@ -74,4 +74,4 @@ COMPLETIONS: dict[str, Callable[[str], list[str]]] = {
     "on_engine_death": one_of("exit", "restart"),
     "show": one_of("blocks"),
 }
-"""What is offered for the value of an option, by the name of its field."""
+"""The function that completes an option's value, by the name of its field."""

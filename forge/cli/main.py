@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forge.views.report import Report
 
 CLOSED_PIPE = 141
-"""What a shell reports of a program that SIGPIPE ended."""
+"""The exit status that a shell reports of a program that SIGPIPE ended."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Why a file that output was sent to takes no more of it."""
 RENAMED = {
@@ -37,7 +37,7 @@ RENAMED = {
     "--oneshot-memory": "--prefill-only-memory",
     "--mode": "--preemption",
 }
-"""From the former name of an option to the name that it has now."""
+"""An option's former name → its name now."""
 _COMPLETION = ("install_completion", "show_completion")
 
 

@@ -19,7 +19,8 @@ from forge.errors import UsageError
 from forge.option import option
 
 AnsweringEngine = Annotated[EngineArgs, Takes("model Model prefill_only_tokens prefill_only_memory", kv="prefix")]
-"""Of the commands whose answers come from one forward pass each: what several inputs begin with is computed once."""
+"""The engine of commands whose answers come from one forward pass each: what several inputs begin with is computed
+once."""
 
 _OUTPUT, _WORKLOAD, _FORM = "Output", "Requests", "Structured output (one of these)"
 

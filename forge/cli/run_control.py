@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forge.views.history import History
 
 Found = Any
-"""What a command may return: a `Report`, which the command line then shows; an exit status; or nothing."""
+"""A command's result: a `Report`, which the command line then shows; an exit status; or nothing."""
 
 
 def create_llm(engine_args: EngineArgs | str, **changed: Any) -> "LLM":
@@ -85,7 +85,7 @@ class Driven:
     interrupted: bool
     """Ctrl-C ended it, or the reader who stepped through it."""
     left: bool
-    """It was the reader."""
+    """Whether the reader ended it."""
     outputs: "tuple[RequestOutput, ...]" = ()
     """Their times, as those of the records, without the time for which the reader looked at steps."""
 

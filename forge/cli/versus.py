@@ -33,7 +33,7 @@ class Switch:
     """The meaning of one spelling of a switch."""
 
     option: str
-    """By its first name: `--chunked-prefill`."""
+    """The option's first name: `--chunked-prefill`."""
     on: bool
 
 
@@ -42,7 +42,7 @@ class SplitLine:
     """One command line as two that differ in the value of `option`."""
 
     option: str
-    """By its first name: `--kv`."""
+    """The option's first name: `--kv`."""
     names: tuple[str, str]
     """The two values as they were written; a switch's are on and off."""
     left: tuple[str, ...]

@@ -16,12 +16,12 @@ class Entry:
 
     number: int
     name: str
-    """Of its module and its template."""
+    """The name of its module and its template."""
     title: str
     chapter: str
     """The command of the chapter to read first."""
     hours: str
-    """How long it takes."""
+    """How long the exercise takes a reader."""
 
     @property
     def file_name(self) -> str:
@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def words(self) -> Path:
-        """What it says to the reader."""
+        """The file with what it says to the reader."""
         return self.template.with_suffix(".toml")
 
     def exercise(self) -> "Exercise":

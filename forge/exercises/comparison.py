@@ -57,7 +57,7 @@ class Comparison:
 
 _ROUNDS = 9
 _ROUND_SECONDS = 0.01
-"""How long a round of one side is at least: short work is repeated."""
+"""Seconds that a round of one side takes at least: short work is repeated."""
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from forge.testing.caches import Operation, failure, random_operations, shrunk
 from forge.trace.records import BlockMap
 
 _TRIES = 400
-"""How many shorter lists a failing list is compared with."""
+"""Shorter lists that a failing list is compared with, at most."""
 _LENGTHS = (4, 8, 16, 40, 120)
-"""Of random lists of operations: short ones first, so that what fails is short already."""
+"""Lengths of random lists of operations: short ones first, so that the first failing list is short."""
 _Base = TypeVar("_Base")
 BROKEN = (Exception, Endless, SystemExit)
-"""What a call of the reader's code may raise."""
+"""Exceptions that a call of the reader's code may raise."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rule:
 
     sentence: str
     question: str
-    """What to ask a reader whose code breaks it."""
+    """A question for a reader whose code breaks the rule."""
 
 
 def words_of(exercise: str) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Part:
     check: Callable[[ModuleType], None]
     """Raises `Mistake`."""
     alone: bool = False
-    """Only while other functions are not written yet: a later part checks the same and more."""
+    """Whether it is checked only while other functions are not written yet: a later part checks the same and more."""
 
     @classmethod
     def of(cls, kind: str, methods: str, check: Callable[[ModuleType], None], alone: bool = False) -> "Part":
@@ -115,7 +115,7 @@ class Exercise:
     differs: str
     """Why the engine's own is written differently."""
     next_question: str
-    """What to think about after passing."""
+    """A question to think about after passing."""
     costs: Callable[[ModuleType], Sequence[Cost]]
     """The benchmark: three sizes, from small to large."""
     engine: Callable[[ModuleType], AbstractContextManager[Mapping[str, Any]]]
@@ -128,7 +128,7 @@ class Exercise:
     params: Sequence[Mapping[str, Any]] = ({"max_tokens": 48, "ignore_eos": True},)
     """All prompts run once with each of these."""
     view: str = "text"
-    """What `run` shows beside the text: `blocks`, `scheduler` or `speculation`."""
+    """The picture that `run` shows beside the text: `blocks`, `scheduler` or `speculation`."""
 
     @property
     def functions(self) -> tuple[str, ...]:

@@ -92,12 +92,12 @@ CALL_SECONDS = 2.0
 take `PATIENCE` times as long."""
 PATIENCE = 8
 MEMORY_BYTES = 1 << 30
-"""What the reader's code may take beyond what the process has before it is loaded."""
+"""Memory that the reader's code may take beyond what the process has before it is loaded."""
 FILE_BYTES = 16 << 20
 """The most that a file may grow to."""
 _TICK = 0.05
 _STUCK_SECONDS = 20
-"""After this long without a chance for another thread to run, the process is ended."""
+"""Seconds without a chance for another thread to run, after which the process is ended."""
 
 
 class Endless(BaseException):
@@ -112,10 +112,10 @@ class _Watch:
         self.thread: Thread | None = None
         self.caller = 0
         self.processor = self.wall = 0.0
-        """When the call is over at the latest; 0 while none is timed."""
+        """The processor's and the wall's time at which the call must be over; 0 while no call is timed."""
         self.has_fired = False
         self.traces: TextIO | None = None
-        """Where `faulthandler` writes, once the process may be ended."""
+        """The file that `faulthandler` writes to, once the process may be ended."""
 
     def begin(self, seconds: float) -> None:
         if self.thread is None or not self.thread.is_alive():

@@ -42,7 +42,7 @@ _STORY = (
     "Once upon a time, when the first snow fell, a hungry little fox woke up early in a den under an old oak. The fox "
     "had a friend named Maple, a little turtle. One day Maple lent him her round mirror, and he kept it."
 )
-"""It is told twice and begun again, so that the model goes on with what it has read."""
+"""The text is told twice and begun again, so that the model goes on with what it has read."""
 
 
 def _request(text: Sequence[int], max_tokens: int, seq_id: int = 0) -> ProposalRequest:

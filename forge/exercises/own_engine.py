@@ -75,8 +75,8 @@ def title(entries: Sequence[Entry]) -> str:
 
 @contextmanager
 def assembled(folder: Path) -> Iterator[dict[str, dict[str, int]]]:
-    """Within this context every new engine has the reader's parts. Yields how often each part's functions were
-    called."""
+    """Put the reader's parts into every new engine while this context is open. Yields how often each part's functions
+    were called."""
     entries = engine_entries(folder)
     parts = {entry.name: load(folder / entry.file_name) for entry in entries}
     with ExitStack() as stack:
@@ -133,9 +133,9 @@ class Ran:
 
     args: EngineArgs
     requests: list[tuple[tuple[int, ...], SamplingParams, tuple[int, ...]]] = field(default_factory=list)
-    """Of each its prompt, its parameters with a seed, and the ids of its sequences."""
+    """Each request's prompt, its parameters with a seed, and the ids of its sequences."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By sequence."""
+    """Each sequence's output tokens, by sequence id."""
     seconds: float = 0.0
 
     @property
@@ -215,7 +215,7 @@ class Assembling(str):
 
 
 _for_good = ExitStack()
-"""What stays until the process ends."""
+"""Contexts that stay open until the process ends."""
 
 
 def _assemble_for_good(folder: str, kind: str) -> str:

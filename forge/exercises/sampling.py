@@ -17,7 +17,7 @@ from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
 
 _ROW = [2.0, -1.0, 2.0, 0.5, 1.0, -3.0, 1.5, 0.0]
 _LOGS = [-0.6931472, -1.3862944, -2.0794415, -2.7725887, -2.7725887]
-"""Of the probabilities 1/2, 1/4, 1/8, 1/16, 1/16."""
+"""Logarithms of the probabilities 1/2, 1/4, 1/8, 1/16, 1/16."""
 
 
 _CASES: tuple[tuple[str, list[float], dict[str, Any]], ...] = (

@@ -48,7 +48,7 @@ class Result:
     functions: Mapping[str, State] = field(default_factory=dict)
     """The state of each function of the exercise."""
     printed: str = ""
-    """What the reader's code printed, the last lines of it."""
+    """The last lines that the reader's code printed."""
     changed: bool = False
     """Whether the exercise has changed since the reader's file was begun."""
 
@@ -67,7 +67,7 @@ class Builds:
 
     passed: set[int] = field(default_factory=set)
     hints: dict[int, int] = field(default_factory=dict)
-    """How many were read, by exercise."""
+    """The number of hints that were read, by exercise."""
     templates: dict[int, str] = field(default_factory=dict)
     """The fingerprint of the template that each file was begun from."""
     last: int | None = None
@@ -189,9 +189,9 @@ class Ended:
     """A child process that has ended."""
 
     status: int | None
-    """None: it ran past the deadline."""
+    """Its exit status; None if it ran past the deadline."""
     result: Mapping[str, Any] | None
-    """What it has written; None if it ended before that."""
+    """The result that it wrote; None if it ended before that."""
     printed: str
     stderr: str
     line: str | None

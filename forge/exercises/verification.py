@@ -232,7 +232,7 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
 
 
 _verified: dict[int, tuple[int, int]] = {}
-"""By sequence: where its last verification began, and how many draft tokens stood."""
+"""By sequence id: where its last verification began, and how many draft tokens were accepted."""
 
 
 def _verify_with(piece: ModuleType) -> Callable[..., Verification]:

@@ -12,7 +12,7 @@ from forge.drop_ins import first_lines
 
 
 def summaries() -> dict[str, str]:
-    """Each command's summary in the order of the chapters."""
+    """Return each command's summary, in the order of the chapters."""
     numbered = [(name, first) for name, first in first_lines(__path__).items() if first[:1].isdigit()]
     ordered = sorted(numbered, key=lambda item: int(item[1].partition(".")[0]))
     return {name.replace("_", "-"): first for name, first in ordered}

@@ -41,9 +41,9 @@ LOAD_SLOTS = 8
 LOAD_QUESTION = "What do requests notice as the load grows?"
 BATCHES = (1, 4, 16)
 TURNS = 3
-"""Of each way; the median is shown."""
+"""Turns of each way; the median is shown."""
 STEADY = 1.15
-"""From a greater spread of its turns on, two ways cannot be compared by their times."""
+"""If a way's slowest turn takes this many times as long as its fastest, two ways cannot be compared by their times."""
 QUESTION = "What does it buy to run requests together, and who pays?"
 BUDGET_QUESTION = "What does a long prompt cost those that decode beside it?"
 NUM_STORIES, STORY_TOKENS = 8, 96
@@ -126,11 +126,11 @@ class BudgetRun:
     num_steps: int
     tokens_per_second: float
     rows: Percentiles
-    """What the model computed from one token of a story to its next: rows, the story's own included."""
+    """Rows that the model computed from one token of a story to its next, the story's own included."""
     gap_ms: Percentiles
-    """The same as time."""
+    """The milliseconds from one token of a story to its next."""
     first_token_ms: float
-    """Of the long prompts, the median."""
+    """The median time to first token of the long prompts."""
 
     @property
     def shown(self) -> str:
@@ -208,9 +208,9 @@ class LoadRun:
     """One run under one load: requests arrive at random, at a share of what the slots can serve."""
 
     load: int
-    """Of that, in percent."""
+    """The share of that, in percent."""
     busy_slots: float
-    """On average, while requests still arrived."""
+    """Busy slots on average, while requests still arrived."""
     waited_steps: Percentiles
     """Steps that a request stood in the queue."""
     first_token_ms: Percentiles

@@ -61,7 +61,7 @@ FIELDS = {
     "object": ["lantern", "pot", "key", "scarf", "bell", "book"],
     "mood": ["happy", "sad"],
 }
-"""What a record of a story may hold, from the lists that the bundled model's stories are made of."""
+"""Values that a record of a story may hold, from the lists that the bundled model's stories are made of."""
 Ask = Literal["ending", "record"]
 _INDENT = 14
 _FORM = "Structured output (one of these)"
@@ -144,17 +144,17 @@ class Place:
 
     text: str
     forced: bool
-    """The text had to come; in which tokens may have been open."""
+    """Whether the text had to come; which tokens it is made of may have been open."""
     allowed: int
-    """Tokens of the vocabulary that the grammar let come."""
+    """How many tokens of the vocabulary the grammar allowed."""
     mass: float
-    """Their probability, all together, by the model."""
+    """Their probabilities' sum, by the model."""
     probability: float
-    """Of the token that came, by the model."""
+    """The model's probability of the token that came."""
     preferred: str
-    """What the model would have said here."""
+    """The model's most likely token, as text."""
     given_up: float
-    """How much less likely the token was than that: a difference of natural log probabilities."""
+    """How much less likely the token was than the preferred one: a difference of natural log probabilities."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Constrained:
     vocab_size: int
     free_text: str
     free: RunResult
-    """As many tokens as the constrained run has, without the form."""
+    """The run without the form, with as many tokens as the constrained run."""
     constrained: RunResult
     proposed: RunResult
     """Constrained, with the forced text proposed as draft tokens."""
@@ -186,7 +186,7 @@ class Constrained:
 
     @property
     def given_up_chosen(self) -> float:
-        """Of that, where there was a choice."""
+        """The part of `given_up` at places where there was a choice."""
         return sum(place.given_up for place in self.chosen)
 
 

@@ -34,12 +34,13 @@ from forge.views.screen import Part, Table, report, sentences, title
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SHAPE_LAYERS = 8
 VOCABULARY = 4096
-"""Of the model that is made up: some layers of Qwen3-0.6B, 130 million weights, more than a processor's cache holds."""
+"""Vocabulary of the made-up model: some layers of Qwen3-0.6B, 130 million weights, more than a processor's cache
+holds."""
 DEFAULT_TYPES = ("Q8_0", "Q4_0")
 CONTEXTS = (16, 500, 2000)
 """Tokens before a single row, whose keys and values it reads."""
 STEADY = 1.25
-"""From a greater spread of its turns on, a run does not tell one explanation from another."""
+"""Passes whose `spread` is at least this do not tell one explanation from another."""
 ROUNDS, ROUND_SECONDS = 5, 0.02
 """Each number of rows has its turn this often, and takes this long or one pass. The shortest pass counts: whatever else
 the machine does can only add time, and a burst of it does not last for all turns."""
@@ -49,7 +50,7 @@ is measured apart from the passes that are held against it."""
 ARRAY_BYTES = 1 << 28
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 CACHE_BYTES = 32 << 20
-"""Of the processor's last cache, where the system does not tell."""
+"""Assumed size of the processor's last cache if the system does not tell."""
 Progress = Callable[[str], None]
 """Called with what is about to be done."""
 Work = tuple[Case, Callable[[], object]]
@@ -105,7 +106,7 @@ class Pass:
     bytes_read: int
     products: int
     seconds: float
-    """The shortest's."""
+    """Seconds of the shortest pass."""
     spread: float = 1.0
     """How many times as long the shortest pass of the median turn took as the shortest of all turns."""
 
@@ -155,11 +156,11 @@ class Measured:
     size: ModelSize
     threads: int
     passes: tuple[Pass, ...]
-    """By rising number of rows; the first has one."""
+    """Its passes by rising number of rows; the first has one row."""
     long_passes: tuple[LongPass, ...] = ()
-    """By rising context."""
+    """Its passes by rising context."""
     cache_bytes: int = 0
-    """Of the processor's last cache."""
+    """Size of the processor's last cache."""
 
     @property
     def fits_in_cache(self) -> bool:

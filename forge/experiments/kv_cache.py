@@ -23,7 +23,7 @@ from forge.views.screen import Part, leads_on, report, title
 from forge.views.summary import Forward, RunResult
 
 MAX_TOKENS = 128
-"""As many as in chapter 1, which this run is compared with."""
+"""Tokens to generate: as many as in chapter 1, with which this run is compared."""
 QUESTION = "What does a token cost once keys and values are kept?"
 LEADS_ON = "The same tokens at another cost. Both in one picture:\n  forge compare --kv off vs basic"
 

@@ -229,7 +229,7 @@ def layers_sentence(layers: Sequence[Share], outside: float) -> str:
 TOKENS_SHOWN, _NAME = 14, 12
 """Tokens of the picture, the last ones, and characters of their names."""
 SHADES = " ░▒▓█"
-"""Of a weight below a fifth, below two fifths, …"""
+"""The characters of weights below a fifth, below two fifths, …"""
 HEADS_QUESTION = "What does each head look at?"
 
 

@@ -34,7 +34,7 @@ class LayerOperation:
     reads: tuple[Operand, ...]
     writes: tuple[Operand, ...]
     ms: float
-    """Of the shortest pass."""
+    """Milliseconds of the shortest pass."""
 
     @property
     def bytes_read(self) -> int:
@@ -46,7 +46,7 @@ class LayerOperation:
 
     @property
     def shapes(self) -> str:
-        """What it reads → what it writes: `1×128 192×128 → 1×192`."""
+        """The shapes that it reads → those that it writes: `1×128 192×128 → 1×192`."""
         return f"{_shapes(self.reads)} → {_shapes(self.writes)}"
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from forge.workload.requests import Request
 
 LENGTHS = (0.5, 0.06, 0.25, 0.9, 0.12, 0.4)
-"""What the stories grow to, as shares of the longest that there may be; in turn, over and over."""
+"""Lengths that the stories grow to, as shares of the longest possible; in turn, over and over."""
 ARRIVE_EVERY = 3
 """Steps between one story and the next."""
 PACE = 40.0

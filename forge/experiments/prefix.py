@@ -224,12 +224,12 @@ class PrefixExperiment:
 
     prompt: str
     fork: Fork | None
-    """None where no branch was asked for."""
+    """None if no branch was requested."""
     rubric_tokens: int
     alone: WatchedRun
-    """With `paged`: every request computes the rubric."""
+    """The run with `paged`: every request computes the rubric."""
     shared: WatchedRun
-    """With `prefix`."""
+    """The run with `prefix`."""
 
     @property
     def identical(self) -> bool:

@@ -51,7 +51,7 @@ class SnapshotStory:
     """Computed tokens in the snapshot."""
     moments: tuple[Moment, ...]
     unchanged: bool
-    """Its keys and values are the same at the end, to the last bit."""
+    """Whether its keys and values are the same at the end, to the last bit."""
     cache: str
     """The cache at the end, in its own words."""
 

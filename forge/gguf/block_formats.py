@@ -59,7 +59,7 @@ class _Format:
     integers: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]] | None = None
     """Reads the small integers per group that the factors are multiplied by; None where there is one group."""
     times: float = 1.0
-    """What the scales are multiplied by in the end."""
+    """A factor of all scales, applied last."""
 
 
 def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> QuantizedGroups:
@@ -186,7 +186,7 @@ def _widen(ggml_type: GGMLType, raw: np.ndarray, values: np.ndarray) -> None:
 
 
 def _blocks(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, int, int]:
-    """`raw` as uint8 [blocks, bytes of a block], with the rows and columns of `shape`."""
+    """Reshape `raw` to uint8 [blocks, bytes of a block]; return it with the rows and columns of `shape`."""
     if not shape:
         raise ValueError("a tensor has at least one dimension")
     rows, columns = int(np.prod(shape[:-1], dtype=np.int64)), shape[-1]
@@ -213,7 +213,7 @@ def _nibbles(packed: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
 
 
 def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
-    """Bit j of the little-endian word at byte `at` is bit 4 of x[j]: uint8 [n, 32], each 0 or 16."""
+    """Return bit 4 of each x[j], uint8 [n, 32], each 0 or 16: bit j of the little-endian word at byte `at`."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
 
 
@@ -257,7 +257,7 @@ def _pairs_of_bits(packed: np.ndarray, quants: np.ndarray) -> None:
 
 
 def _two_bit_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Q2_K's sixteen 4-bit scales and minima: two uint8 [n, 16]."""
+    """Unpack Q2_K's sixteen 4-bit scales and minima: two uint8 [n, 16]."""
     return blocks[:, :16] & 0x0F, blocks[:, :16] >> 4
 
 
@@ -274,20 +274,21 @@ def _three_bit_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
 
 
 def _iq4_xs_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
-    """Eight 6-bit scales: int8 [n, 8]. Bytes 4:8 low nibbles first, bytes 2:4 two upper bits each; 32 too large."""
+    """Unpack eight 6-bit scales: int8 [n, 8]. Bytes 4:8 low nibbles first, bytes 2:4 two upper bits each; 32 too
+    large."""
     low = np.stack([blocks[:, 4:8] & 0x0F, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
     upper = np.stack([blocks[:, 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], axis=2).reshape(-1, 8)
     return (low | upper << 4).view(np.int8) - np.int8(32), None
 
 
 def _iq3_s_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
-    """Eight odd scales 2s + 1 of 4-bit s, low nibbles first: uint8 [n, 8]."""
+    """Unpack eight odd scales 2s + 1 of 4-bit s, low nibbles first: uint8 [n, 8]."""
     nibbles = np.stack([blocks[:, 106:110] & 0x0F, blocks[:, 106:110] >> 4], axis=2).reshape(-1, 8)
     return 2 * nibbles + np.uint8(1), None
 
 
 def _iq3_xxs_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
-    """Eight odd scales 2s + 1, s in the upper four bits of each 32-bit word from byte 66 on: uint8 [n, 8]."""
+    """Unpack eight odd scales 2s + 1, s in the upper four bits of each 32-bit word from byte 66 on: uint8 [n, 8]."""
     return 2 * (blocks[:, 69::4] >> 4) + np.uint8(1), None
 
 
@@ -321,7 +322,7 @@ def _q3_k(blocks: np.ndarray, quants: np.ndarray) -> None:
 
 
 _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-"""What the 4-bit quants of the IQ4 types stand for: closer together around zero."""
+"""The numbers that the 4-bit quants of the IQ4 types stand for: closer together around zero."""
 
 
 def _iq4_nl(blocks: np.ndarray, quants: np.ndarray) -> None:

@@ -41,11 +41,12 @@ MAX_HEADER_BYTES = 64 << 20
 """Metadata and tensor directory together. Large vocabularies take some twenty megabytes."""
 
 MAX_ENTRIES = 65_536
-"""Of metadata, of tensors, and of arrays inside arrays: these take far more memory than their bytes in the file."""
+"""Entries at most, of metadata, of tensors, and of arrays inside arrays: these take far more memory than their bytes in
+the file."""
 
 MAX_KEY_BYTES = 65_535
 MAX_TENSOR_NAME_BYTES = 63
-"""As llama.cpp: GGML_MAX_NAME is 64 with the terminating zero."""
+"""The same limit as llama.cpp's: GGML_MAX_NAME is 64 with the terminating zero."""
 
 MAX_DIMENSIONS = 4
 MAX_ELEMENTS = 2**63 - 1
@@ -119,9 +120,10 @@ def parse_header(path: Path, buffer: Any) -> Header:
 
 
 def parse_beginning(path: Path, buffer: bytes) -> tuple[dict[str, Any], list[TensorEntry]] | None:
-    """Metadata and tensors of a file of which `buffer` is the beginning, such as what has arrived of a download.
+    """Parse metadata and tensors of a file of which `buffer` is the beginning, such as what has arrived of a download.
 
-    None while the header is not whole, or where there is something wrong with it."""
+    Returns None while the header is not whole, or if there is something wrong with it.
+    """
     try:
         _, fields, directory = _read_directory(_Cursor(path, buffer))
     except GGUFError:
@@ -130,7 +132,7 @@ def parse_beginning(path: Path, buffer: bytes) -> tuple[dict[str, Any], list[Ten
 
 
 def _read_directory(cursor: "_Cursor") -> tuple[int, dict[str, MetadataField], list[tuple[TensorEntry, int]]]:
-    """Version, metadata and tensor directory: all that comes before the data."""
+    """Read version, metadata and tensor directory: all that comes before the data."""
     version = _read_version(cursor)
     num_tensors = cursor.count("tensor count", _SMALLEST_TENSOR_ENTRY, MAX_ENTRIES)
     num_fields = cursor.count("metadata count", _SMALLEST_METADATA_ENTRY, MAX_ENTRIES)
@@ -300,7 +302,7 @@ def _read_bools(cursor: _Cursor, field: str, count: int) -> np.ndarray:
 
 
 def _read_strings(cursor: _Cursor, field: str, count: int) -> list[str]:
-    """`count` strings. The loop that a large vocabulary spends its time in, so the cursor's checks are written out.
+    """Read `count` strings. A large vocabulary spends its time in this loop, so the cursor's checks are written out.
 
     `bound` is the last byte at which a string may end so that the lengths of those still to come have room: one
     comparison per string keeps every read inside the header.
@@ -366,7 +368,7 @@ def _read_tensor_entry(cursor: _Cursor, index: int) -> tuple[TensorEntry, int]:
 
 
 def _read_shape(cursor: _Cursor, field: str) -> tuple[int, ...]:
-    """Outermost dimension first; the file has the innermost first."""
+    """Read a shape, outermost dimension first; the file has the innermost first."""
     offset = cursor.position
     num_dimensions = cursor.u32(f"{field} number of dimensions")
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forge.tokenizer import Tokenizer
 
 MAX_CHARS = 64 << 10
-"""Of a grammar's text."""
+"""Characters of a grammar's text, at most."""
 MAX_CACHED = 64
 """Compiled grammars that are kept: each takes memory for the states that it has visited."""
 _LIMITS = {
@@ -46,7 +46,8 @@ _TRIED = 2
 holds up a step."""
 _JSON_FORM: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _LARK = re.compile(r"^[ \t]*(%llguidance\b|start\s*:)", re.MULTILINE)
-"""What GBNF never has. The library's own expression takes time that grows with the square of the empty lines."""
+"""A pattern that GBNF never matches. The library's own expression takes time that grows with the square of the empty
+lines."""
 _MAX_MESSAGE = 300
 TOO_DEEP = "it is nested too deeply: make it simpler"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TOO_COMPLEX = "the grammar needs more work for one token than is allowed: make it simpler"
 _FEW = 16
-"""Of so many words of a mask, 32 tokens each, less than one has a token that may come."""
+"""If fewer than one word of a mask (32 tokens) in this many has an allowed token, only such words are unpacked."""
 _MAX_MASKS = 16
 """Positions whose masks are kept for a second call: verification asks again for what a draft has asked."""
 
@@ -54,7 +54,7 @@ class GrammarMatcher:
         self._consumed: list[int] | None = []
         """The tokens that the parser has consumed; None while it consumes or rolls back, for an interruption."""
         self._masks: dict[int, np.ndarray] = {}
-        """By position, valid for `_consumed`."""
+        """Masks by position, valid for `_consumed`."""
 
     def mask(self, output: Sequence[int]) -> np.ndarray:
         """Return True for every token that may come next: bool `[vocab]`. Raises `MatcherError`."""

@@ -31,7 +31,7 @@ MAX_JOBS = 512
 """Grammars that wait or are being compiled: of as many that explode, an ordinary one waits for none."""
 MAX_REMEMBERED = 256
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""In the environment of a process that forks."""
+"""Environment variables for a process that forks: its libraries must start no threads."""
 
 
 class CompilersBusy(ForgeError):

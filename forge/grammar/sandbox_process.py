@@ -52,7 +52,7 @@ _OUT_OF_MEMORY, _FAILED = 1, 2
 """Exit statuses of a worker. The library aborts where memory ends; Python can say so."""
 
 Job = dict[str, Any]
-"""Its `id`, the `form` of its `StructuredOutput`, the estimated `work`, and the `deadline`."""
+"""A dict with its `id`, the `form` of its `StructuredOutput`, the estimated `work`, and the `deadline`."""
 Compile = Callable[[StructuredOutput], None]
 
 
@@ -279,7 +279,7 @@ def _keep_open(*kept: int) -> None:
 
 
 def _limit(kind: int, amount: int) -> None:
-    """Lower a limit, if this system has it."""
+    """Lower a resource limit to `amount`, if this system has it."""
     _, hard = resource.getrlimit(kind)
     with suppress(ValueError, OSError):
         resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))

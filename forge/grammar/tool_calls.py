@@ -13,7 +13,7 @@ Callable = tuple[str, Mapping[str, Any]]
 """A function's name, and the schema of its arguments."""
 
 _FORM = {"x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}}
-"""Of JSON: one space after a colon and a comma, as everywhere (`compiler`)."""
+"""The form of JSON: one space after a colon and a comma, as everywhere (`compiler`)."""
 
 
 def tool_call_grammar(

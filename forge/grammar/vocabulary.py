@@ -38,7 +38,7 @@ class Vocabulary:
     """The tokens of a model as plain data, which another process can be given."""
 
     tokens: list[bytes]
-    """By token id; no bytes for padding."""
+    """The bytes of each token, by token id; no bytes for padding."""
     special_token_ids: list[int]
     eos_token_ids: frozenset[int]
 

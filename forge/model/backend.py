@@ -62,7 +62,7 @@ class Operand:
 
     shape: tuple[int, ...]
     nbytes: int
-    """Those that are read or written, each counted once."""
+    """Bytes that are read or written, each counted once."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class OperationTime:
     calls: int
     reads: tuple[Operand, ...] = ()
     writes: tuple[Operand, ...] = ()
-    """What the last call read and wrote; empty where the backend does not count it."""
+    """The arrays that the last call read and wrote; empty if the backend does not count them."""
 
 
 class Operations(ABC):
     """The steps of a forward pass."""
 
     def begin_layer(self, index: int) -> None:  # noqa: B027 (optional: only who keeps time per layer cares)
-        """Called before the operations of layer `index`; -1 for those before the first layer and after the last."""
+        """Note that the operations of layer `index` begin; -1 for those before the first layer and after the last."""
 
     @abstractmethod
     def embed(self, table: Array, batch: Batch) -> Array:
@@ -93,19 +93,20 @@ class Operations(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        """x / sqrt(mean(x²) + eps) * weight over the last axis: `[T, n]` → `[T, n]` (Zhang and Sennrich 2019)."""
+        """Compute x / sqrt(mean(x²) + eps) * weight over the last axis: `[T, n]` → `[T, n]` (Zhang and Sennrich
+        2019)."""
 
     @abstractmethod
     def linear(self, x: Array, matrix: Array) -> Array:
-        """x · matrixᵀ: `[T, columns]` → `[T, rows]`. No bias; Qwen3 has none."""
+        """Compute x · matrixᵀ: `[T, columns]` → `[T, rows]`. No bias; Qwen3 has none."""
 
     @abstractmethod
     def head_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        """RMSNorm of each head by itself: `[T, heads * head_dim]` with a weight `[head_dim]`."""
+        """Apply RMSNorm to each head by itself: `[T, heads * head_dim]` with a weight `[head_dim]`."""
 
     @abstractmethod
     def rope(self, x: Array, batch: Batch, rope: Rope) -> Array:
-        """Rotary position embedding, element i of a head paired with i + head_dim / 2 (Su et al. 2021).
+        """Apply rotary position embedding, element i of a head paired with i + head_dim / 2 (Su et al. 2021).
 
         The pair turns by `position * rope.frequencies()[i]`. `[T, heads * head_dim]` → the same shape.
         """
@@ -116,15 +117,15 @@ class Operations(ABC):
 
     @abstractmethod
     def attention(self, q: Array, storage: Storage, layer: int, batch: Batch) -> Array:
-        """Grouped-query causal attention over the stored keys: `[T, heads * head_dim]` → the same shape.
+        """Compute grouped-query causal attention over the stored keys: `[T, heads * head_dim]` → the same shape.
 
-        A row at position p attends to positions 0 to p of its own sequence, read through its block table. Query head
-        h reads key/value head `h // (heads / kv_heads)` (Ainslie et al. 2023).
+        A row at position p attends to positions 0 to p of its own sequence, read through its block table. Query head h
+        reads key/value head `h // (heads / kv_heads)` (Ainslie et al. 2023).
         """
 
     @abstractmethod
     def swiglu(self, gate: Array, up: Array) -> Array:
-        """silu(gate) * up, silu(g) = g / (1 + exp(-g)): `[T, ffn]` → `[T, ffn]` (Shazeer 2020)."""
+        """Compute silu(gate) * up, silu(g) = g / (1 + exp(-g)): `[T, ffn]` → `[T, ffn]` (Shazeer 2020)."""
 
     def experts(
         self, x: Array, router: Array, gate: Array, up: Array, down: Array, num_used: int, normalize: bool
@@ -158,9 +159,9 @@ class Backend(ABC):
     """One device: weights, storage, and a way to run the forward pass."""
 
     name: str
-    """What `--device` calls it."""
+    """Its name for `--device`."""
     default_kv_dtype: str = "float32"
-    """What keys and values are rounded to by default."""
+    """The dtype of keys and values by default."""
     runs_ahead: bool = False
     """Whether `run` returns before it has computed, and takes input tokens from the run before (`ForwardBatch`)."""
 

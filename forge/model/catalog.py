@@ -35,7 +35,7 @@ class PullName:
 
     @classmethod
     def parse(cls, text: str) -> "PullName":
-        """`owner/name` or `owner/name:QUANT`. Raises `UsageError` for anything else."""
+        """Parse `owner/name` or `owner/name:QUANT`. Raises `UsageError` for anything else."""
         match = _NAME.fullmatch(text)
         if match is None or ".." in text or match["repo"].endswith((".git", "-", ".")):
             raise UsageError(f"{text!r:.100} is not a model's name on the hub, such as Qwen/Qwen3-0.6B-GGUF:Q8_0")

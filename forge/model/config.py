@@ -46,13 +46,13 @@ class Qwen3Config:
     max_position_embeddings: int
     tie_word_embeddings: bool
     labels: tuple[str, ...] = ()
-    """Of a model with a classification head in place of the output head: the name of each of its rows."""
+    """The names of the rows of a classification head; empty for a model with an output head."""
     generates: bool = True
     """Whether there is an output head. An embedding model may lack it, a classifier does."""
     yarn: Yarn | None = None
     rope_attention_factor: float = 1.0
     num_experts: int = 0
-    """Of a mixture of experts; then `intermediate_size` is that of one expert."""
+    """Experts of a mixture of experts (`intermediate_size` is then that of one expert); 0 for a dense model."""
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
     """Whether the weights of the chosen experts are made to sum to 1."""

@@ -51,7 +51,7 @@ class SequenceRows(NamedTuple):
     block_table: Sequence[int] | np.ndarray
     """The blocks of positions 0 to that of the last row, at least."""
     logit_rows: range
-    """Which of them need logits, counted from 0."""
+    """The rows that need logits, counted from 0."""
 
 
 def flat_batch(parts: Sequence[SequenceRows], block_size: int) -> ForwardBatch:

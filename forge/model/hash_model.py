@@ -31,7 +31,7 @@ EOS_PROBABILITY = 1 / 64
 _SPREAD = 8.0
 """Logits of what it may say lie between 0 and this."""
 _UNSAID = np.float32(-16)
-"""What is added to the logits of everything else."""
+"""The offset of all other tokens' logits."""
 _CERTAIN = np.float32(32)
 _STRIDE = np.uint32(0x9E3779B1)
 """2^32 over the golden ratio: what tells positions apart."""
@@ -77,7 +77,7 @@ class HashModel(Model):
         self._eos_token_id, self._eos_probability, self._agreement = eos_token_id, eos_probability, agreement
         self.runs_ahead = runs_ahead
         self._argmax: WeakKeyDictionary[NumpyKvStorage, np.ndarray] = WeakKeyDictionary()
-        """Of each row of the last forward on a storage, where it runs ahead."""
+        """The argmax of each row of the last forward on a storage, if the model runs ahead."""
         self._bias = np.full(vocab_size, _UNSAID)
         self._bias[list(emitted)] = 0
         self._token_hashes = _mixed(np.arange(vocab_size, dtype=np.uint32) * _STRIDE ^ _LOGITS)

@@ -45,7 +45,7 @@ CLASSIFICATION = "Qwen3ForSequenceClassification"
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model", CLASSIFICATION, "Qwen3MoeForCausalLM")
 
 MAX_JSON_BYTES = 16 << 20
-"""Of config.json and of an index of shards: real ones take kilobytes."""
+"""Bytes of config.json and of an index of shards, at most: real ones take kilobytes."""
 MAX_SHARDS = 1024
 MAX_LAYERS = 4096
 """A malformed file cannot make us list the tensors of 4,000 million layers. The largest Qwen3 has 94."""
@@ -54,7 +54,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The fields of generation_config.json that are sampling parameters."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _BODY = "model."
-"""What the names of all tensors but the head's begin with, unless a bare `Qwen3Model` was saved (Qwen3-Embedding)."""
+"""Prefix of all tensor names but the head's, unless a bare `Qwen3Model` was saved (Qwen3-Embedding)."""
 _OUTSIDE_LAYERS = {"token_embd": "embed_tokens", "output_norm": "norm"}
 _HEADS = {"output": "lm_head", "cls.output": "score"}
 _IN_LAYERS = {
@@ -72,7 +72,7 @@ _IN_LAYERS = {
     "ffn_gate_inp": "mlp.gate",
 }
 _OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Which here are a matrix for each expert, and in GGUF one tensor."""
+"""Tensors that are one per expert here, and in GGUF one for all experts."""
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _BYTES_COMPARED = 16 << 20
 _POOLINGS: dict[Pooling, tuple[str, ...]] = {"last": ("lasttoken",), "mean": ("mean_tokens", "mean")}
@@ -139,7 +139,7 @@ class HuggingFaceDirectory(WeightSource):
 
 
 def hugging_face_name(name: str, body: str = _BODY) -> str:
-    """`blk.0.attn_q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
+    """Translate `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`."""
     stem = name.removesuffix(".weight")
     if stem in _HEADS:
         return f"{_HEADS[stem]}.weight"

@@ -36,12 +36,12 @@ LAYER_TENSORS = {
 
 
 MOE_TENSORS = {"router": "ffn_gate_inp", "gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
-"""What is other in a mixture of experts."""
+"""The tensors that a mixture of experts has instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model with its tokenizer and what its file says of it."""
+    """A model with its tokenizer and what its file says about it."""
 
     name: str
     model: Model
@@ -49,9 +49,9 @@ class LoadedModel:
     path: Path | None = None
     """None for a model without a file."""
     device_description: str = "NumPy"
-    """What computes it, for a person."""
+    """The device's name for a person."""
     default_kv_dtype: str = "float32"
-    """What its keys and values are rounded to by default."""
+    """The dtype of its keys and values by default."""
     pooling: Pooling = "last"
     """How its file says that hidden states become an embedding."""
     default_sampling: Mapping[str, float] = field(default_factory=dict)

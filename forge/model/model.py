@@ -28,7 +28,7 @@ class Draw(NamedTuple):
     history: Sequence[int]
     """The tokens before it, prompt included: their number is the position of the draw."""
     num_prompt_tokens: int = 0
-    """How many of `history` are the prompt's."""
+    """How many tokens of `history` are the prompt's."""
     matcher: Any = None
     """The `Matcher` that says which tokens may be chosen; None allows all. Probabilities are the model's own all the
     same. A device does not ask it."""
@@ -85,7 +85,7 @@ class DeviceLogits(Protocol):
 
 
 Logits = np.ndarray | DeviceLogits
-"""What `Model.forward` returns: float32 `[R, vocab]`."""
+"""The result of `Model.forward`: float32 `[R, vocab]`."""
 
 
 class ModelUnavailable(ForgeError):
@@ -107,7 +107,8 @@ class Model(Protocol):
     generates: bool = True
     """Whether its logits are those of the next token."""
     labels: tuple[str, ...] = ()
-    """What its logits are for, where it is a classifier. With one label there are two: its score, and 0."""
+    """A classifier's labels, one per logit; empty for other models. With one label there are two logits: its score, and
+    0."""
     runs_ahead: bool = False
     """Whether `forward` returns before it has computed, and takes input tokens from the forward before."""
 

@@ -106,11 +106,11 @@ class Qwen3(Model):
         return ops.to_numpy(ops.linear(self.hidden_rows(ops, batch, storage), self.weights.head))
 
     def hidden_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
-        """`forward_pass` up to what the output head would read."""
+        """Run `forward_pass` up to what the output head would read."""
         return ops.to_numpy(self.hidden_rows(ops, batch, storage))
 
     def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """About how many bytes of arrays a pass needs beside weights and storage."""
+        """Estimate how many bytes of arrays a pass needs beside weights and storage."""
         config = self.config
         heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
         feed_forward = 2 * config.intermediate_size

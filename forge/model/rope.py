@@ -25,7 +25,7 @@ class Yarn:
 
     @property
     def attention_factor(self) -> float:
-        """What queries and keys are scaled by."""
+        """The factor that queries and keys are scaled by."""
         return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
 
     @property
@@ -37,7 +37,7 @@ class Yarn:
         return head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / 2 / math.log(theta)
 
     def slowed(self, frequencies: np.ndarray, head_dim: int, theta: float) -> np.ndarray:
-        """`frequencies`, float64 `[head_dim / 2]`, divided by `factor` as far as each pair is slow."""
+        """Divide `frequencies`, float64 `[head_dim / 2]`, by `factor` as far as each pair is slow."""
         first = max(math.floor(self.pair(self.beta_fast, head_dim, theta)), 0)
         last = min(math.ceil(self.pair(self.beta_slow, head_dim, theta)), head_dim - 1)
         slowness = np.clip((np.arange(head_dim // 2) - first) / max(last - first, 0.001), 0, 1)
@@ -52,10 +52,10 @@ class Rope:
     theta: float
     yarn: Yarn | None = None
     attention_factor: float = 1.0
-    """What cos and sin are multiplied by, and so queries and keys."""
+    """The factor that cos and sin are multiplied by, and so queries and keys."""
 
     def frequencies(self) -> np.ndarray:
-        """Radians per position of each pair: float64 `[head_dim / 2]`."""
+        """Return the radians per position of each pair: float64 `[head_dim / 2]`."""
         half = self.head_dim // 2
         frequencies = self.theta ** (-np.arange(half) / half)
         return frequencies if self.yarn is None else self.yarn.slowed(frequencies, self.head_dim, self.theta)

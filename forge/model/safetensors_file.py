@@ -205,7 +205,8 @@ class SafetensorsFile(MappedFile[SafetensorsTensor]):
             raise self.tensor_error(previous, "data_offsets", problem)
 
     def _entry_error(self, key: str, subject: str, problem: str) -> SafetensorsError:
-        """About the entry called `key`, whose place is looked for only now: for all of them it would take long."""
+        """Build an error about the entry called `key`. Its place is looked for only now: for all entries it would take
+        long."""
         quoted = re.escape(json.dumps(key, ensure_ascii=False).encode("utf-8", errors="replace"))
         match = re.search(quoted + rb"\s*:", self._header)
         return self._error(subject, problem, match.start() if match else 0)
@@ -214,7 +215,7 @@ class SafetensorsFile(MappedFile[SafetensorsTensor]):
         return SafetensorsError(self.path, "header length", problem, 0)
 
     def _error(self, subject: str, problem: str, at: int) -> SafetensorsError:
-        """About byte `at` of the header."""
+        """Build an error about byte `at` of the header."""
         return SafetensorsError(self.path, subject, problem, _LENGTH_BYTES + at)
 
 

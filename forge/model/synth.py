@@ -85,7 +85,7 @@ def synthetic_vocabulary(size: int) -> SyntheticVocabulary:
 
 
 def _merges(count: int) -> list[tuple[str, str]]:
-    """`count` merges, each of two tokens that exist by then into a third that did not."""
+    """Draw `count` merges, each of two tokens that exist by then into a third that did not."""
     rng = np.random.default_rng(0)
     rights = list(_LETTERS)
     lefts = [_SPACE, *_LETTERS]
@@ -155,7 +155,7 @@ QUANTIZATIONS = {
 _ALIASES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 _FALLBACKS = {GGMLType.Q4_K: GGMLType.Q5_0, GGMLType.Q5_K: GGMLType.Q5_1, GGMLType.Q6_K: GGMLType.Q8_0}
-"""What llama.cpp takes where rows are not whole blocks of 256; F16 where they are not whole blocks of 32 either."""
+"""The type that llama.cpp takes if rows are not whole blocks of 256; F16 if they are not whole blocks of 32 either."""
 
 
 def synthetic_config(
@@ -274,7 +274,7 @@ def synth(
 
 
 def find_quantization(name: str) -> Quantization:
-    """That of `QUANTIZATIONS` that `name` means in any case. Raises `UsageError`."""
+    """Find the entry of `QUANTIZATIONS` called `name`, in upper or lower case. Raises `UsageError`."""
     known = _ALIASES.get(name.upper(), name.upper())
     if known not in QUANTIZATIONS:
         raise UsageError(f"unknown type {name!r:.40}; there are {', '.join(QUANTIZATIONS)}")
@@ -282,7 +282,7 @@ def find_quantization(name: str) -> Quantization:
 
 
 def default_file_name(shape: str, quantization: str) -> str:
-    """`qwen3-0.6b-q8_0.gguf`."""
+    """Return the name of a synthetic model's file: `qwen3-0.6b-q8_0.gguf`."""
     return f"{shape}-{quantization.lower()}.gguf"
 
 
@@ -313,7 +313,7 @@ def _matrix_type(name: str, config: Qwen3Config, kind: Quantization, pure: bool)
 
 
 def _fitting(ggml_type: GGMLType, columns: int) -> GGMLType:
-    """`ggml_type`, or what llama.cpp takes instead where a row of `columns` is not whole blocks of it."""
+    """Return `ggml_type`, or what llama.cpp takes instead if a row of `columns` is not whole blocks of it."""
     for candidate in (ggml_type, _FALLBACKS.get(ggml_type, GGMLType.F16)):
         if columns % candidate.block.elements == 0:
             return candidate
@@ -344,7 +344,7 @@ def _generator(seed: int, name: str, unit: int) -> np.random.Generator:
 
 
 def random_blocks(ggml_type: GGMLType, count: int, std: float, rng: np.random.Generator) -> np.ndarray:
-    """`count` raw blocks, uint8 [count, bytes of a block], whose values have mean 0 and about the deviation `std`.
+    """Draw `count` raw blocks, uint8 [count, bytes of a block], whose values have mean 0 and about the deviation `std`.
 
     Normally distributed for the float types. Of the quantized ones, uniform quants under scales of 0.5 to 1.5 times the
     mean; and as many scales are negative as positive where quants reach further down than up, so that the mean is 0.

@@ -44,9 +44,9 @@ class WeightSource(ABC):
     path: Path
     config: Qwen3Config
     nbytes: int
-    """Of all tensors that the model uses, as stored."""
+    """Bytes of all tensors that the model uses, as stored."""
     pooling: Pooling
-    """How hidden states become an embedding: `last` where the source does not say `mean`."""
+    """How hidden states become an embedding: `last` unless the source says `mean`."""
     default_sampling: Mapping[str, float]
     """The `SamplingParams` that the source recommends, by name; empty where it says nothing."""
 

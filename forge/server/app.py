@@ -186,22 +186,22 @@ def _add_watching(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     @app.get("/ping", include_in_schema=False)
     async def health() -> Response:
-        """Liveness: whether the server should go on, busy as it may be. 503 where its engine is gone, or where a step
+        """Report liveness: whether the server should go on, however busy it is. 503 if its engine is gone, or if a step
         takes longer than `--step-timeout`."""
         service.check_alive()
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Readiness: whether a new request would be taken now. 503 also while the server closes, and while its queue or
-        its connections are full."""
+        """Report readiness: whether a new request would be taken now. 503 also while the server closes, and while its
+        queue or its connections are full."""
         service.check_alive()
         service.check_ready()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Everything that is counted, for Prometheus."""
+        """Report everything that is counted, for Prometheus."""
         families = [*service.http.families(app.state.exchanges.num_open), *process_families(service.processes())]
         families.append(grammar_family(service.reader.grammars.num_waiting))
         text = service.metrics.text(service.client.gauges) + text_of(families)

@@ -51,7 +51,7 @@ logger = logging.getLogger("forge.server")
 
 _RECEIVE = 1 << 18
 MAX_PENDING_CHARS = 1 << 20
-"""What a client may leave unread before its request is aborted."""
+"""Characters that a client may leave unread before its request is aborted."""
 
 
 MAX_DELTAS = 256
@@ -118,13 +118,13 @@ class Generation:
         self.outputs: list[RequestOutput | None] = [None] * len(self.prompts)
         self.error: ForgeError | None = None
         self.position: StreamPosition | None = None
-        """What its events are marked with, where its stream can be resumed."""
+        """Marks its events so that its stream can be resumed; None if it cannot."""
         self._num_tokens: dict[int, int] = {}
-        """Of each choice, counted while a client resumes."""
+        """The tokens of each choice, counted while a client resumes."""
         self._num_accepted = 0
         self._deltas: list[Delta] = []
         self._last: dict[int, Delta] = {}
-        """Of each choice the delta that more can be merged into."""
+        """The last delta of each choice, into which more can be merged."""
         self._pending_chars = 0
         self._begun: set[int] = set()
         self._wake = asyncio.Event()
@@ -236,16 +236,16 @@ class EngineClient(ABC):
 
     def __init__(self) -> None:
         self._device = ""
-        """What the engine computes on."""
+        """The device that the engine computes on."""
         self.gauges = Gauges()
         self.on_step: Callable[[StepSummary], None] = lambda step: None
         self.on_end: Callable[[Generation, RequestOutput], None] = lambda generation, output: None
         self.on_record: Callable[[StepRecord], None] | None = None
-        """For `--live`: called with every step's whole record."""
+        """Called with every step's whole record, for `--live`."""
         self.on_death: Callable[[int], None] = lambda num_failed: None
         """Called with the number of choices and answers that the engine's death has failed."""
         self._generations: dict[int, tuple[Generation, int]] = {}
-        """From a key to its generation and which of its prompts it is."""
+        """A request's key → its generation, and which of its prompts it is."""
         self._keys, self._numbers = count(), count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
@@ -506,7 +506,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._commands: list[bytes] = []
         self._question: tuple[int, float] | None = None
-        """That of `probe` that has no answer yet, and when it was sent."""
+        """The question of `probe` that has no answer yet, and when it was sent."""
         self.died = asyncio.Event()
         """Set when the engine's process is gone without `disconnect`."""
         self._start()

@@ -55,9 +55,10 @@ logger = logging.getLogger("forge.engine")
 _RECEIVE = 1 << 16
 """Bytes at once. Room for more takes 20 µs to get from the system, whatever comes."""
 _MOST_SECONDS = 0.05
-"""Between two updates, where no stream is waiting for one."""
+"""Seconds between two updates at most, if no stream is waiting for one."""
 _TOKENS_BETWEEN_STEPS = 1 << 17
-"""Of prompts that are queued between two steps. Each takes some 0.1 µs: a question may have millions of them."""
+"""Prompt tokens that are queued between two steps, at most. Each takes some 0.1 µs: a question may have millions of
+them."""
 _COMPILER_POLL = 0.002
 """Seconds between two looks at the grammars that are being compiled, while there is nothing else to do."""
 
@@ -134,7 +135,7 @@ class _Group:
 
     number: int
     requests: dict[int, str] = field(default_factory=dict)
-    """From the sequence's id to the request's."""
+    """A sequence's id → the request's id."""
     missing: int = 0
     """Requests that have not ended, queued or not."""
 
@@ -156,11 +157,11 @@ class EngineServer:
         self._requests: OrderedDict[int, _Request] = OrderedDict()
         self._keys: dict[str, int] = {}
         self._samples: dict[int, tuple[_Request, int]] = {}
-        """From a sequence's id to its request and which sample it is."""
+        """A sequence's id → its request, and which sample it is."""
         self._groups: dict[int, _Group] = {}
-        """From a question's number."""
+        """A question's number → its requests."""
         self._group_of: dict[int, _Group] = {}
-        """From a prefill-only request's sequence id to the question that it belongs to."""
+        """A prefill-only request's sequence id → the question that it belongs to."""
         self._asked: deque[tuple[_Group, list[int], Any]] = deque()
         """Requests of questions that are not queued yet."""
         self._watched = False
@@ -170,7 +171,7 @@ class EngineServer:
         self._compiling: list[tuple[Submit, Future[Any]]] = []
         """Requests that wait for their grammar, which is compiled on another thread."""
         self._compilers = {slow: ThreadPoolExecutor(1, "forge-grammars") for slow in (False, True)}
-        """Those that take long hold no other up."""
+        """Two threads, so that grammars that take long do not hold up the others."""
         self._unprepared: dict[bool, list[tuple[int, int, SamplingParams, Future[None]]]] = {False: [], True: []}
         """Heaps of what the compilers are to do, by the estimated work and the request's key."""
 

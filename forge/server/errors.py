@@ -65,7 +65,8 @@ def to_api_error(error: Exception) -> ApiError:
 
 @contextmanager
 def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Within it, an error about a parameter of `names` is raised about the one that the client knows it by."""
+    """Re-raise an error about a parameter in `names` under the name that the client knows it by, within this
+    context."""
     try:
         yield
     except ApiError as error:

@@ -25,7 +25,7 @@ access = logging.getLogger("forge.access")
 
 HEADER = b"x-request-id"
 _ID = re.compile(r"[\w.:@/+=-]{1,128}", re.ASCII)
-"""What a client's id may be: it stands in a header and in lines of the log."""
+"""The ids that a client may give: an id stands in a header and in lines of the log."""
 CLIENT_LEFT = 499
 """The status of a request whose client left before its answer, as nginx has it."""
 OTHER_ROUTE = "other"
@@ -48,7 +48,7 @@ class Exchange:
     ended: float | None = None
     generations: list[Generation] = field(default_factory=list)
     num_prompt_tokens: int = 0
-    """Of requests that generate nothing."""
+    """Prompt tokens of requests that generate nothing."""
 
     @property
     def seconds(self) -> float:

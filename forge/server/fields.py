@@ -143,7 +143,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "rank_fields": ([],),
     "speed": ("standard",),
 }
-"""With the values that ask for nothing. What a body declares is never looked up here."""
+"""Fields that are refused, with the values that ask for nothing. A field that a body declares is never looked up
+here."""
 UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),

@@ -19,10 +19,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 logger = logging.getLogger("forge.server")
 
 MAX_HEAD_BYTES = 1 << 16
-"""Of a request's line and headers."""
+"""Bytes of a request's line and headers, at most."""
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _OF_PROBES = tuple(f"GET {path}".encode() for path in ("/health", "/ping", "/ready", "/metrics"))
-"""How requests begin that are answered on a connection beyond the most: what watches a full server must get through."""
+"""Beginnings of requests that are answered on a connection beyond the most: what watches a full server must get
+through."""
 _PROBE_TIMEOUT = 1.0
 """Seconds in which such a request must come."""
 _PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"

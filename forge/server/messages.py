@@ -23,8 +23,8 @@ from forge.trace.records import StepRecord
 _LENGTH = Struct("<I")
 
 EVENTS_PER_SECOND = 500
-"""Of all streams together, where there are several. An event costs the server and its client some 50 µs each, most of
-it in the system, and an engine on the CPU wants every core for itself."""
+"""Events of all streams together, if there are several. An event costs the server and its client some 50 µs each, most
+of it in the system, and an engine on the CPU wants every core for itself."""
 EVENTS_BESIDE_A_GPU = 10_000
 
 
@@ -99,11 +99,11 @@ class Ready(NamedTuple):
     vocab_size: int
     load_seconds: float
     pooling: Pooling
-    """How the model's embeddings are made of its hidden states."""
+    """How embeddings are made of the model's hidden states."""
     default_sampling: Mapping[str, float]
     """The sampling parameters that the model's file recommends; empty where it says nothing."""
     labels: tuple[str, ...]
-    """Of its classification head, where it has one."""
+    """The labels of its classification head, if it has one."""
     num_blocks: int
     block_size: int
     tokenizer_type: type[Tokenizer]
@@ -181,7 +181,7 @@ class StepSummary(NamedTuple):
     num_generated: int
     num_preempted: int
     cycles: tuple[tuple[str, int, int, bool], ...] = ()
-    """Of each cycle of speculation: the proposer, its draft tokens, those accepted, and whether they were emitted."""
+    """For each cycle of speculation: the proposer, its draft tokens, those accepted, and whether they were emitted."""
 
 
 class Gauges(NamedTuple):

@@ -218,7 +218,7 @@ class MessageWriter:
         self._reasons = _STOP_REASONS | ({"length": "model_context_window_exceeded"} if is_short else {})
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""
-        """Of the last block, where it uses a tool."""
+        """The arguments of the last block, if it uses a tool."""
         self._open = ""
         """The type of the last block, while it grows."""
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}

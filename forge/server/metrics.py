@@ -221,7 +221,7 @@ class Metrics:
             yield header, histogram.lines(f"vllm:{name}", self._labels)
 
     def _family(self, name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
-        """`values`: by their further labels."""
+        """Build a metric with its lines. values: by their further labels."""
         lines = [f"vllm:{name}{{{self._labels}{further}}} {value}" for further, value in values.items()]
         return _header(f"vllm:{name}", kind, help_text), lines
 

@@ -17,7 +17,7 @@ from forge.server.keys import Keys
 from forge.server.settings import Settings, is_loopback
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
-"""What needs no key."""
+"""Paths that need no key."""
 _DISCARDED = 16
 """Times the largest body: of a larger one as much is read, so that its client sees the answer."""
 

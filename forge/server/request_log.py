@@ -27,7 +27,7 @@ class RequestLog:
         """timeline: the engine's own."""
         self._timeline = timeline
         self._seq_ids: dict[str, tuple[int, ...]] = {}
-        """Of each request that has been added and not yet pushed out by later ones."""
+        """The sequence ids of each request that has been added and not yet pushed out by later ones."""
         self._ended: OrderedDict[str, tuple[RequestTimeline, ...]] = OrderedDict()
         """The timelines of its samples, of each request that has ended."""
 

@@ -49,11 +49,11 @@ class Cut(NamedTuple):
     """How much of a prompt that is too long is kept, instead of refusing it."""
 
     num_tokens: int
-    """What is kept."""
+    """Tokens that are kept."""
     side: str
 
     def applied(self, items: Any) -> Any:
-        """Cut token ids or a text."""
+        """Return what the cut keeps of token ids or of a text."""
         return items[: self.num_tokens] if self.side == "right" else items[max(0, len(items) - self.num_tokens) :]
 
 
@@ -101,7 +101,8 @@ class RequestReader:
         return self.model(body.model)
 
     def cut_of(self, body: CutPrompt, max_tokens: int | None = 0) -> Cut | None:
-        """max_tokens: of the answer, for which room is left where as much is kept as fits."""
+        """Return how a body wants long prompts cut; None if it does not. max_tokens: of the answer, for which room is
+        left if the body asks to keep as much as fits."""
         number = body.truncate_prompt_tokens
         if number is None:
             return None

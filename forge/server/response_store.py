@@ -36,10 +36,10 @@ class StoredResponse:
     items: bytes
     """JSON: the conversation's items, what the model said included."""
     num_input_items: int
-    """How many of them came before what the model said."""
+    """How many of them came before the model's output."""
     setting: bytes
-    """What else the prompt was made of: instructions, tools, thinking. A response of another setting has another
-    prompt."""
+    """What the prompt depends on beside the items: instructions, tools, thinking. A response of another setting has
+    another prompt."""
     token_ids: np.ndarray | None
     """The prompt and the output, int32 `[n]`; None where the output did not end as the chat template ends an answer."""
 

@@ -22,12 +22,12 @@ class ResponseWriter:
         self.request_id, self._model, self._body, self._params, self._shape = request_id, model, body, params, shape
         self._created = int(time.time())
         self._logprobs: list[dict[str, Any]] = []
-        """Of tokens whose text has not come yet."""
+        """Log probabilities of tokens whose text has not come yet."""
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
-        """Of the output, the last of them perhaps still growing."""
+        """Items of the output; the last may still grow."""
         self._open = ""
-        """What the last item is, while it grows: reasoning, message, function_call."""
+        """The type of the last item while it grows: reasoning, message, function_call."""
 
     def begin(self) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):

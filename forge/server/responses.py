@@ -170,7 +170,7 @@ class CompletionShape(Shape):
     ):
         super().__init__(request_id, model, tokenizer, body, prompts, fingerprint)
         self._echo = [self._text_of(prompt) if body.echo else None for prompt in prompts]
-        """For each prompt the text to begin its choices with, or None."""
+        """For each prompt, the text that its choices begin with, or None."""
         self._begun: set[int] = set()
         self._lengths: dict[int, int] = {}
         """Characters of each choice's text so far, for the offsets of its tokens."""

@@ -38,9 +38,9 @@ class SeenStream:
     seed: int
     checksum: int
     tokens: tuple[int, ...]
-    """Of each choice, how many; empty where the client knows the request's id alone."""
+    """The number of tokens of each choice; empty if the client knows only the request's id."""
     ended: tuple[bool, ...]
-    """Of each choice, whether the client knows of its end."""
+    """Whether the client knows that the choice has ended, for each choice."""
 
 
 def parse_event_id(text: str) -> SeenStream:

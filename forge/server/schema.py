@@ -25,7 +25,7 @@ Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MA
 
 
 def _few(biases: Any) -> Any:
-    """Pydantic checks the length of a dict after its items."""
+    """Check the length of a dict before its items; Pydantic checks it after them."""
     if isinstance(biases, dict) and len(biases) > MAX_BIASES:
         raise PydanticCustomError("too_long", f"it should have at most {MAX_BIASES} entries, not {len(biases)}")
     return biases
@@ -54,7 +54,7 @@ class CutPrompt(RequestBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     """Tokens that are kept; -1 keeps what fits beside the answer."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where tokens are cut off: on the left unless it says otherwise."""
+    """The side where tokens are cut off; None means left."""
     add_special_tokens: bool | None = None
     """Whether BOS is put before the prompt where the model wants it: by default yes, and no in a chat."""
 
@@ -131,7 +131,7 @@ class Sampling(CutPrompt):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
     cache_salt: str | None = None
     request_id: RequestId | None = None
-    """What the answer's id ends with."""
+    """The end of the answer's id."""
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -140,7 +140,7 @@ class Sampling(CutPrompt):
     json_schema: dict[str, Any] | None = None
     """llama.cpp's: the same as `structured_outputs.json`."""
     drafts: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    """Which drafts propose for this request, by name: by default all, none of them for an empty list."""
+    """Names of the drafts that propose for this request. None means all of them, an empty list none."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
     """Draft tokens per cycle at most, 0 for none; by default what the server is set to."""
 

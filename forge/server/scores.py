@@ -27,7 +27,8 @@ from forge.server.strict_json import JsonAnswer, to_json
 Values = TypeVar("Values")
 
 MAX_TOKENS = 1 << 21
-"""Of the prompts of one question, with what is scored behind them: they go to the engine's process in one piece."""
+"""Tokens of one question's prompts at most, with what is scored behind them: they go to the engine's process in one
+piece."""
 
 
 async def _ask(service: Service, request: Request, question: tasks.Question[Values], param: str) -> Values:

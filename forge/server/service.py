@@ -156,7 +156,7 @@ class Service:
 
     @asynccontextmanager
     async def followed(self, generation: Generation, request: Request) -> AsyncIterator[None]:
-        """Within it, the client's leaving ends the generation."""
+        """End the generation if the client leaves while this context is open, or when it closes."""
         try:
             async with leaving_client(request):
                 yield

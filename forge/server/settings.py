@@ -36,9 +36,9 @@ class Limits:
     max_stored_bytes: int = option(64 << 20, "Memory for stored responses; 0 stores none.", "Limits")
     """The least recently used are dropped. They are in memory only, and end with the server."""
     stall_timeout: float = option(30.0, "Seconds that a streaming client may stall.", "Limits")
-    """That it may take nothing before its request is aborted."""
+    """Seconds for which it may take nothing before its request is aborted."""
     header_timeout: float = option(10.0, "Seconds for a request to arrive.", "Limits")
-    """For its head, from the connection or the last answer on."""
+    """Seconds for a request's head, from the connection or the last answer on."""
     body_timeout: float = 30.0
     keep_alive: float = 15.0
     """Seconds that an idle connection stays open."""

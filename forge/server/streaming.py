@@ -39,7 +39,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._stall_timeout, self._on_gone = events, stall_timeout, on_gone
         self._sending_since: float | None = None
-        """When the send began that has not ended."""
+        """When the current send began; None if none is under way."""
         self._stalled = False
         self._watching: asyncio.TimerHandle | None = None
 
@@ -97,7 +97,7 @@ async def _disconnected(receive: Receive) -> None:
 
 @asynccontextmanager
 async def leaving_client(request: Request) -> AsyncIterator[None]:
-    """Within it, a client that leaves ends the waiting, with `ClientDisconnect`."""
+    """Raise `ClientDisconnect` in the waiting task if the client leaves while this context is open."""
     waiting = asyncio.current_task()
     assert waiting is not None, "a request is answered within a task"
     leaving = asyncio.create_task(_disconnected(request.receive))

@@ -29,9 +29,11 @@ from forge.server.errors import ApiError
 __all__ = ["BodyParser", "JsonAnswer", "StrictRoute", "to_json"]
 
 MAX_VALUES = 1 << 18
-"""Of one body, beyond one for each token of the model's context: 260,000 token ids take 10 ms, as many lists 40."""
+"""Values of one body at most, beyond one for each token of the model's context: 260,000 token ids take 10 ms, as many
+lists 40."""
 MAX_FIELDS = 1 << 15
-"""Of all objects of one body together: one takes up to 2 µs, where a body is looked through several times."""
+"""Fields of all objects of one body together, at most: one takes up to 2 µs, where a body is looked through several
+times."""
 _LARGE = 1 << 14
 """Bytes from which on a body waits for its turn."""
 

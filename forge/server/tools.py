@@ -21,7 +21,7 @@ from forge.server.reasoning import partial_tag
 from forge.server.schema import ChatRequest, Conversation, Function, NamedTool
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL)
-"""Of a call, up to its arguments."""
+"""The beginning of a call, up to its arguments."""
 _ANYTHING = {"type": "object"}
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -31,7 +31,7 @@ class ToolUse:
     """The tools of one request, and how they may be used."""
 
     functions: tuple[Function, ...]
-    """Those that may be called."""
+    """The functions that may be called."""
     is_required: bool
     is_parallel: bool
     """Whether more than one call may come."""
@@ -147,7 +147,7 @@ class ToolCallSplitter:
         """No content has come after a call."""
         self.num_calls = 0
         self._depth, self._in_string, self._escaped = 0, False, False
-        """Within arguments."""
+        """State within the arguments."""
 
     def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Return the (content, entries of `tool_calls`) that `text` makes certain: one entry per call, as clients

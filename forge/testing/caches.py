@@ -37,7 +37,7 @@ KINDS = {
     "remove": 6,
     "rename": 1,
 }
-"""What there is to do, and how often."""
+"""The operations, and how often each is drawn."""
 Operation = tuple[str, int, int, int]
 """(kind, which sequence or snapshot, how many tokens, a number whose bits are tokens and choices)."""
 
@@ -100,11 +100,11 @@ class Content:
 
     salt: str = ""
     tokens: list[int] = field(default_factory=list)
-    """Those that are computed."""
+    """The computed tokens."""
     reserved: int = 0
     """Slots that it owns."""
     prompt: list[int] = field(default_factory=list)
-    """What it will commit before it makes up tokens of its own."""
+    """The tokens that it will commit before it makes up its own."""
 
     def copy(self) -> "Content":
         return Content(self.salt, list(self.tokens), len(self.tokens))

@@ -15,7 +15,7 @@ from forge.llm import LLM
 from forge.model.model import Draw
 
 _MOST_STEPS = 5_000
-"""More than that is going round in circles."""
+"""Steps at most; an engine that needs more is going round in circles."""
 
 
 def check_victim_policy(policy: VictimPolicy) -> None:
@@ -42,7 +42,7 @@ def check_victim_policy(policy: VictimPolicy) -> None:
 
 
 _VOCAB_SIZE = 259
-"""Of the hash model, for which is drafted."""
+"""Vocabulary of the hash model that draft tokens are proposed for."""
 
 
 def check_proposer(

@@ -205,9 +205,9 @@ MODEL_CHECKS: tuple[Callable[[LoadedModel], None], ...] = (
 
 class _Ran(NamedTuple):
     outputs: list[list[int]]
-    """After each prompt."""
+    """The tokens after each prompt."""
     logits: np.ndarray
-    """Of each token of the first: float32 `[tokens, vocab]`."""
+    """The logits of each token of the first output: float32 `[tokens, vocab]`."""
     preempted: int
 
 

@@ -307,7 +307,7 @@ class Encoders:
         return self._encode_by_reference(parts)
 
     def prepare(self) -> str:
-        """Loads now what the preference will load anyway and says which implementation that is."""
+        """Load now what the preference will load anyway; return that implementation's name."""
         with self._lock:
             if self._prefer != "auto" and self._fast_if_due() is not None:
                 return "fast"

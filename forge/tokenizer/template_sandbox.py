@@ -54,7 +54,7 @@ _MULTIPLYING = _FORMATTING | {
     "urlize",
     "xmlattr",
 }
-"""Those whose result can be as large as the product of their inputs' sizes."""
+"""Operations whose result can be as large as the product of their inputs' sizes."""
 
 _CALL_STEPS = 4
 """A call takes as long as several turns of a loop."""
@@ -108,9 +108,10 @@ class Budget:
         return self._charged_items(iterable, chars_each)
 
     def check_product(self, name: str, inputs: Sequence[Any]) -> None:
-        """Refuses a call whose result could be beyond all bounds: large counts, large widths, multiplied sizes.
+        """Refuse a call whose result could be beyond all bounds: large counts, large widths, multiplied sizes.
 
-        `name` is an operator, method or filter, `inputs` what it works on and its arguments."""
+        `name` is an operator, method or filter, `inputs` what it works on and its arguments.
+        """
         counts = [abs(value) for value in inputs if name in _COUNTING and isinstance(value, (int, float))]
         if any(count > MAX_NUMBER for count in counts):
             raise TemplateBoundsExceeded(f"{name} is given {max(counts):.3g}, over the limit of {MAX_NUMBER}")

@@ -119,7 +119,7 @@ class Tokenizer:
         return self._encoders.fallback_reason
 
     def prepare(self) -> str:
-        """Loads now what the first text would load, and returns that implementation's name (see `implementation`)."""
+        """Load now what the first text would load; return that implementation's name (see `implementation`)."""
         return self._encoders.prepare()
 
     def encode(self, text: str, *, allow_special: bool = False, add_special_tokens: bool | None = None) -> list[int]:

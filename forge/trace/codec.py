@@ -27,7 +27,7 @@ class Codec(NamedTuple):
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any, str], Any]
-    """Called with (JSON value, where it stands). Raises `ValueError`, naming the place, for what is no such value."""
+    """Called with (JSON value, its place). Raises `ValueError`, naming the place, for a value of another kind."""
 
 
 @cache

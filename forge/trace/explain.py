@@ -36,7 +36,7 @@ from forge.trace.timeline import Cause, Preemption, RequestTimeline, Wait
 
 Reason = WaitReason | HostPoolFull | PoolExhausted
 NameOf = Callable[[int], str]
-"""What to call a sequence, by its id."""
+"""Returns the name of a sequence, from its id."""
 
 
 def _seq(seq_id: int) -> str:
@@ -49,7 +49,7 @@ def class_name(phase: Phase | ExecutionClass) -> str:
 
 
 def two_digits(value: float) -> str:
-    """`12.3`, `2.1`, `0.21`, `0.021`: one decimal, and two significant digits below 1."""
+    """Format with one decimal, and two significant digits below 1: `12.3`, `2.1`, `0.21`, `0.021`."""
     size = abs(value)
     decimals = 1 if size >= 0.95 or size == 0 else min(4, 1 - math.floor(math.log10(size)))
     return f"{value:,.{decimals}f}"
@@ -232,7 +232,7 @@ def _because(cause: Cause, seq_id: int) -> str:
 
 
 def _budget(limit: int, option: BudgetOption) -> str:
-    """`512 tokens`, `2048 prefill-only tokens`."""
+    """Format a budget: `512 tokens`, `2048 prefill-only tokens`."""
     match option:
         case "max_num_batched_tokens":
             return _plural(limit, "token")

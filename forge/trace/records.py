@@ -28,7 +28,7 @@ FORMERLY = {
     "policy": "preempt",
     "mode": "preemption",
 }
-"""From the names and values of fields in traces written before they were renamed to those of now."""
+"""Former names and values of fields in older traces → those of now."""
 
 
 class ItemRecord(NamedTuple):
@@ -53,7 +53,7 @@ class TokenRecord(NamedTuple):
 
     seq_id: int
     position: int
-    """Where the token stands in its sequence, prompt included, counted from 0."""
+    """The token's position in its sequence, prompt included, counted from 0."""
     token_id: int
     text: str
     """The output text that is certain with this token: empty while a character is incomplete or a stop string may
@@ -88,7 +88,7 @@ class FinishRecord:
     stop: str | int | None = None
     """The stop string or the token id that ended it."""
     error: str | None = None
-    """What went wrong, where `reason` is `error` and it is known."""
+    """The error's message if `reason` is `error`; None if it is not known."""
     by_request: bool = False
     """The error is of the request's own making, such as a grammar that needs too much work: it would come again."""
     why: PoolExhausted | None = None
@@ -124,9 +124,9 @@ class RouteRecord:
     least_load: int
     """The same of the least busy one."""
     cached_tokens: int = 0
-    """Of the prompt, tokens that the chosen replica is known to have cached."""
+    """Tokens of the prompt that the chosen replica is known to have cached."""
     holder: str | None = None
-    """Where the longest prefix is."""
+    """The replica that has the longest prefix."""
     holder_tokens: int = 0
     """The length of that prefix."""
     holder_load: int = 0
@@ -154,7 +154,7 @@ class PreemptRecord:
     free: int
     """Blocks that were free."""
     preempt: str
-    """How the victim was chosen: `lifo`, `lifo-others`, `least-progressed`, `priority`."""
+    """The policy that chose the victim: `lifo`, `lifo-others`, `least-progressed`, `priority`."""
     preemption: PreemptionMode
     tokens_lost: int
     """Computed tokens that must be computed again; 0 where they were swapped out."""
@@ -251,7 +251,7 @@ class BlockMap:
 
     block_size: int
     tables: tuple[TableRecord, ...]
-    """In the order in which the sequences began, snapshots last."""
+    """The tables in the order in which the sequences began, snapshots last."""
     reference_counts: tuple[int, ...]
     """`[num_blocks]`; 0 for a free block and for a cached one."""
     cached: tuple[int, ...]
@@ -281,13 +281,13 @@ class CacheRecord:
     slots_reserved: int = 0
     """Token slots in the used blocks, each block counted once."""
     slots_filled: int = 0
-    """Of those, the ones that hold a computed key and value, shared ones counted once."""
+    """Reserved slots that hold a computed key and value, shared ones counted once."""
     blocks_saved: int = 0
     """References beyond the first: the blocks that sequences would hold in addition if they shared none."""
     prefix_queries: int = 0
     """Prompt tokens looked up since the cache was made."""
     prefix_hits: int = 0
-    """Of those, the tokens that were found."""
+    """Looked-up prompt tokens that were found."""
     splits: int = 0
     """Copy-on-write copies since the cache was made."""
     evictions: int = 0
@@ -348,9 +348,9 @@ class StepRecord:
     events: tuple[CacheEvent, ...] = ()
     """Copy-on-write splits, hits and evictions of the step, in order."""
     blocks: BlockMap | None = None
-    """Where every block is; only where requested, because it is as long as the pool."""
+    """The place of every block; None unless requested, because it is as long as the pool."""
     cycles: "tuple[SpecCycle, ...]" = ()
-    """What was drafted, and what verification made of it."""
+    """The draft tokens of each cycle, and their verification."""
     undrafted: "tuple[Undrafted, ...]" = ()
     """The sequences that were decoded without draft tokens although there are proposers, and why."""
     execution: Execution | None = None
@@ -361,9 +361,9 @@ class StepRecord:
     discarded: int = 0
     """Wasted rows found with this step: rows planned ahead for sequences that had ended meanwhile."""
     replica: str = ""
-    """Which of several engines took the step; empty for the only one."""
+    """The replica that took the step; empty if there is only one engine."""
     routes: tuple[RouteRecord, ...] = ()
-    """Of the requests that arrived, why they came to this engine."""
+    """Why the requests that arrived were routed to this engine."""
 
     @property
     def tokens_computed(self) -> int:
@@ -387,7 +387,7 @@ class RequestTimes:
     arrived: float | None
     """Seconds on the engine's monotonic clock, as for the three below."""
     admitted: float | None
-    """When it first began to run."""
+    """The time when it first began to run."""
     first_token: float | None
     last_token: float | None
     num_output_tokens: int
@@ -437,7 +437,7 @@ class RequestMetrics(RequestTimes):
     forward_ms: tuple[float, ...] = field(default=())
     """Each forward pass that this request took part in."""
     forward_tokens: tuple[int, ...] = field(default=())
-    """This request's rows in each of them, draft tokens included."""
+    """This request's rows in each of those passes, draft tokens included."""
     admitted: float | None = None
     """Seconds on the same clock when it first began to run."""
     times_preempted: int = 0
@@ -490,8 +490,8 @@ class TokenVerdict:
     target_probability: float | None = None
     """The target's own probability of the proposed token, where requested: softmax of its raw logits."""
     p: float | None = None
-    """With the acceptance rule `rejection`: how likely the target's filtered distribution draws the token, else None.
-    With several drafts, of what those before left of that distribution."""
+    """The probability of the token in the target's filtered distribution, with the acceptance rule `rejection`; else
+    None. With several drafts, in what the drafts before left of that distribution."""
     q: float | None = None
     """The same of the proposer's distribution."""
     draw: float | None = None
@@ -535,9 +535,9 @@ class CachedPositions(NamedTuple):
 
     before: int
     written: int
-    """With all draft tokens that were computed."""
+    """Positions with all draft tokens that were computed."""
     after: int
-    """After the rollback: those of rejected draft tokens are dropped."""
+    """Positions after the rollback: those of rejected draft tokens are dropped."""
 
 
 @dataclass(frozen=True)
@@ -550,13 +550,13 @@ class SpecCycle:
     """The position of the first proposed token."""
     proposed: tuple[int, ...]
     verdicts: tuple[TokenVerdict, ...]
-    """Of the proposed tokens up to the first rejected one; the tokens after it are not verified."""
+    """The verdicts on the proposed tokens up to the first rejected one; the tokens after it are not verified."""
     emitted: tuple[int, ...]
     """The accepted tokens and the target's own one, up to the sequence's end."""
     draft_ms: float
-    """This proposer's time, for all sequences of the step together."""
+    """This proposer's milliseconds, for all sequences of the step together."""
     target_ms: float
-    """The step's forward pass, for all its sequences together."""
+    """Milliseconds of the step's forward pass, for all its sequences together."""
     decision: SpecDecision | None = None
     """The decision that this cycle follows."""
     then: SpecDecision | None = None
@@ -564,7 +564,7 @@ class SpecCycle:
     won: bool = True
     """Whether the emitted tokens are this proposer's. Of several proposers for one sequence, one wins."""
     error: str | None = None
-    """What ended the cycle before it was verified, such as a revoked lease."""
+    """The error that ended the cycle before it was verified, such as a revoked lease."""
     release_ms: float | None = None
     """Milliseconds from the revocation of that lease to the release of the leased model."""
     draft_cached: tuple[int, int] | None = None

@@ -142,7 +142,7 @@ class SpeculationSummary:
     plain: DecodeTime
     speculative: DecodeTime
     drafting_share: float
-    """Of the decode steps, those with a cycle."""
+    """The share of the decode steps that had a cycle."""
     drafted_per_step: float
     """Draft tokens of the longest cycle of each decode step, on average: the draft's passes per pass of the target."""
 
@@ -182,8 +182,8 @@ class SpeculationSummary:
         return self.accepted / self.tested
 
     def expected_tokens(self, k: int) -> float:
-        """(1 - α^(K + 1)) / (1 - α): the tokens that a cycle with K draft tokens emits on average, if each stands with
-        probability α independently of the others."""
+        """Return (1 - α^(K + 1)) / (1 - α): the tokens that a cycle with K draft tokens emits on average, if each is
+        accepted with probability α independently of the others."""
         return sum(self.alpha**power for power in range(k + 1))
 
     @property

@@ -53,7 +53,7 @@ class Cause:
     """A part of a wait: the steps in which the same kind of reason held."""
 
     reason: WaitReason
-    """As of the last of these steps."""
+    """The reason in the last of these steps."""
     seq_id: int
     """The sequence that had this reason: the waiting one itself, or the one at the front of the queue before it."""
     num_steps: int
@@ -71,7 +71,7 @@ class Wait:
     num_steps: int
     seconds: float
     causes: tuple[Cause, ...] = ()
-    """In the order in which they last held."""
+    """The causes in the order in which they last held."""
     ended: bool = True
     """Whether the sequence was admitted. A wait that has not ended counts up to the last step."""
 
@@ -91,7 +91,7 @@ class Preemption:
     step: int
     record: PreemptRecord
     tokens_recomputed: int = 0
-    """Of the lost tokens, those that were computed again; the others were found in the cache, or never needed."""
+    """Lost tokens that were computed again; the others were found in the cache, or never needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +115,17 @@ class RequestTimeline(RequestTimes):
 
     seq_id: int
     entered: int
-    """The first step after it was known."""
+    """The first step after the sequence was known."""
     request: ArriveRecord | None = None
-    """None where the records begin after its arrival, as for what follows from it."""
+    """None if the records begin after its arrival; what follows from it is then unknown too."""
     sample: int = 0
     place: int = 0
     """Its request's place in the order of arrival."""
     arrived: float | None = None
     admitted: float | None = None
-    """When it first began to run."""
+    """The time when it first began to run."""
     first_token: float | None = None
-    """When the first output token was known. This and the next two are set when the timeline is asked for."""
+    """The time when the first output token was known. This and the next two are set when the timeline is asked for."""
     last_token: float | None = None
     num_output_tokens: int = 0
     tokens_cached: int = 0
@@ -133,11 +133,11 @@ class RequestTimeline(RequestTimes):
     forwards: list[StepSpan] = field(default_factory=list)
     """The steps that it took part in."""
     rows: list[int] = field(default_factory=list)
-    """Its rows in each of them, draft tokens included."""
+    """Its rows in each of those steps, draft tokens included."""
     token_steps: list[StepSpan] = field(default_factory=list)
     """The step of each output token."""
     finish: FinishRecord | None = None
-    """How it ended; None if it has not."""
+    """The record of its end; None if it has not ended."""
     finished_step: int | None = None
     admissions: list[Admission] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
@@ -188,18 +188,19 @@ class Timeline:
 
     def __init__(self) -> None:
         self.journal: deque[StepRecord | ArriveRecord | FinishRecord] = deque()
-        """What the engine wrote and has not been read: steps, and what happened between them."""
+        """Records that the engine wrote and that have not been read: steps, and what happened between them."""
         self._sequences: dict[int, RequestTimeline] = {}
         self._waiting: dict[int, tuple[QueuedAfter, int, float]] = {}
-        """Of each queued sequence: after what, the first step that leaves it out, and since when it waits."""
+        """For each queued sequence: after what it was queued, the first step that left it out, and since when it
+        waits."""
         self._running: dict[int, RequestTimeline] = {}
-        """In the order of admission."""
+        """Running sequences in the order of admission."""
         self._refused: list[tuple[int, tuple[WaitRecord, ...]]] = []
         """Each step that refused sequences, and which, back to the arrival of the oldest sequence that is known."""
         self._told: set[int] = set()
         """The first sequence of each request that `arrive` told of and no step's record has named yet."""
         self._seq_ids: dict[str, tuple[int, ...]] = {}
-        """By request id."""
+        """Sequence ids by request id."""
         self._num_arrived, self._step, self._now = 0, 0, 0.0
 
     # Records in

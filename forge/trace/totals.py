@@ -44,18 +44,18 @@ class Totals:
     num_steps: int
     steps_by_class: dict[ExecutionClass, int]
     seconds: float
-    """From the beginning of the first step to the end of the last."""
+    """Seconds from the beginning of the first step to the end of the last."""
     output_tokens: int
     tokens_computed: int
     """Rows that went through the model."""
     tokens_recomputed: int
-    """Of those, the ones that preemption made necessary."""
+    """Rows that preemption made necessary."""
     tokens_cached: int
     """Prompt tokens that were found in the cache."""
     ended: dict[str, int]
     """The number of sequences with each finish reason."""
     pool_exhausted: int
-    """Of those that ended as `length`, the ones that the size of the pool ended."""
+    """Sequences that ended as `length` because the pool was too small."""
     preemptions: int
     swaps: int
     """Preemptions that swapped the victim's blocks to the host's pool."""
@@ -66,7 +66,7 @@ class Totals:
     per_token: Percentiles | None
     end_to_end: Percentiles | None
     utilization: tuple[float, float]
-    """Of the pool's blocks: mean over the steps, and the most."""
+    """The share of the pool's blocks in use: the mean over the steps, and the most."""
     fragmentation: tuple[float, float]
     """The share of reserved slots that are not filled: mean over the steps, and the most."""
     sharing: tuple[float, float]

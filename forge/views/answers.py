@@ -195,7 +195,7 @@ def ranking_screen(query: str, documents: Sequence[str], scores: Sequence[float]
 
 
 def ranked(scores: Sequence[float]) -> list[int]:
-    """Places of the scores, that of the greatest first; of equals the earlier first."""
+    """Return the scores' indices, the greatest score first; of equal ones the earlier first."""
     return sorted(range(len(scores)), key=lambda index: -scores[index])
 
 

@@ -19,7 +19,7 @@ from forge.views.metrics import Fact
 from forge.views.palette import QUIET, sequence_style
 
 FREE, CACHED, RESERVED, OWNED, SHARED, WRITTEN = range(6)
-"""What a cell shows; of several that share a character the greatest."""
+"""A cell's state; of several that share a character the greatest is shown."""
 _SIGNS = {FREE: "·", CACHED: "▒", RESERVED: "-", SHARED: "*", WRITTEN: "!"}
 LEGEND = "0 1 2 whose   ! written now   * shared   - reserved, empty   ▒ cached   · free"
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -120,7 +120,7 @@ def _state(cell: Cell) -> int:
 
 
 def _map_shape(num_blocks: int, room: int, max_rows: int) -> tuple[int, int, int]:
-    """Cells in a row, spaces between them, blocks in a cell."""
+    """Return the cells in a row, the spaces between them, and the blocks in a cell."""
     for gap, rows in ((1, min(max_rows, _SPACED_ROWS)), (0, max_rows)):
         per_row = next((length for length in _ROW_LENGTHS if length * (1 + gap) - gap <= room), _ROW_LENGTHS[-1])
         if num_blocks <= per_row * rows:
@@ -162,7 +162,7 @@ def table_lines(block_map: BlockMap, names: SequenceNames, width: int, max_rows:
 
 
 def last_fill(table: TableRecord, block_size: int) -> int:
-    """Slots in use of the last block that holds anything."""
+    """Return how many slots are in use in the last block that holds anything."""
     return (table.computed - 1) % block_size + 1 if table.computed else 0
 
 
@@ -171,7 +171,8 @@ def _label(table: TableRecord, names: SequenceNames) -> str:
 
 
 def _block_texts(table: TableRecord, block_map: BlockMap) -> list[str]:
-    """`0 1 2*3 13!`: neighbours without a mark are drawn together as `4–9`; behind a `*` how many have the block."""
+    """Format blocks as `0 1 2*3 13!`: neighbours without a mark are drawn together as `4–9`; behind a `*` how many have
+    the block."""
     written = set(block_map.written)
 
     def marks(block: int) -> str:
@@ -241,11 +242,11 @@ class CacheFigures:
     evictions: int
     prompt_tokens: int
     tokens_cached: int
-    """Of those, the ones that were in the cache when their request began."""
+    """Prompt tokens that were in the cache when their request began."""
 
     @classmethod
     def of(cls, records: Sequence[StepRecord], outputs: Sequence[RequestOutput]) -> "CacheFigures":
-        """Raises ValueError where no step ran."""
+        """Add up the figures of a run. Raises ValueError if no step ran."""
         caches = [record.cache for record in records]
         events = [event for record in records for event in record.events]
         reserved = sum(cache.slots_reserved for cache in caches)

@@ -41,7 +41,7 @@ from forge.views.terminal import can_redraw, print_lines
 from forge.views.text import neutralise, one_line, tail
 
 MANY = 2
-"""More sequences than these that do the same are counted."""
+"""The most sequences doing the same that are named one by one; more are counted."""
 
 
 class Sentence(NamedTuple):
@@ -189,7 +189,7 @@ def _tables(block_map: BlockMap | None) -> dict[int, TableRecord]:
 
 
 def _blocks(blocks: Sequence[int]) -> str:
-    """`block 7`, `blocks 0 1 2`, `blocks 0 1 2 … 127`."""
+    """Format blocks as `block 7`, `blocks 0 1 2`, `blocks 0 1 2 … 127`."""
     shown = list(map(str, blocks)) if len(blocks) <= 8 else [*map(str, blocks[:4]), "…", str(blocks[-1])]
     return f"{'block' if len(blocks) == 1 else 'blocks'} {' '.join(shown)}"
 
@@ -218,7 +218,7 @@ class BlockScreen:
         """The cache before the run, if it was not new: what it had counted by then is not this run's."""
         self.names = SequenceNames()
         self.sentences: deque[Sentence] = deque(maxlen=LOG)
-        """What was out of the ordinary, oldest first."""
+        """Sentences about what was out of the ordinary, oldest first."""
         self.latest: list[Sentence] = []
         """All about the last step."""
         self.steps = 0
@@ -402,7 +402,8 @@ def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: Sequ
 
 
 def step_line(screen: BlockScreen) -> str:
-    """`step  41  used 10  cached 0  free 54  fragmentation 6.2 %  seq 0 took block 13; seq 0 wrote token 57 …`."""
+    """Format a step as `step  41  used 10  cached 0  free 54  fragmentation 6.2 %  seq 0 took block 13; seq 0 wrote
+    token 57 …`."""
     assert screen.record is not None, "a step was fed before"
     cache = screen.record.cache
     cached = f"  cached {cache.cached_blocks:>3}" if cache.kind == "prefix" else ""

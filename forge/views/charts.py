@@ -59,7 +59,7 @@ class Curve:
 
 
 def line_plot(curves: Sequence[Curve], scale: float, num_points: int, width: int, height: int) -> list[Text]:
-    """`height` lines of `width` columns with all curves on the axes x 0 to `num_points` - 1, y 0 to `scale`.
+    """Draw `height` lines of `width` columns with all curves on the axes x 0 to `num_points` - 1, y 0 to `scale`.
 
     A later curve lies over an earlier one. Values above the scale run along the upper edge.
     """
@@ -152,7 +152,7 @@ class Point:
     mark: str
     """Its character in the picture."""
     name: str
-    """What the mark stands for; printed once below the picture."""
+    """The name of what the mark stands for; printed once below the picture."""
     intensity: float
     """Operations per byte."""
     per_second: float

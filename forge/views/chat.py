@@ -107,7 +107,7 @@ class ChatView:
 
 
 def turn_sentence(result: RunResult) -> str:
-    """`prefill 23 of 64 prompt tokens, 41 held · first token 3.1 ms · 812 tok/s · stop`."""
+    """Format a turn as `prefill 23 of 64 prompt tokens, 41 held · first token 3.1 ms · 812 tok/s · stop`."""
     prompt = len(result.output.prompt_token_ids)
     first = result.records[0].items[0] if result.records else None
     held = first.start if first else 0

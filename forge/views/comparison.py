@@ -51,13 +51,13 @@ class Side:
     """One of the two runs, under the value that made it different."""
 
     name: str
-    """As given on the command line: `off`."""
+    """The side's value on the command line: `off`."""
     result: RunResult
     logits: Sequence["np.ndarray"]
     """Float32 `[vocab]` for each output token of the first sample."""
 
     others: tuple[Answer, ...] = ()
-    """What it said to the prompts after the first, where there are several; its steps are all in `result`."""
+    """Its answers to the prompts after the first, if there are several; its steps are all in `result`."""
 
     @property
     def answers(self) -> tuple[Answer, ...]:
@@ -65,7 +65,7 @@ class Side:
 
     @cached_property
     def cache(self) -> CacheFigures | None:
-        """None where no step ran."""
+        """Its cache's figures; None if no step ran."""
         outputs = [answer.output for answer in self.answers]
         return CacheFigures.of(self.result.records, outputs) if self.result.records else None
 
@@ -88,20 +88,20 @@ class LogitDifference:
 
     largest: float
     forward: int
-    """Where it is, counted from 1."""
+    """The forward with the largest difference, counted from 1."""
     forwards: int
-    """How many were compared."""
+    """How many forwards were compared."""
     same_bits: bool
 
 
 @dataclass(frozen=True)
 class Margin:
-    """How far apart the two tokens were where the sides chose differently, as logits of either side."""
+    """How far apart the logits of the two tokens were, on either side, where the sides chose differently."""
 
     token_ids: tuple[int, int]
-    """What each side chose."""
+    """The token that each side chose."""
     margins: tuple[float, float]
-    """On each side, its own token's logit less that of the other's token."""
+    """Each side's logit of its own token less that of the other side's token."""
     usual: float | None
     """The largest difference of any logit between the sides where they still chose the same; None if nowhere."""
 
@@ -129,11 +129,11 @@ class Comparison:
     first_difference: int | None
     """The first output token at which the first samples of a prompt differ, counted from 1."""
     logits: LogitDifference | None
-    """None where the two cannot be held against each other: other vocabularies, or nothing generated."""
+    """None if the two cannot be compared: other vocabularies, or nothing generated."""
     prompt: int = 0
-    """Which prompt, counted from 0, the first difference belongs to."""
+    """The prompt that the first difference belongs to, counted from 0."""
     margin: Margin | None = None
-    """Of the first difference, where both sides chose a token there, from the same vocabulary."""
+    """The margin at the first difference, if both sides chose a token there, from the same vocabulary."""
 
 
 def compare_runs(question: str, option: str, left: Side, right: Side) -> Comparison:
@@ -240,8 +240,8 @@ class ComparisonProgress:
 
 
 def print_comparison(console: Console, comparison: Comparison, prompt: str) -> None:
-    """Question, prompt, table, picture, verdict. With several prompts there is no picture: no forward of theirs has a
-    shape of its own."""
+    """Print question, prompt, table, picture and verdict. With several prompts there is no picture: no forward of
+    theirs has a shape of its own."""
     console.print(Text(comparison.question, TITLE))
     console.print(Text(one_line(tail(prompt, 200)), QUIET))
     console.print()

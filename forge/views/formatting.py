@@ -14,7 +14,7 @@ NOTHING = "–"
 
 
 def ms(value: float | None) -> str:
-    """Milliseconds as `two_digits` has them, without the unit."""
+    """Format milliseconds as `two_digits` does, without the unit."""
     return NOTHING if value is None else two_digits(value)
 
 
@@ -30,7 +30,7 @@ def rate(value: float | None) -> str:
 
 
 def size(num_bytes: int | None) -> str:
-    """`0`, `812 B`, `34.8 kB`, `1.1 MB`."""
+    """Format bytes: `0`, `812 B`, `34.8 kB`, `1.1 MB`."""
     if num_bytes is None:
         return NOTHING
     if num_bytes == 0:
@@ -60,7 +60,7 @@ def share(value: float) -> str:
 
 
 def parameters(value: int) -> str:
-    """`7.1 M`, `596.0 M`, `1.7 B`."""
+    """Format a number of parameters: `7.1 M`, `596.0 M`, `1.7 B`."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f} {unit}"
@@ -68,12 +68,12 @@ def parameters(value: int) -> str:
 
 
 def plural(value: int, noun: str, several: str = "") -> str:
-    """`1 token`, `32 tokens`; `several` where an s will not do."""
+    """Format a count of things: `1 token`, `32 tokens`; `several` is the plural if an s will not do."""
     return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {several or noun + 's'}"
 
 
 def ratio(value: float) -> str:
-    """Times as much, with the digits that such a figure has: `2.50`, `31.2`."""
+    """Format how many times as much, with the digits that such a figure has: `2.50`, `31.2`."""
     return f"{value:,.2f}" if value < 10 else f"{value:,.1f}"
 
 

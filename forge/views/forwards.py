@@ -20,7 +20,7 @@ _CHART_OUTLIER = 6.0
 """A forward that takes longer than this many of the decodes' ninth decile is cut at the edge of the chart."""
 
 Note = Callable[[Forward], str]
-"""What is said after a row's time, or an empty string."""
+"""Returns the text after a row's time, or an empty string."""
 
 
 def chart_scale(forwards: Sequence[Forward]) -> float:
@@ -85,7 +85,7 @@ _MAX_PLOT_WIDTH = 64
 _PLOT_OUTLIER = 2.0
 """A forward that takes longer than this many of the ninth decile is cut off, so that the rest can be seen."""
 _CLIMB = 1.25
-"""From this ratio on, of the last quarter's median to the first quarter's, a curve is said to climb."""
+"""A curve is said to climb if the last quarter's median is more than this many times the first quarter's."""
 
 
 def curve_plot(names: Sequence[str], forwards: Sequence[Sequence[Forward]], num_points: int, width: int) -> list[Text]:
@@ -130,7 +130,7 @@ def shape_sentence(forwards: Sequence[Forward]) -> str:
 
 
 def _names_at_ends(names: Sequence[str], forwards: Sequence[Sequence[Forward]], scale: float) -> dict[int, Text]:
-    """Row of the plot → the names of the curves that end there."""
+    """Return row of the plot → the names of the curves that end there."""
     ends: dict[int, Text] = {}
     for index, (name, side) in enumerate(zip(names, forwards, strict=True)):
         if side:

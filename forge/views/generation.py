@@ -146,7 +146,8 @@ class LiveGeneration(LiveView):
 
 
 def forward_line(number: int, record: StepRecord) -> str:
-    """`forward   1  prefill     4 tok      1.9 ms  " there"  id 291`, several samples one after another.
+    """Format a forward as `forward   1  prefill     4 tok      1.9 ms  " there"  id 291`, several samples one after
+    another.
 
     A token's probability (`p 0.931`) follows where it was reported.
     """

@@ -20,11 +20,11 @@ class Moment:
     running: tuple[int, ...]
     """Sequences with a place in the batch, in the order of their admission."""
     waiting: tuple[int, ...]
-    """In the order in which they will be admitted; only so many as a screen has room for."""
+    """Queued sequences in the order in which they will be admitted; only so many as a screen has room for."""
     preemptions: int
-    """So far."""
+    """Preemptions so far."""
     tokens_per_second: float
-    """Of this step alone."""
+    """Tokens per second of this step alone."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class History:
     label: RunLabel
     max_num_seqs: int | None = None
     order: str = "fcfs"
-    """Of admission."""
+    """The admission order."""
     records: list[StepRecord] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     _timeline: Timeline = field(default_factory=Timeline)
@@ -60,7 +60,7 @@ class History:
         )
 
     def end(self, ends: Sequence[EndRecord]) -> None:
-        """Requests have ended, some of them perhaps between two steps."""
+        """Note that requests have ended, some of them perhaps between two steps."""
         for record in ends:
             self._timeline.end_request(record)
 

@@ -18,7 +18,7 @@ from forge.views.summary import Forward, RunResult
 
 
 def to_json(value: Any) -> str:
-    """Indented JSON, also of dataclasses. Numbers that JSON does not have (NaN, infinities) become null."""
+    """Write indented JSON, also of dataclasses. Numbers that JSON does not have (NaN, infinities) become null."""
     return json.dumps(_finite(plain(value)), indent=2, ensure_ascii=False, allow_nan=False, default=os.fspath)
 
 
@@ -33,7 +33,7 @@ def picked(value: Any, *names: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as objects, tuples as lists, however deep."""
+    """Convert dataclasses to objects and tuples to lists, however deep."""
     if is_dataclass(value):
         return as_object(value)
     if isinstance(value, Mapping):
@@ -64,7 +64,7 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
 
 
 CYCLE_NUMBERS = ("num_accepted", "num_emitted", "target_positions", "draft_positions")
-"""What a draft cycle's object has beside its fields."""
+"""Properties that a draft cycle's object has beside its fields."""
 
 
 def speculation_object(records: Sequence[StepRecord]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ _SEQUENCES = {
     "[1~": "home", "[4~": "end", "[3~": "delete", "[5~": "page-up", "[6~": "page-down", "[7~": "home", "[8~": "end",
 }  # fmt: skip
 _ESCAPE_SECONDS = 0.05
-"""After an escape character: what comes within this time belongs to it."""
+"""Seconds after an escape character within which what comes belongs to it."""
 
 
 class Keys(Protocol):
@@ -187,7 +187,7 @@ class TerminalKeys:
         _discard_typed(self._descriptor)
 
     def _wait(self, timeout: float | None) -> str:
-        """`input` if there is something to read, or `RESIZE`, or `TIMEOUT`."""
+        """Wait for `input`, for `RESIZE`, or for `TIMEOUT`; return which came first."""
         import select
 
         assert self._wake is not None, "keys are read inside the context"

@@ -16,7 +16,7 @@ Fact = tuple[str, str]
 
 
 def verdict(identical: bool, same: str, other: str) -> Text:
-    """`✓ identical: 72 tokens of 4 requests`, or `✗ the answers differ`."""
+    """Format a verdict: `✓ identical: 72 tokens of 4 requests`, or `✗ the answers differ`."""
     return Text.assemble(("✓ identical", GOOD), f": {same}") if identical else Text(f"✗ {other}", TROUBLE)
 
 
@@ -69,7 +69,7 @@ _UNDRAFTED = {
 
 
 def spread_text(spread: Spread | None) -> str:
-    """`min 0.6  median 0.6  max 1.9  mean 0.7  (n=32)`."""
+    """Format a spread: `min 0.6  median 0.6  max 1.9  mean 0.7  (n=32)`."""
     if spread is None:
         return "no forward ran"
     figures = [f"{name} {ms(getattr(spread, attribute))}" for name, attribute in _SPREAD]
@@ -84,7 +84,7 @@ def with_unit(figure: str, unit: str) -> str:
 
 
 def flowing(facts: Sequence[Fact], width: int) -> list[Text]:
-    """Facts side by side, as many to a line as fit in `width`; a fact is never broken."""
+    """Lay out facts side by side, as many to a line as fit in `width`; a fact is never broken."""
     lines: list[Text] = []
     for name, figure in facts:
         fact = Text.assemble((f"{name} ", QUIET), figure)

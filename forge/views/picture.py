@@ -14,7 +14,7 @@ from forge.views.terminal import ForgeConsole
 
 WIDTH = 96
 _TITLE_WIDTH = 64
-"""More would run into the buttons of the window."""
+"""Characters of a title, at most: more would run into the buttons of the window."""
 _HEIGHT = 32
 _FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
     "Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono"

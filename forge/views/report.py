@@ -18,7 +18,7 @@ class Report:
     """A command's result: for JSON, for the screen, and as an exit status."""
 
     facts: Mapping[str, Any]
-    """What `--json` prints, and what a chapter's text may name. Nothing in it is rounded."""
+    """The facts that `--json` prints, and that a chapter's text may name. Nothing in them is rounded."""
     draw: Callable[[Console], None]
     """Draws it at the width that the console has now; may be called again at another."""
     status: int = 0

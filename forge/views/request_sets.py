@@ -56,7 +56,7 @@ def print_many(
     sides: Sequence[Measured],
     in_common: int,
 ) -> None:
-    """Question, table, verdict."""
+    """Print question, table and verdict."""
     console.print(Text(_QUESTIONS.get(option, f"What does {option} change for many requests?"), TITLE))
     ran, requests = (
         " against ".join(dict.fromkeys(texts)) for texts in (map(str, labels), map(workload_text, workloads))
@@ -87,7 +87,7 @@ _WAY_ROWS = (
 
 
 def workload_text(workload: Workload) -> str:
-    """`64 requests, prompts of 16 tokens, outputs of 8 to 64`."""
+    """Format a workload: `64 requests, prompts of 16 tokens, outputs of 8 to 64`."""
     prompts = [len(request.prompt_token_ids) for request in workload.requests]
     outputs = [request.max_tokens for request in workload.requests]
     unit = "token" if max(prompts) == 1 else "tokens"

@@ -20,7 +20,7 @@ from forge.views.text import one_line, quoted
 
 QUESTION = "What happened to this request?"
 _ORDER = ("arrives", "preempted", "waits", "admitted", "computes", "ends")
-"""Within a step."""
+"""The order of events within a step."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Event:
     """The first that it is about; 0 for the arrival."""
     last_step: int
     seconds: float
-    """On the engine's clock."""
+    """Its time on the engine's clock."""
     kind: str
     """One of `_ORDER`."""
     text: str
@@ -49,7 +49,7 @@ def request_of(requests: Sequence[RequestTimeline], seq_id: int) -> RequestTimel
 
 
 def story_of(request: RequestTimeline, records: Sequence[StepRecord]) -> list[Event]:
-    """Everything that happened to a sequence, in order."""
+    """List everything that happened to a sequence, in order."""
     began = {record.step: record.started for record in records}
     ended = {record.step: record.ended for record in records}
     events = [*_computed(request.seq_id, records)]

@@ -116,11 +116,11 @@ def print_serving(console: Console, history: History, requests: Sequence[Request
 
 
 Tenants = Sequence[tuple[int, Sequence[RequestTimeline]]]
-"""Of each tenant: its draft tokens per cycle at most, and its requests."""
+"""For each tenant: its draft tokens per cycle at most, and its requests."""
 
 
 def tenant_objects(tenants: Tenants) -> list[dict[str, Any]]:
-    """Acceptance and time per token of each tenant."""
+    """Return each tenant's acceptance and time per token."""
     facts = []
     for limit, requests in tenants:
         cycles = [cycle for request in requests for cycle in request.cycles]
@@ -183,7 +183,8 @@ def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str
 
 
 def overtaken_text(totals: Totals) -> str:
-    """`7 of 60 requests by more than 8 later ones (12 %), one by 31; longest wait 188 steps`."""
+    """Format how many were overtaken: `7 of 60 requests by more than 8 later ones (12 %), one by 31; longest wait 188
+    steps`."""
     requests = sum(totals.ended.values())
     many = f"{totals.starved} of {plural(requests, 'request')} by more than {STARVED} later ones"
     share = percent(totals.starved / requests) if requests else NOTHING
@@ -191,7 +192,7 @@ def overtaken_text(totals: Totals) -> str:
 
 
 def preemptions_text(totals: Totals) -> str:
-    """`35 of 30 sequences, 1,203 tokens computed again (3 % of all)`."""
+    """Format preemptions: `35 of 30 sequences, 1,203 tokens computed again (3 % of all)`."""
     if not totals.preemptions:
         return "0"
     text = f"{count(totals.preemptions)} of {plural(totals.sequences_preempted, 'sequence')}"
@@ -201,7 +202,7 @@ def preemptions_text(totals: Totals) -> str:
 
 
 def times_table(totals: Totals, width: int) -> Table:
-    """Percentiles of the requests' times; on a narrow screen with short names."""
+    """Build a table of percentiles of the requests' times; on a narrow screen with short names."""
     narrow = width < _WIDE
     table = new_table("ms" if narrow else "milliseconds")
     for name in ("p50", "p90", "p99", "max"):
@@ -231,7 +232,7 @@ def charts_over_time(history: History, width: int) -> list[Text]:
 
 
 def print_throughput(console: Console, records: Sequence[StepRecord]) -> None:
-    """Throughput over the time of a run, drawn from the moments of its tokens."""
+    """Print the throughput over the time of a run, drawn from the moments of its tokens."""
     if not records:
         return
     began = records[0].started

@@ -101,7 +101,8 @@ def queue_lines(history: History, record: StepRecord, moment: Moment, width: int
 
 
 def items_line(record: StepRecord, width: int) -> Text:
-    """`this step: decode 11 seqs · prefill 31 [0:64] of 200`, and on a GPU how and when it was launched."""
+    """Format a plan: `this step: decode 11 seqs · prefill 31 [0:64] of 200`, and on a GPU how and when it was
+    launched."""
     line = Text.assemble(("this step: ", TITLE), " · ".join(work_texts(record)))
     return line.append("".join([f" · {text}" for text in launch_texts(record)]), QUIET)
 
@@ -128,12 +129,12 @@ def launch_texts(record: StepRecord) -> list[str]:
 
 
 def execution_text(execution: Execution) -> str:
-    """`graph (captured for 4 rows)`."""
+    """Format how a step was launched: `graph (captured for 4 rows)`."""
     return f"{execution.mode} ({execution.reason})"
 
 
 def prefill_text(item: ItemRecord) -> str:
-    """`prefill 31 [64:128] of 200`, a chunk of a prompt, or of what a preemption dropped."""
+    """Format a chunk of a prompt, or of what a preemption dropped: `prefill 31 [64:128] of 200`."""
     end = item.start + item.num_tokens
     rest = f" of {end + item.remaining}" if item.remaining else ""
     return f"prefill {item.seq_id} [{item.start}:{end}]{rest}"
@@ -203,12 +204,12 @@ def undrafted_texts(record: StepRecord) -> list[tuple[int | str, str]]:
 
 
 def _judged(reason: WaitReason, record: StepRecord) -> str:
-    """Blocks are counted before a step preempts, and a step that preempts admits no generation."""
+    """Say when blocks were counted: before a step preempts. A step that preempts admits no generation."""
     return ", counted before the preemption" if record.preempted and isinstance(reason, NoBlocks) else ""
 
 
 def _several(seq_ids: Sequence[int]) -> str:
-    """`33 34 35`, `33 34 35 … 63 (31 seqs)`."""
+    """Format sequences: `33 34 35`, `33 34 35 … 63 (31 seqs)`."""
     if len(seq_ids) <= _MOST_PEERS:
         return " ".join(map(str, seq_ids))
     shown = " ".join(map(str, seq_ids[: _MOST_PEERS - 2]))
@@ -228,7 +229,7 @@ def shortened(lines: list[Text], most: int) -> list[Text]:
 
 
 def chart_line(history: History, index: int, width: int) -> Text:
-    """Throughput, pool, queue and fragmentation up to this step, each as a strip of its own scale."""
+    """Draw throughput, pool, queue and fragmentation up to this step, each as a strip of its own scale."""
     series = chart_series(history, index)
     strip = max(4, (width - sum(len(name) + 4 for name, _, _ in series)) // len(series))
     line = Text(no_wrap=True)
@@ -239,7 +240,7 @@ def chart_line(history: History, index: int, width: int) -> Text:
 
 
 def chart_series(history: History, index: int, steps: int = CHART_STEPS) -> list[tuple[str, list[float], float]]:
-    """(name, values, the value at the upper edge) of each chart over the last `steps` steps up to this one."""
+    """Return (name, values, the value at the upper edge) of each chart over the last `steps` steps up to this one."""
     first = max(0, index + 1 - steps)
     records, moments = history.records[first : index + 1], history.moments[first : index + 1]
     speeds = [moment.tokens_per_second for moment in moments]

@@ -113,7 +113,7 @@ class Fitting:
 
 
 def sides(names: Sequence[str], items: Sequence[Any], *rows: str, gains: Mapping[str, float | None] = {}) -> RichTable:
-    """Things side by side, each under its name and in its colour. A row is a heading and a template. gains: heading
+    """Draw items side by side, each under its name and in its colour. A row is a heading and a template. gains: heading
     → the second's figure over the first's."""
     table = new_table()
     table.add_column("")
@@ -169,7 +169,7 @@ def trouble(text: str) -> Text:
 
 
 def check(holds: bool, claim: str, otherwise: str = "") -> Text:
-    """`✓ the same tokens`, or `✗ not the same tokens`."""
+    """Format a check: `✓ the same tokens`, or `✗ not the same tokens`."""
     return Text(f"✓ {claim}", GOOD) if holds else trouble(f"✗ {otherwise or f'not {claim}'}")
 
 

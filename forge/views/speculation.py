@@ -28,7 +28,7 @@ class Step:
 
     @property
     def num_accepted(self) -> int:
-        """Of the step's tokens, the accepted draft tokens."""
+        """The step's tokens that are accepted draft tokens."""
         cycle = self.winner
         return min(cycle.num_accepted, len(self.tokens)) if cycle else 0
 

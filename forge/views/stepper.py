@@ -76,7 +76,7 @@ class Stepper:
         return (self._goal is not None and self._goes_by_itself()) or self._converse(interrupted, at_end=False)
 
     def ended(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """There will be no further step: let the reader look around until they have had enough."""
+        """Let the reader look around until they have had enough. There will be no further step."""
         self._goal = None
         if len(self._history):
             self._converse(interrupted, at_end=True)
@@ -127,7 +127,7 @@ class Stepper:
             self._draw(at_end)
 
     def _runs_on(self, goal: Callable[[StepRecord], bool], at_end: bool) -> bool:
-        """Go to the next step that is the goal among those that are there; whether to go on with new ones."""
+        """Go to the next of the present steps that is the goal; return whether to go on with new ones."""
         records = self._history.records
         reached = next((index for index in range(self._at + 1, len(records)) if goal(records[index])), None)
         self._at = len(records) - 1 if reached is None else reached

@@ -43,7 +43,7 @@ class Forward:
     """Rows that went through the model."""
     ms: float
     num_draft_tokens: int = 0
-    """Of those, the rows that verified draft tokens."""
+    """Rows that verified draft tokens."""
 
     @classmethod
     def of(cls, number: int, record: StepRecord) -> "Forward":
@@ -75,7 +75,7 @@ class RunResult:
 
     @property
     def spread(self) -> Spread | None:
-        """Of the forwards' milliseconds; None if there was no forward."""
+        """The spread of the forwards' milliseconds; None if there was no forward."""
         return Spread.of(self.forward_ms) if self.records else None
 
     @property
@@ -93,7 +93,7 @@ class RunResult:
 
     @property
     def kv_bytes_held(self) -> int:
-        """At the fullest moment of the run."""
+        """Bytes of keys and values at the fullest moment of the run."""
         return max((record.cache.bytes_held for record in self.records), default=0)
 
     @property
@@ -135,9 +135,9 @@ class RunsResult:
     label: RunLabel
     records: tuple[StepRecord, ...]
     outputs: tuple[RequestOutput, ...]
-    """In the order in which the requests came."""
+    """The outputs in the order in which the requests came."""
     logits: "tuple[tuple[np.ndarray, ...], ...]" = ()
-    """Where they were kept: of each sequence, in that order, float32 `[vocab]` for each output token."""
+    """For each sequence, in that order, float32 `[vocab]` for each output token, if they were kept."""
     interrupted: bool = False
 
     @property
@@ -146,7 +146,7 @@ class RunsResult:
 
     @property
     def seconds(self) -> float:
-        """Of all steps together: what lies between them, such as drawing, does not count."""
+        """Seconds of all steps together: what lies between them, such as drawing, does not count."""
         return sum(record.ended - record.started for record in self.records)
 
     @property

@@ -15,17 +15,17 @@ _ESCAPED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}
 
 
 def neutralise(text: str) -> str:
-    """`text` with every control character but newline and tab replaced by a visible sign: ESC becomes ␛."""
+    """Replace every control character in `text` but newline and tab by a visible sign: ESC becomes ␛."""
     return _UNSAFE.sub(lambda match: _visible(match[0]), text)
 
 
 def quoted(text: str) -> str:
-    """`text` in double quotes on one line, as it is shown for a single token."""
+    """Put `text` in double quotes on one line, as it is shown for a single token."""
     return f'"{neutralise("".join(_ESCAPED.get(character, character) for character in text))}"'
 
 
 def one_line(text: str) -> str:
-    """`text` neutralised, with each run of white space as one space: for a cell of a table."""
+    """Neutralise `text` and turn each run of white space into one space: for a cell of a table."""
     return " ".join(neutralise(text).split())
 
 
@@ -70,7 +70,7 @@ class WordWrap:
         return rest
 
     def _place(self, word: str) -> str:
-        """`word`, with the white space after it, on this line or on the next."""
+        """Put `word`, with the white space after it, on this line or on the next."""
         too_wide = self._width is not None and self._column + cell_len(word.rstrip()) > self._width
         before = "\n" if self._column and too_wide else ""
         line = word.rpartition("\n")[2]

@@ -66,9 +66,9 @@ class ReplicasView:
     def __init__(self, console: Console):
         self._console = console
         self._last: dict[str, StepRecord] = {}
-        """Of each engine, its latest step."""
+        """Each engine's latest step."""
         self._tokens: dict[str, int] = {}
-        """Of each engine, the tokens generated while it was watched."""
+        """Each engine's tokens generated while it was watched."""
         self._routes: deque[RouteRecord] = deque(maxlen=ROUTES_SHOWN)
         live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
         self._live = live if can_redraw(console) else None
@@ -138,7 +138,7 @@ class Traffic:
         self._console, self._new = console, lambda: History(label, max_num_seqs, order)
         self._history, self._view = self._begin()
         self._replicas: ReplicasView | None = None
-        """In the place of the view, once a step of one of several engines has come."""
+        """The view of replicas, which replaces the other once a step of one of several engines has come."""
 
     def _begin(self) -> tuple[History, RunView]:
         history = self._new()

@@ -41,7 +41,7 @@ class Turn:
     conversation: "Conversation"
     prompt: list[int]
     answer: list[int]
-    """What the model says: the trace knows it before the simulated engine does."""
+    """The model's answer: the trace knows it before the simulated engine does."""
 
 
 @dataclass

@@ -39,9 +39,9 @@ class JudgeRun:
     """What some requests came to in one configuration."""
 
     seconds: float
-    """From the first request to the last answer."""
+    """Seconds from the first request to the last answer."""
     latencies_ms: tuple[float, ...]
-    """Of each request, from its arrival to its last token."""
+    """Each request's milliseconds from its arrival to its last token."""
     num_steps: int
     tokens_computed: int
     tokens_cached: int
@@ -87,7 +87,8 @@ class JudgeRun:
 
 
 def judge_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
-    """Chat prompts that begin with one rubric: held-out stories in turn, with a question each. UsageError for none."""
+    """Build chat prompts that begin with one rubric: held-out stories in turn, with a question each. UsageError for
+    none."""
     if number < 1:
         raise UsageError(f"--requests must be at least 1, got {number}")
     stories = held_out_stories()
@@ -101,8 +102,8 @@ def judge_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
 
 
 def returning_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
-    """Judge prompts whose rubric is asked for now and then: after each two of them come six stories without it, each
-    from another place on, so that no two of those begin alike. UsageError for none."""
+    """Build judge prompts whose rubric is asked for now and then: after each two of them come six stories without it,
+    each from another place on, so that no two of those begin alike. UsageError for none."""
     judged, passage = judge_prompts(tokenizer, number), tokenizer.encode("\n\n".join(held_out_stories()))
     length = min(VISITOR_TOKENS, len(passage))
     starts = [97 * index % (len(passage) - length + 1) for index in range(number)]
@@ -113,7 +114,7 @@ def returning_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
 
 @cache
 def held_out_stories() -> tuple[str, ...]:
-    """Stories that no training saw, without the conversations around some of them."""
+    """Read the stories that no training saw, without the conversations around some of them."""
     documents = HELD_OUT.read_text(encoding="utf-8").split("<|endoftext|>")
     return tuple(document.strip() for document in documents if "<|im_start|>" not in document and document.strip())
 

@@ -22,7 +22,7 @@ from forge.trace.recorder import read_trace
 from forge.trace.records import StepRecord
 
 PRIORITIES = 3
-"""Under the order `priority`, requests draw one of as many."""
+"""How many priorities there are; under the order `priority`, each request draws one."""
 _NAP = 0.02
 """Seconds between two looks at the clock while nothing runs."""
 PASSAGE = (

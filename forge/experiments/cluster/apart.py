@@ -31,7 +31,7 @@ DECODING, DECODED = 4, 120
 PROMPT, ARRIVALS, EVERY = 1900, 4, 24
 """Tokens of the prompts that arrive, how many, and the steps between two of them."""
 LENGTHS = (64, 512, 1900)
-"""Of the prompts that are handed over and timed."""
+"""Lengths of the prompts that are handed over and timed."""
 CHUNK = 128
 QUESTION = "What do decoding sequences notice of long prompts?"
 WAYS = ("whole", "chunked", "apart")
@@ -43,11 +43,11 @@ class Way:
 
     name: str
     gaps_ms: list[float] = field(default_factory=list)
-    """Between two tokens of a sequence that decodes."""
+    """Milliseconds between two tokens of a sequence that decodes."""
     first_ms: list[float] = field(default_factory=list)
-    """Of each arriving prompt, until its first token."""
+    """Milliseconds from each prompt's arrival to its first token."""
     tokens: list[tuple[int, ...]] = field(default_factory=list)
-    """Of all requests, in order."""
+    """The tokens of all requests, in order."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,12 @@ class HandedOver:
     num_bytes: int
     prefill_ms: float
     export_ms: float
-    """To read the blocks out of the one pool."""
+    """Time to read the blocks out of the one pool."""
     import_ms: float
-    """The step that writes them into the other and computes the last token, less a step that only decodes."""
+    """Time of the step that writes them into the other and computes the last token, less a step that only decodes."""
     send_ms: float
-    """To send the blocks over this machine's loopback, as one engine sends them to another: the fastest of three."""
+    """Time to send the blocks over this machine's loopback, as one engine sends them to another: the fastest of
+    three."""
     identical: bool
     """Whether the logits are one engine's, to the last bit."""
 
@@ -129,7 +130,7 @@ def _prompt(length: int, number: int) -> list[int]:
 
 
 def _prefilled(engine: Engine, prompt: list[int]) -> tuple[KvHandoff, float]:
-    """Prefill on the other engine. Returns the hand-over and its milliseconds."""
+    """Prefill on the other engine; return the hand-over and the milliseconds that it took."""
     began = time.perf_counter()
     (seq_id,) = engine.add_request("prefill", prompt[:-1], prefill_params(), retain_cache=True)
     while engine.has_unfinished():

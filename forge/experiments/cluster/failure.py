@@ -46,7 +46,7 @@ class Failure:
     pause_ms: float = 0.0
     """The longest such time of any stream in the run with the kill."""
     back_seconds: float = 0.0
-    """Until as many engines as before answered again."""
+    """Seconds until as many engines as before answered again."""
 
 
 def measure_failure(replicas: int) -> Report:

@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from forge.backends.cuda.backend import CudaBackend
 
 LIMIT_BYTES, LIMIT_SECONDS = 1 << 30, 0.3
-"""How much of the GPU's limits is measured here: enough for a picture. `forge bench cuda` measures them well."""
+"""Array size and seconds for measuring the GPU's limits here: enough for a picture. `forge bench cuda` measures them
+well."""
 WARM_RUNS = 2
-"""Before the one that counts: kernels are compiled, then graphs captured."""
+"""Runs before the one that counts: kernels are compiled, then graphs captured."""
 RECORDED = Path(__file__).with_name("recorded_run.json")
-"""What a machine with a GPU measured, if any has."""
+"""The results of a machine with a GPU, if one has measured any."""
 QUESTION = "The same prompt on a GPU: what does a forward wait for there?"
 LEADS_ON = "Many sequences share one pass over the weights:\n  forge bench cuda --only decode1@160,decode16@160"
 COMPUTED = (
@@ -187,7 +188,7 @@ class Work:
     weights: int
 
     def intensity(self, rows: int) -> float:
-        """Operations per byte read."""
+        """Return the operations per byte read."""
         return 2 * self.weights * rows / self.weight_bytes
 
     def operations(self, rows: int) -> int:

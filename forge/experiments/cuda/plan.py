@@ -16,7 +16,7 @@ from forge.model.config import Qwen3Config
 SHAPE = "qwen3-0.6b"
 """The published model whose steps are worked out, in bfloat16."""
 BYTES = 2
-"""Of a weight, a key's number and an activation: bfloat16."""
+"""Bytes of a weight, a key's number and an activation: bfloat16."""
 TABLE = ((1, 160), (4, 160), (16, 160), (64, 160), (1, 2048), (64, 2048))
 """Rows and contexts of the decodes."""
 PROMPTS = (128, 512)
@@ -34,7 +34,7 @@ class Limits:
 
 
 H200 = Limits("NVIDIA H200", 4.8e12, 989e12)
-"""As its data sheet has it (SXM; dense, without sparsity)."""
+"""The limits in its data sheet (SXM; dense, without sparsity)."""
 
 
 @dataclass(frozen=True)

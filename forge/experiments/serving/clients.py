@@ -23,7 +23,7 @@ ANIMALS = (
 MOST_FIRST, FIRST_TOKENS = 50, 8
 """Requests that warm the server up, until the reader of its steps is connected."""
 MAX_PROMPTS = 128
-"""Of one request, as the server has it."""
+"""Prompts of one request at most, as the server has it."""
 HEALTH_EVERY, METRICS_EVERY = 0.05, 0.1
 """Seconds."""
 _GAUGES = {
@@ -60,9 +60,9 @@ class Visit(Timed):
     """`reads`, `leaves` or `late`."""
     began_to_read: float = 0.0
     engine_ms: float | None = None
-    """From its arrival to its last token, as the engine tells it."""
+    """The engine's own figure: from the request's arrival to its last token."""
     num_steps: int = 0
-    """That computed something for it."""
+    """Steps that computed something for it."""
 
     @property
     def per_token_ms(self) -> float | None:
@@ -78,10 +78,10 @@ class Ending:
 
     stream: Visit
     refused: str
-    """What a client got that came after it: a status, or that the port was closed."""
+    """What a client got that came after the signal: a status, or that the port was closed."""
     exit_status: int
     seconds: float
-    """From the signal to the end of the process."""
+    """Seconds from the signal to the end of the process."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Overload:
     prompts: int
     status: int
     ms: float
-    """Until it had the answer."""
+    """Milliseconds until the client had the answer."""
     retry_after: str | None
-    """When to come again, as the server says: seconds."""
+    """The server's advice when to come again, in seconds."""
     status_later: int
     """The same question for one prompt, once the others had gone."""
 
@@ -106,7 +106,7 @@ class Crowded:
     visits: tuple[Visit, ...]
     health_ms: tuple[float, ...]
     seen: tuple[dict[str, float], ...]
-    """What /metrics said while they were there."""
+    """The figures of /metrics while the clients were there."""
     afterwards: dict[str, float]
     overload: Overload
     alone: Visit

@@ -54,15 +54,15 @@ if TYPE_CHECKING:
 MAX_TOKENS = 64
 HASH_DRAFT = "hash:0.8"
 MOST_K = 12
-"""Of the draft lengths for which a speed-up is predicted."""
+"""The longest draft length for which a speed-up is predicted."""
 STEADY = 1.25
-"""From a greater spread of its turns on, a run does not tell how fast it is."""
+"""A run whose `spread` is at least this does not tell how fast it is."""
 PINS = "pins"
-"""In place of a prompt: the four checks of a pair."""
+"""The word in place of a prompt that runs the four checks of a pair."""
 QUESTION = "Which draft tokens did the target accept?"
 CYCLES_SHOWN = 10
 CYCLE_INDENT, POSITION_INDENT = 10, 23
-"""Where a line goes on that does not fit: under the first draft token, under the first position."""
+"""The columns where a line that does not fit continues: under the first draft token, under the first position."""
 _BAR_WIDTH = 12
 _PROMPT_SHOWN = 120
 _ENGINE = "model kv device threads max_model_len draft k speculate_fixed acceptance"
@@ -217,10 +217,10 @@ class SpeculationResult:
     proposers: tuple[str, ...]
     drafted: RunResult
     plain: RunResult | None
-    """None if the first was interrupted."""
+    """None if the plain run was interrupted."""
     token_text: TokenText
     release_ms: float | None = None
-    """From the revocation of the draft to its release, if it was revoked."""
+    """Milliseconds from the revocation of the draft to its release, if it was revoked."""
     acceptance: str = "gumbel"
     """The rule by which draft tokens stood."""
     told: Sequence[str] = ()

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _SPECULATION = "Speculation"
 _AWAY_SECONDS = 0.005
-"""How long the owner keeps the target."""
+"""Seconds for which the owner keeps the target."""
 _PATIENCE_SECONDS = 1.0
-"""How long to wait for a forward to revoke a model in."""
+"""Seconds to wait for a forward to revoke a model in."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class BorrowedRun:
         self._target_lease = llm.lease() if revocation.revoke_target_at is not None else None
         self._draft_is_revoked = False
         self._target: Model | None = None
-        """What the owner holds meanwhile."""
+        """The target while its owner has it."""
         self._revoking: threading.Thread | None = None
         self.told: list[str] = []
         """What happened, a sentence each."""

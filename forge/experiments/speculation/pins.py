@@ -26,7 +26,7 @@ from forge.views.text import one_line
 from forge.workload.requests import PASSAGE
 
 SAMPLES = 600
-"""Of each side, for the comparison of distributions."""
+"""Samples of each side, for the comparison of distributions."""
 POSITIONS = (2, 3)
 """Output tokens that are compared: the first is the prefill's own, these are verified."""
 _BEYOND_CHANCE = 4.0
@@ -44,9 +44,9 @@ class Pin:
 
     name: str
     compared: str
-    """How much of what was compared."""
+    """What was compared, and how much of it."""
     failure: str | None = None
-    """Where it first failed, and how; None if it held."""
+    """The first place where it failed, and how; None if it held."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Outcome:
     logits: list[np.ndarray]
     records: list[StepRecord]
     cached: list[dict[int, int]]
-    """After each step: the computed length of each running sequence in the target's cache."""
+    """The computed length of each running sequence in the target's cache, after each step."""
     drafted: list[dict[int, int]]
     """The same in the drafts' caches, the longest of them."""
 
