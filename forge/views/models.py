@@ -38,7 +38,7 @@ class TensorLine:
     shape: tuple[int, ...]
     type: str
     bytes: int
-    """Of all of them together."""
+    """Bytes of all its tensors together."""
     copies: int = 1
 
 
@@ -53,7 +53,7 @@ def parameter_count(tensors: "Iterable[TensorEntry]") -> int:
 
 
 def type_totals(tensors: "Iterable[TensorEntry]") -> list[dict[str, Any]]:
-    """Per type, the largest first."""
+    """Add up tensors, parameters and bytes of each type, the largest first."""
     by_type: dict[str, list[TensorEntry]] = defaultdict(list)
     for tensor in tensors:
         by_type[_type_name(tensor)].append(tensor)
@@ -88,7 +88,7 @@ def inspection(metadata: Mapping[str, Any], tensors: "Sequence[TensorEntry]") ->
 
 
 def grouped(tensors: Sequence[TensorLine]) -> list[TensorLine]:
-    """Tensors of different layers that are alike as one line: `blk.0-5.attn_q.weight`."""
+    """Join tensors of different layers that are alike into one line: `blk.0-5.attn_q.weight`."""
     groups: dict[tuple, list[tuple[int, TensorLine]]] = {}
     for tensor in tensors:
         match = _LAYER.fullmatch(tensor.name)
@@ -108,7 +108,7 @@ def _as_one(group: list[tuple[int, TensorLine]]) -> TensorLine:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0-3,7`."""
+    """Format numbers as ranges: `0-3,7`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -86,7 +86,7 @@ class _Bars:
             self._progress = None
 
     def _start(self, *amount: ProgressColumn, width: int = 40, moves: bool = False) -> Progress:
-        """moves: they are drawn anew several times a second, and not only when they are told of more."""
+        """Start a progress bar. moves: redraw it several times a second, and not only when it is told of more."""
         columns = TextColumn("{task.description}", markup=False), BarColumn(width, complete_style=ACCENT), *amount
         progress = Progress(*columns, console=self._console, auto_refresh=moves, refresh_per_second=4, transient=True)
         progress.start()
@@ -117,8 +117,8 @@ class LoadingBar(_Bars):
             self._show(done, total)
 
     def compiling(self, done: int, total: int) -> None:
-        """`done` of `total` kernels are compiled; called before each and after the last. One kernel can take half a
-        minute, so the elapsed time is drawn too, by a thread."""
+        """Show that `done` of `total` kernels are compiled; called before each and after the last. One kernel can take
+        half a minute, so the elapsed time is drawn too, by a thread."""
         if not can_redraw(self._console):
             if done == 0:
                 self._console.print(COMPILING, highlight=False)
