@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # of a Ray that is started here: an engine is no background work
+os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")  # an engine goes on when Ray has ended
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from forge.cluster.control import check_interface
 from forge.cluster.link import STUCK_SECONDS
-from forge.cluster.wire import ORPHANED, Address, Pulse, connect, pulses
+from forge.cluster.wire import Address, Pulse, connect, pulses
 from forge.errors import UsageError
 from forge.server.messages import Inbox, LoadFailed, Ready
 
@@ -66,9 +66,10 @@ class EngineReplica:
         self._last_pulse, self._seen = Pulse(0, 0.0, 0, 0), time.monotonic()
         self._control, control = socket.socketpair()
         command = [sys.executable, "-m", "forge.cluster.replica_engine", str(control.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[control.fileno()])
+        # In a group of its own: Ray's reaper kills its whole group when the process that has started Ray ends.
+        self._process = subprocess.Popen(command, pass_fds=[control.fileno()], start_new_session=True)
         control.close()
-        settings = pickle.dumps((host or _node_address(), secret, model, options))
+        settings = pickle.dumps((host or _node_address(), secret, os.getppid(), model, options))
         self._control.sendall(len(settings).to_bytes(4, "little") + settings)
         message = await asyncio.to_thread(self._first_message)
         if isinstance(message, LoadFailed):  # started again it would fail again: `describe` says why
@@ -95,11 +96,8 @@ class EngineReplica:
     async def _follow_pulses(self) -> None:
         connection = await asyncio.to_thread(connect, self._address, self._secret, "pulse")
         loop, rest = asyncio.get_running_loop(), b""
-        self._seen, raylet, is_orphan = time.monotonic(), os.getppid(), False
+        self._seen = time.monotonic()
         while data := await loop.sock_recv(connection, 4096):
-            if os.getppid() != raylet and not is_orphan:
-                is_orphan = True
-                self._control.sendall(ORPHANED)
             whole, rest = pulses(rest + data)
             if whole:
                 self._last_pulse, self._seen = whole[-1], time.monotonic()

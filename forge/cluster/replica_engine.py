@@ -20,12 +20,13 @@ import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from forge.cache.prefix import PrefixKvCache
 from forge.cluster.events import CacheEvents, EventLog, LoadMeter
 from forge.cluster.handoff import fetch
-from forge.cluster.wire import ORPHANED, PULSE_INTERVAL, Address, Place, Pulse, Purpose, ReplicaUpdate, admit, listen
+from forge.cluster.wire import PULSE_INTERVAL, Address, Place, Pulse, Purpose, ReplicaUpdate, admit, listen
 from forge.engine.handoff import KvHandoff, add_handed_over, add_resumed, hand_off
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
@@ -48,6 +49,8 @@ REMEMBERED = 512
 """Ended requests whose tokens are kept."""
 _HANDOFF_BLOCKS = 1 << 16
 """Room in the host pool for what other engines hand over. It takes memory for as long as something waits there."""
+_RAY_ENDS = 2.0
+"""Seconds after its actor's end that Ray, on this node, may still be ending."""
 _HAND_OVER_SECONDS = 30.0
 """How long a computed prompt waits for the engine that takes it."""
 
@@ -67,8 +70,10 @@ class ReplicaEngine(EngineServer):
     """An engine that several fronts share, that computes prompts for other engines, and that goes on where others
     ended."""
 
-    def __init__(self, llm: LLM, control: socket.socket, listening: socket.socket, secret: bytes):
+    def __init__(self, llm: LLM, control: socket.socket, listening: socket.socket, secret: bytes, raylet: int):
+        """raylet: the process id of Ray on this node, which has started the actor at the other end of `control`."""
         super().__init__(llm, control)
+        self._raylet = raylet
         self._update: ReplicaUpdate = ReplicaUpdate()
         self._listening, self._secret = listening, secret
         self._arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -97,12 +102,13 @@ class ReplicaEngine(EngineServer):
             self._events.observe(self.engine.cache.index)
         self._pulsed: list[socket.socket] = []
         self._is_orphan = False
-        """Ray has ended: this engine goes on for the fronts that it has, and ends with the last of them."""
+        """Ray has ended on this node, and its actor with it: this engine goes on for the fronts that it has, and ends
+        with the last of them."""
         self._num_steps = self._failed_in_a_row = 0
         self._step_began: float | None = None
 
     def run(self) -> None:
-        for target in (self._admit_connections, self._beat):
+        for target in (self._admit_connections, self._beat, self._outlive_actor):
             threading.Thread(target=target, name="forge-connections", daemon=True).start()
         try:
             super().run()
@@ -160,19 +166,26 @@ class ReplicaEngine(EngineServer):
                     self._pulsed.remove(connection)
             time.sleep(PULSE_INTERVAL)
 
+    def _outlive_actor(self) -> None:
+        """When the actor has ended, end too, unless Ray ends with it on this node."""
+        select.select([self._socket], [], [])
+        deadline = time.monotonic() + _RAY_ENDS
+        while not self._is_orphan and time.monotonic() < deadline:
+            self._is_orphan = not _is_running(self._raylet)
+            time.sleep(0.05)
+        self._open = self._is_orphan and bool(self._fronts)
+        self._tell(None)
+
     # Commands
 
     def _receive(self, wait: bool) -> None:
         """Carry out what the fronts ask. `wait` until there is something, or until one takes more."""
-        reading = [self._socket, self._bell, *self._fronts]
+        reading = [self._bell, *self._fronts]
         writing = [front.connection for front in self._fronts.values() if not front.outbox.is_empty] if wait else []
         seconds = 0.0 if not wait else (0.002 if self._compiling else None)
         readable, _, _ = select.select(reading, writing, [], seconds)
         for connection in readable:
-            if connection is self._socket:
-                self._is_orphan = self._socket.recv(_RECEIVE) == ORPHANED
-                self._open = self._is_orphan and bool(self._fronts)  # else the actor has ended
-            elif connection is self._bell:
+            if connection is self._bell:
                 self._take_arrivals()
             else:
                 self._read(self._fronts[connection])
@@ -424,6 +437,16 @@ class ReplicaEngine(EngineServer):
             self._put(front)
 
 
+def _is_running(pid: int) -> bool:
+    """Return whether a process has not ended; one that has may still wait for its parent to notice."""
+    try:
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat")  # of Linux
+        return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def _what_begins(place: Place, handoff: KvHandoff | None) -> str:
     """What an engine does with a request that it takes, for its log."""
     if place.hands_over:
@@ -446,7 +469,7 @@ def main() -> None:
     logger.setLevel(logging.INFO)
     control = socket.socket(fileno=int(sys.argv[1]))
     length = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
-    host, secret, model, options = pickle.loads(control.recv(length, socket.MSG_WAITALL))
+    host, secret, raylet, model, options = pickle.loads(control.recv(length, socket.MSG_WAITALL))
     try:
         llm = LLM(model, **options)
         llm.trust_grammars()
@@ -454,7 +477,7 @@ def main() -> None:
         address: Address = listening.getsockname()[:2]
         control.sendall(frame((address, ready_message(llm))))
         gc.freeze()  # as `engine_process` does: a model's objects stay
-        ReplicaEngine(llm, control, listening, secret).run()
+        ReplicaEngine(llm, control, listening, secret, raylet).run()
     except ForgeError as error:
         control.sendall(frame(LoadFailed(str(error), error.exit_code)))
     except MemoryError:

@@ -27,8 +27,6 @@ PULSE_INTERVAL = 0.2
 """Seconds between two pulses."""
 PULSE_TIMEOUT = 2.0
 """Seconds without a pulse after which an engine is taken for dead."""
-ORPHANED = b"!"
-"""From an actor to its engine: Ray has ended on this machine, so nothing else will end the engine."""
 _NONCE = 32
 _PURPOSES: dict[bytes, Purpose] = {b"F": "front", b"P": "pulse"}
 _PULSE = Struct("<QdQQ")

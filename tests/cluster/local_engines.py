@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,10 +25,11 @@ PARAMS = SamplingParams(max_tokens=40, temperature=0.9, ignore_eos=True)
 
 
 class LocalEngine:
-    """A replica's engine, with the hash model, until `kill`."""
+    """A replica's engine, until `kill`."""
 
-    def __init__(self, **options: Any):
-        self.llm = LLM("hash", **{"kv": "prefix", "threads": 1, "check": True, **options})
+    def __init__(self, model: str = "hash", raylet: int = 0, **options: Any):
+        """raylet: the process that stands for Ray on this node; 0 for this one."""
+        self.llm = LLM(model, **{"kv": "prefix", "threads": 1, "check": True, **options})
         self.pause = 0.0
         self._steps_left, self._may_go_on = math.inf, threading.Event()
         self._step = self.llm.engine.step
@@ -35,16 +37,25 @@ class LocalEngine:
         self._control, control = socket.socketpair()
         listening = listen("127.0.0.1")
         self.address: Address = listening.getsockname()[:2]
-        self.server = ReplicaEngine(self.llm, control, listening, SECRET)
+        self.server = ReplicaEngine(self.llm, control, listening, SECRET, raylet or os.getpid())
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
 
     def kill(self) -> None:
         """Close all of its connections between two steps, as the end of its process does."""
-        self._control.close()
+        self.server._open = False
+        self.server._tell(None)
         self._may_go_on.set()
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
+
+    def lose_actor(self) -> None:
+        """End the actor, and not the engine."""
+        self._control.close()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
 
     def slow_down(self, seconds: float) -> None:
         """Let every step take this much longer."""

@@ -1,6 +1,9 @@
 """A front and its engines, without Ray: requests, faults, and streams that survive the death of their engine."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -123,6 +126,27 @@ async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_on
         service = SimpleNamespace(reader=SimpleNamespace(model_names=["hash"]), tokenizer=engines[name].llm.tokenizer)
         body = _native_object(service, await generation.finished(), {"samples": [], "events": []})
         assert len(body["choices"][0]["tokens"]) == 40 and body["id"] == "r"
+
+
+@in_a_loop
+async def test_an_engine_whose_ray_has_ended_goes_on_for_its_fronts_and_ends_with_the_last_of_them():
+    """Only its actor's end tells the engine; where Ray goes on, the engine ends too."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
+        engine = LocalEngine(raylet=raylet.pid)
+        engine.slow_down(0.003)
+        async with front_of(engine) as client:
+            generation = submit(client, "r", SEEDED)
+
+            def end(number: int) -> None:
+                if number == 5:
+                    raylet.kill()
+                    os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)  # as one whose parent has ended too
+                    engine.lose_actor()
+
+            assert await read(generation, end) == expected(SEEDED, 7)
+            assert await read(submit(client, "s", SEEDED)) == expected(SEEDED, 7)
+            assert client.num_resumed == 0 and not engine.has_ended
+        await eventually(lambda: engine.has_ended)
 
 
 @in_a_loop
