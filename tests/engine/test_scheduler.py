@@ -11,7 +11,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget
 from forge.trace.records import WaitRecord
-from tests.engine.schedules import admitted, new_scheduler, sequence, step
+from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step
 
 
 def by_arrival(sequence) -> tuple[int, ...]:
@@ -48,6 +48,45 @@ def test_with_the_cache_off_every_plan_computes_all_tokens():
         (0, 8, "decode"),
     ]
     assert [list(item.logit_rows) for item in items] == [[5], [6], [7]]
+
+
+def test_a_prompt_with_too_many_rows_of_logits_has_a_forward_of_its_own():
+    scheduler = Scheduler(BasicKvCache(4, 32, 4), SchedulerConfig(4), max_logit_rows=5)
+    for seq_id, tokens in enumerate((6, 5)):
+        scheduler.add(sequence(seq_id, tokens, params=SamplingParams(prompt_logprobs=0)))
+    plan = scheduler.schedule()
+
+    assert ([item.seq_id for item in plan.separate], [item.seq_id for item in plan.items]) == ([0], [1])
+
+
+def test_the_map_of_all_blocks_is_kept_where_it_is_asked_for():
+    scheduler = basic()
+    scheduler.add(sequence(0, tokens=3))
+    step(scheduler)
+    assert scheduler.block_map is None
+    scheduler.keep_block_map = True
+    step(scheduler)
+    assert scheduler.block_map == scheduler.cache.block_map()
+
+
+def test_begun_again_a_sample_without_output_does_not_wait_in_one_that_has_some():
+    scheduler, first, second = basic(), sequence(0, token_ids=[1, 2, 3, 7]), sequence(1)
+    second.request_id = first.request_id
+    scheduler.restart([first, second], num_finished=0)
+
+    assert (scheduler.waiting, second.waits_in) == ([first, second], None)
+
+
+def test_an_item_without_an_outcome_changes_nothing():
+    scheduler = basic()
+    for seq_id in range(2):
+        scheduler.add(sequence(seq_id, tokens=3))
+    step(scheduler)
+    plan = scheduler.schedule()
+    scheduler.commit(plan, outcomes_of(scheduler, plan)[:1])
+
+    assert [len(scheduler.running[seq_id].token_ids) for seq_id in range(2)] == [5, 4]
+    assert [scheduler.cache.computed_length(seq_id) for seq_id in range(2)] == [4, 3]
 
 
 def test_prompt_logprobs_need_the_logits_of_every_prompt_row_once():

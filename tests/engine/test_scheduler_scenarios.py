@@ -191,6 +191,13 @@ def test_a_long_prompt_takes_what_the_decodes_leave_of_the_budget():
     assert all(plan.num_tokens <= 6 for plan in plans)
 
 
+def test_the_last_two_tokens_of_a_prompt_keep_to_the_budget_as_well():
+    scheduler = running(1, 1, num_blocks=16, max_num_batched_tokens=3, max_num_seqs=3)
+    scheduler.add(sequence(2, tokens=4))
+
+    assert [shares(step(scheduler))[2:] for _ in range(4)] == [[(2, "prefill", start, 1)] for start in range(4)]
+
+
 def test_without_chunks_a_step_is_all_prompts_or_all_decodes():
     scheduler = running(3, 3, num_blocks=16, chunked_prefill=False)
     scheduler.add(sequence(2, tokens=9))

@@ -64,12 +64,12 @@ def test_the_accept_rate_is_accepted_over_proposed_in_the_last_50_cycles():
     recent = RecentCycles()
     assert recent.accept_rate is None
     for _ in range(WINDOW):
-        recent = recent.add(4, 0)
+        recent = recent.add(2, 1)
     for _ in range(WINDOW // 2):
         recent = recent.add(4, 3)
 
     assert len(recent.cycles) == WINDOW
-    assert recent.accept_rate == pytest.approx(0.375)
+    assert recent.accept_rate == pytest.approx((1 + 3) / (2 + 4))
 
 
 # Staying on, turning down, going off

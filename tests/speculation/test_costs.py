@@ -41,6 +41,12 @@ def test_in_a_batch_a_guess_for_each_is_a_row_for_each():
     assert meter.costs(8).token == pytest.approx(2.1 / 14)
 
 
+def test_a_guess_costs_what_it_did_in_the_batch_that_is_nearest_in_size():
+    meter = metered(dict.fromkeys((1, 9), 10.0), {2: 1.0, 9: 3.0})
+
+    assert [meter.costs(size).token for size in (1, 5, 6, 40)] == pytest.approx([0.1, 0.1, 0.3, 0.3])
+
+
 def test_one_slow_step_changes_nothing():
     meter = CostMeter(ASSUMED)
     for index in range(15):
