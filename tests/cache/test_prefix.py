@@ -1,5 +1,7 @@
 """The prefix cache: what is a hit and what is not, who shares with whom, and which block goes first."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from forge.cache.eviction import EVICTION_POLICIES, prefix_cost
@@ -499,6 +501,20 @@ def test_prefix_keys_are_equal_exactly_as_far_as_prompts_are():
     others = [*cache.prefix_keys(B + A), *cache.prefix_keys(A + B, "salt"), cache.prefix_keys(A + C)[1]]
     assert len({*others, *keys}) == len(others) + len(keys)
     assert cache.prefix_keys(A[:3]) == ()
+
+
+def test_a_subscriber_is_told_of_contents_by_their_prefix_keys_when_they_enter_and_leave():
+    cache, entered, left = new(3), set(), set()
+    cache.index.subscriber = SimpleNamespace(published=entered.add, evicted=left.add)
+    for seq_id, tokens in enumerate((A + B, A + C)):
+        run(cache, seq_id, tokens, salt="x")
+        cache.remove(seq_id)
+    keys = {key for tokens in (A + B, A + C) for key in cache.prefix_keys(tokens, "x")}
+    assert (entered, left) == (keys, set())
+    ran(cache, 2, D)
+    assert left == {cache.prefix_keys(A + B, "x")[1]}, "the one that was evicted"
+    cache.reset()
+    assert left == entered == keys | {*cache.prefix_keys(D)}
 
 
 def test_nobody_is_remembered_for_a_salt_without_blocks():

@@ -97,6 +97,16 @@ def test_a_stop_token_ends_the_output_and_its_text_stays_out_unless_wanted():
     assert (output.text, output.finish_reason) == ("", "stop")
 
 
+@pytest.mark.parametrize(
+    ("proposers", "known"), [((), r"it has none \(--speculate\)"), ((NgramProposer(),), "it has ngram")]
+)
+def test_a_draft_is_one_that_the_engine_has(proposers, known):
+    with pytest.raises(UsageError, match=f"this engine has no 'small'; {known}"):
+        complete(
+            new_engine(muddled, speculation=speculator(*proposers)), "ab", drafts=["ngram"] * len(proposers) + ["small"]
+        )
+
+
 def test_a_stop_token_is_one_of_the_vocabulary():
     with pytest.raises(UsageError, match="stop_token_ids: token id 999"):
         complete(engine_saying("a"), "xy", max_tokens=9, stop_token_ids=[999])
@@ -258,6 +268,9 @@ def test_records_say_what_was_computed_and_chosen():
     assert first.cache.bytes_held == 3 * 8
     assert [finish.reason for finish in third.finished] == ["stop"]
     assert first.tokens_computed == 3
+    assert [[one.request_id for one in record.arrived] for record in (first, second)] == [["r"], []]
+    assert first.cache.bytes_reserved == 8 * 4 * 8, "a whole run of eight blocks"
+    assert all(0 <= record.sample_ms <= (record.ended - record.started) * 1e3 for record in (first, second, third))
 
 
 def test_metrics_count_the_tokens_that_were_computed():
@@ -597,6 +610,9 @@ def test_a_sequence_that_the_pool_ends_says_so():
     records = run_all(engine)
     assert records[-1].finished[0].reason == "length"
     assert records[-1].finished[0].why == PoolExhausted(num_tokens=12)
+    engine = new_engine(muddled, kv="paged", num_blocks=3, max_model_len=8)
+    engine.add_request("fits", letters("abc"), SamplingParams(max_tokens=40, ignore_eos=True))
+    assert run_all(engine)[-1].finished[0].why is None, "the context ends it"
 
 
 def test_a_run_whose_timeline_is_not_asked_keeps_few_records():

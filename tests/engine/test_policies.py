@@ -89,6 +89,7 @@ def test_priority_preempts_the_one_that_it_would_serve_last():
     ("values", "message"),
     [
         ({"max_num_seqs": 0}, "--max-num-seqs must be a whole number of at least 1, got 0"),
+        ({"max_num_seqs": None}, "--max-num-seqs must be a whole number of at least 1, got None"),
         ({"max_num_seqs": True}, "--max-num-seqs must be a whole number of at least 1, got True"),
         ({"max_num_batched_tokens": 1.5}, "--max-num-batched-tokens must be a whole number of at least 1, got 1.5"),
         ({"prefill_only_tokens": 0}, "--prefill-only-tokens must be a whole number of at least 1, got 0"),

@@ -7,7 +7,7 @@ import pytest
 from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.grammar import compiler as compiler_module
-from forge.grammar.compiler import GrammarCompiler
+from forge.grammar.compiler import GrammarCompiler, check_size
 
 
 def says(compiler, tokenizer, structured: StructuredOutput, text: str) -> bool:
@@ -104,11 +104,27 @@ def test_a_schema_nested_too_deeply_is_refused(compiler):
         compiler(StructuredOutput(json=deep(700)))
 
 
+def test_a_grammar_has_65_536_characters_at_most():
+    check_size(StructuredOutput(choice=["a" * 65_536]))
+    with pytest.raises(UsageError, match="at most 65536 characters, and this one has 65537"):
+        check_size(StructuredOutput(choice=["a" * 65_536, "b"]))
+
+
 @pytest.mark.parametrize(
-    "given", [{}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": ""}, {"choice": ["a", ""]}, {"json": "{"}]
+    ("given", "words"),
+    [
+        ({}, "exactly one of json, regex, choice and grammar, got none"),
+        ({"json": {}, "regex": "a"}, "got json, regex"),
+        ({"regex": 3}, "regex must be text"),
+        ({"choice": []}, "one or more texts"),
+        ({"choice": ""}, "one or more texts"),
+        ({"choice": ["a", ""]}, "none of them empty"),
+        ({"json": "{"}, "no JSON"),
+    ],
+    ids=str,
 )
-def test_exactly_one_sound_form_is_given(given):
-    with pytest.raises(UsageError):
+def test_exactly_one_sound_form_is_given(given, words):
+    with pytest.raises(UsageError, match=words):
         StructuredOutput(**given)
 
 

@@ -143,7 +143,7 @@ def test_what_follows_the_end_is_free_and_no_draft_token_goes_there(grammar, out
 
 def test_an_output_outside_the_grammar_is_an_error(grammar, output):
     matcher = grammar.new_matcher()
-    with pytest.raises(MatcherError):
+    with pytest.raises(MatcherError, match="does not follow its grammar"):
         matcher.mask([output[2], output[2]])
     assert matcher.num_allowed([output[2], output[2]], output[:1]) == 0
     assert matcher.mask([])[output[0]]

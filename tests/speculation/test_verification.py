@@ -300,6 +300,11 @@ def test_a_token_that_its_distribution_cannot_draw_is_refused():
         run(random_rows(0, 2), Proposal((1,), (certain(2),)), SamplingParams(temperature=1.0))
 
 
+def test_each_proposed_token_has_a_distribution_or_none_has():
+    with pytest.raises(ValueError, match="1 distributions for 2 tokens"):
+        Proposal((1, 2), (certain(1),))
+
+
 def test_rows_and_proposal_must_fit():
     with pytest.raises(ValueError, match="2 rows of logits for a proposal of 2 tokens"):
         run(random_rows(0, 2), [1, 2])
