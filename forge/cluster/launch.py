@@ -158,10 +158,10 @@ class ClusterFront:
             match await queue.get():
                 case Joined(name, kind, address, version):
                     failures = 0
+                    self.client.join(name, kind, address, version)
                     for old in before - {name}:  # engines of a Ray that has ended: they finish what they have
                         self.client.leave(old)
                     before = set()
-                    self.client.join(name, kind, address, version)
                 case Left(name):
                     self.client.leave(name)
                 case Notice(text):

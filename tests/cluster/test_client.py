@@ -14,6 +14,8 @@ from forge import SamplingParams
 from forge.cluster import pool
 from forge.cluster.client import NoHealthyReplica
 from forge.cluster.handoff import MIN_PROMPT
+from forge.cluster.keeper_messages import Joined
+from forge.cluster.launch import ClusterFront
 from forge.engine.structured_output import StructuredOutput
 from forge.engine.task import Task
 from forge.errors import UsageError
@@ -147,6 +149,34 @@ async def test_an_engine_whose_ray_has_ended_goes_on_for_its_fronts_and_ends_wit
             assert await read(submit(client, "s", SEEDED)) == expected(SEEDED, 7)
             assert client.num_resumed == 0 and not engine.has_ended
         await eventually(lambda: engine.has_ended)
+
+
+@in_a_loop
+async def test_engines_of_a_ray_that_has_ended_take_requests_until_one_of_the_next_is_connected_to():
+    old, new = LocalEngine(), LocalEngine()
+    async with front_of(old) as client:
+        front = ClusterFront.__new__(ClusterFront)
+        queue: asyncio.Queue = asyncio.Queue()
+        front.client, front._is_private, front._changing = client, True, None
+        front._keeper = SimpleNamespace(close=lambda: None)
+        front._start_keeper = lambda again: SimpleNamespace(messages=messages)
+        follow_up: asyncio.Queue = asyncio.Queue()
+
+        async def messages() -> asyncio.Queue:
+            return follow_up
+
+        following = asyncio.create_task(front._follow(queue))
+        queue.put_nowait(None)  # the keeper has ended
+        follow_up.put_nowait(Joined("b", "engines", new.address, ""))
+        seen = set()
+        async with asyncio.timeout(60):
+            while "b" not in client.pools["engines"].fleet.replicas:
+                seen.add(client.is_ready)
+                await asyncio.sleep(0)
+        assert seen == {True}
+        await eventually(lambda: client.replicas == {"b"})
+        following.cancel()
+    old.kill(), new.kill()
 
 
 @in_a_loop
