@@ -119,7 +119,7 @@ class PrefixRouter(Router):
         usable = fleet.candidates_mask(request.avoid, request.version)
         blocks, mask = fleet.prefixes.longest(request.keys, usable)
         if not blocks:
-            return self._decision(request, least, "no_prefix", candidates, least, 0, None, 0)
+            return self._decision(request, least, "no_prefix", candidates, least)
         start = self.random.randrange(mask.bit_length())
         holder = least_busy(islice(fleet.replicas_of(mask, start), COMPARED))
         held = blocks * request.block_size
@@ -135,9 +135,9 @@ class PrefixRouter(Router):
         why: str,
         candidates: Sequence[Replica],
         least: Replica,
-        cached: int,
-        holder: Replica | None,
-        held: int,
+        cached: int = 0,
+        holder: Replica | None = None,
+        held: int = 0,
     ) -> RouteRecord:
         return RouteRecord(
             request.request_id,

@@ -380,6 +380,33 @@ def test_a_holder_that_is_as_busy_as_all_others_is_still_chosen():
     assert (decision.replica, decision.why) == ("b", "prefix")
 
 
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_record_names_its_request_its_router_and_the_replica(name):
+    fleet = fleet_of("a", "b")
+    decision = new_router(name, fleet).route(request(7))
+    assert (decision.request_id, decision.router) == ("r7", name)
+    assert fleet.replicas[decision.replica].requests == 1
+    reasons = {"round-robin": "turn", "p2c": "fewer_requests", "least-tokens": "fewer_tokens"}
+    assert (decision.why, decision.num_candidates) == (reasons.get(name, "no_prefix"), 2)
+
+
+def test_of_more_than_sixteen_replicas_sixteen_are_compared():
+    router = new_router("least-tokens", fleet_of(*map(str, range(17))))
+    candidates = router.fleet.candidates()
+    assert len(router.compared(candidates)) == 16 and router.compared(candidates[:16]) == candidates[:16]
+
+
+@pytest.mark.parametrize("name", ["prefix", "prefix-estimate"])
+@pytest.mark.parametrize(("load", "why"), [(512, "prefix"), (513, "holder_busy")])
+def test_a_holder_may_be_busier_by_512_tokens_unless_another_threshold_is_given(name, load, why):
+    for new in (new_router, lambda name, fleet: ROUTERS[name](fleet)):
+        fleet = fleet_of("a", "b")
+        router = new(name, fleet)
+        fleet.prefixes.publish(fleet.replicas["b"].index, (1, 2, 3))
+        fleet.report("b", Load(load))
+        assert router.choose(request(0, (1, 2, 3)), fleet.candidates()).why == why
+
+
 def test_only_the_router_that_knows_what_is_cached_reads_events():
     assert [name for name, router in ROUTERS.items() if router.needs_events] == ["prefix"]
 
