@@ -26,7 +26,7 @@ from forge.errors import ForgeError, UsageError
 from forge.gguf import GGUFFile
 from forge.model.catalog import is_hash_model, resolve_model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec_from_gguf
-from forge.tokenizer.encoders import tokenizer_json
+from forge.tokenizer.encoders import ReferenceEncoder
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 from forge.views.palette import ACCENT
 from forge.views.screen import Part, Table, check, fill, title, trouble
@@ -246,8 +246,8 @@ def _document(spec: TokenizerSpec) -> str:
     """Return a tokenizer.json of the whole tokenizer: NFC in front, added tokens matched."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     controls = set(spec.control_ids)
-    document = json.loads(tokenizer_json(spec))
-    document["normalizer"] = {"type": "NFC"}
+    document = json.loads(ReferenceEncoder(spec).tokenizer_json())
+    document |= {"normalizer": {"type": "NFC"}, "decoder": document["pre_tokenizer"]["pretokenizers"][1]}
     document["added_tokens"] = [
         {"id": token_id, "content": spec.tokens[token_id], "special": token_id in controls, **flags}
         for token_id in sorted({*controls, *spec.user_defined_ids})

@@ -12,7 +12,6 @@ import typer
 from forge.cli import options
 from forge.cli.arguments import Takes, command, make, stated
 from forge.cli.arrivals import arriving, drive_arrivals
-from forge.cli.compare_judging import compare_judging, is_judging
 from forge.cli.run_control import Found, create_llm, exit_status, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
 from forge.engine.sampling_params import SamplingParams
@@ -30,6 +29,7 @@ from forge.views.comparison import (
     question_for,
 )
 from forge.views.report import Report
+from forge.views.screen import report
 from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 
@@ -41,6 +41,20 @@ MANY = 32
 """Requests of a comparison that is about many and does not say how many."""
 DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
+
+CLASSES = {"generation": False, "prefill-only": True}
+"""`--class`: whether a generation of one token is prefill-only."""
+EVICTION = "--evict"
+RETURNING = 4
+"""Callers at once where the option is `--evict`: what others have cached is evicted between two of their requests."""
+_JUDGING_QUESTIONS = {
+    "--class": "What does a generation's life cost a request that wants one token?",
+    "--prefix-planning": "What does it save when requests wait for what one of them computes?",
+    EVICTION: "Which cached block should go, so that least is computed again?",
+}
+_WARM_UP = 2
+"""Requests that are not timed."""
+
 
 _OF_MANY = (
     "requests", "prompt_tokens", "output_tokens", "arrival", "workload", "batch", "max_num_batched_tokens",
@@ -100,8 +114,8 @@ def compare(
     """
     versus = versus_of(ctx)
     runs_many = any(options.was_given(ctx, option) for option in _OF_MANY)
-    _settle(ctx, versus.right, judges=is_judging(versus), runs_many=runs_many)
-    if is_judging(versus):
+    _settle(ctx, versus.right, judges=_is_judging(versus), runs_many=runs_many)
+    if _is_judging(versus):
         return _compare_judging(ctx, versus)
     if runs_many:
         return _compare_many(ctx, versus)
@@ -114,7 +128,7 @@ def compare(
     sides: list[Side] = []
     with ComparisonProgress(console, question, versus.names, max_tokens, quiet=json) as progress:
         for name, values in zip(versus.names, (ctx.params, versus.right), strict=True):
-            side = _run_side(name, {**values, "max_tokens": max_tokens}, texts, sides, progress.step)
+            side = _run_side(name, {**values, "max_tokens": max_tokens}, texts, sides, progress.step_of)
             sides.append(side)
             if side.result.interrupted:
                 break
@@ -157,7 +171,52 @@ def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
         texts = options.read_prompts(params["prompts"]) if params["prompts"] is not None else None
     elif "prompt" in stated:
         texts = [options.read_prompt(params["prompt"])]
-    return compare_judging(params, versus, texts, max_tokens)
+    return _judge(params, versus, texts, max_tokens)
+
+
+def _is_judging(versus: Versus) -> bool:
+    """Return whether a comparison is one of requests that begin alike."""
+    return versus.option in _JUDGING_QUESTIONS
+
+
+def _judge(left: Mapping[str, Any], versus: Versus, texts: Sequence[str] | None, max_tokens: int) -> Report:
+    """Run the texts, or `--requests` judge requests, on both sides: all at once, or a few at a time where the question
+    is what stays cached between them."""
+    from forge.views.progress import progress_line
+    from forge.views.request_sets import judging_object, judging_screen, same_answers
+    from forge.workload.judging import judge_prompts, returning_prompts, run_requests
+
+    for side in (left, versus.right):  # before anything is loaded
+        _config(side)
+    runs, labels, tokens = [], [], 0
+    made_up, concurrency = (returning_prompts, RETURNING) if versus.option == EVICTION else (judge_prompts, None)
+    with progress_line() as progress:
+        for name, side in zip(versus.names, (left, versus.right), strict=True):
+            progress(name)
+            llm = create_llm(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}, **_config(side)))
+            prompts = (
+                made_up(llm.tokenizer, side["requests"] or 64)
+                if texts is None
+                else [[*llm.tokenizer.encode(text)] for text in texts]
+            )
+            run_requests(llm.new_engine(), prompts[:_WARM_UP], max_tokens)
+            runs.append(run_requests(llm.engine, prompts, max_tokens, concurrency))
+            labels.append(run_label(llm))
+            tokens = sum(map(len, prompts))
+    question = _JUDGING_QUESTIONS[versus.option]
+    return report(
+        {"option": versus.option, **judging_object(labels[0], versus.names, runs, tokens)},
+        lambda: judging_screen(question, labels[0], versus.names, runs, tokens, concurrency),
+        0 if same_answers(runs) else 1,
+    )
+
+
+def _config(side: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the options that `--class` means for a scheduler."""
+    value = side["execution_class"]
+    if value not in CLASSES:
+        raise UsageError(f"--class is {' or '.join(CLASSES)}, and not {value!r}")
+    return {"prefill_only": CLASSES[value]}
 
 
 def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:

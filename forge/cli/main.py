@@ -84,6 +84,7 @@ PANELS: dict[str, dict[str, str]] = {
 commands, of that name in `forge.cli.NAME`, or an experiment."""
 _ELSEWHERE = {
     "chapter": "chapters:chapter",
+    "engines": "serve:engines",
     "glossary": "chapters:glossary",
     "next": "chapters:next_chapter",
     "review": "chapters:review",

@@ -1,4 +1,5 @@
-"""`forge serve`: an OpenAI-compatible server on one engine that all requests share, or on several behind a router."""
+"""`forge serve`: an OpenAI-compatible server on one engine that all requests share, or on several behind a router; and
+`forge engines`, which changes the engines of one that runs."""
 
 import logging
 import os
@@ -107,3 +108,25 @@ def _say_ready(model: str) -> "Callable[[str, Ready], None]":
         )
 
     return say
+
+
+def engines(
+    name: Annotated[str, typer.Argument(help="What the server is called: its --name.", show_default=False)],
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", help="Engines that answer; with autoscaling, at least.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model that every engine loads, one after another.")
+    ] = None,
+) -> None:
+    """Change how many engines a server has (Ray Serve), or their model. No request fails.
+
+    [dim]forge engines tales --replicas 4[/dim]
+    """
+    from forge.cluster.control import Change, ask_for_change
+
+    if replicas is None and model is None:
+        raise UsageError("say what is to be different: --replicas, --model or both")
+    if model is not None and Path(model).exists():
+        model = str(Path(model).absolute())
+    ask_for_change(name, Change(replicas, model))

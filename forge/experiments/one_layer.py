@@ -15,6 +15,7 @@ from rich.text import Text
 
 from forge.model.backend import Operand, OperationTime
 from forge.views.formatting import ms, plural, size, times
+from forge.views.json_output import as_object, picked
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
 from forge.views.screen import Part, Table, report, sentences, title
@@ -123,34 +124,20 @@ def _measure(path: Path, device: str, threads: int | None) -> tuple[Layer, int, 
 
 
 def layer_object(result: LayerResult) -> dict[str, Any]:
-    """Return the experiment's facts, for `--json`."""
-    return {
-        "model": result.model,
-        "layer": result.layer,
-        "context": result.context,
-        "layers": [
-            {
-                "device": layer.device,
-                "description": layer.description,
-                "kv_dtype": layer.kv_dtype,
-                "bytes_read": layer.bytes_read,
-                "bytes_written": layer.bytes_written,
-                "ms": layer.ms,
-                "operations": [
-                    {
-                        "operation": operation.operation,
-                        "reads": _operands(operation.reads),
-                        "writes": _operands(operation.writes),
-                        "bytes_read": operation.bytes_read,
-                        "bytes_written": operation.bytes_written,
-                        "ms": operation.ms,
-                    }
-                    for operation in layer.operations
-                ],
-            }
-            for layer in result.layers
-        ],
-    }
+    """The experiment as facts."""
+    layers = [
+        as_object(layer, *_SUMS) | {"operations": [_operation_object(operation) for operation in layer.operations]}
+        for layer in result.layers
+    ]
+    return picked(result, "model", "layer", "context") | {"layers": layers}
+
+
+_SUMS = ("bytes_read", "bytes_written", "ms")
+
+
+def _operation_object(operation: LayerOperation) -> dict[str, Any]:
+    lists = {"reads": _operands(operation.reads), "writes": _operands(operation.writes)}
+    return picked(operation, "operation", *_SUMS) | lists
 
 
 def screen(result: LayerResult) -> Iterator[Part]:

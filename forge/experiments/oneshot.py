@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.compare_judging import CLASSES
+from forge.cli.compare import CLASSES
 from forge.cli.run_control import create_llm, run_label
 from forge.engine_args import EngineArgs
 from forge.option import option

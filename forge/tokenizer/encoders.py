@@ -69,11 +69,18 @@ class ReferenceEncoder:
     def __init__(self, spec: TokenizerSpec) -> None:
         vocabulary = mergeable_vocabulary(spec)
         merges = [_pair(merge) for merge in spec.merges]
+        self.spec = spec
         self._tokenizer = _build(spec, vocabulary, merges, _pre_tokenizer())
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def tokenizer_json(self) -> str:
+        """Write the plain-text part of the tokenizer as a Hugging Face tokenizer.json: no normalizer, no added
+        tokens."""
+        text: str = self._tokenizer.to_str()
+        return text
 
 
 class PromptCutEncoder:
@@ -145,49 +152,19 @@ def _build(spec: TokenizerSpec, vocabulary: dict[str, int], merges: list[tuple[s
 
 
 class FastEncoder:
-    """fastokens over a `TokenizerSpec`. Raises whatever the package raises, ImportError where it is not installed."""
+    """fastokens over the reference's vocabulary. Raises whatever the package raises, ImportError where it is not
+    installed."""
 
     name = "fast"
 
-    def __init__(self, spec: TokenizerSpec) -> None:
+    def __init__(self, reference: ReferenceEncoder) -> None:
         from fastokens._native import Tokenizer  # type: ignore[import-untyped]
 
-        self._tokenizer = Tokenizer.from_json_str(tokenizer_json(spec))
+        self._tokenizer = Tokenizer.from_json_str(reference.tokenizer_json())
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
-
-
-def tokenizer_json(spec: TokenizerSpec) -> str:
-    """Write `spec`'s plain-text part as a Hugging Face tokenizer.json: no normalizer and no added tokens."""
-    import json
-
-    split = {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    document: dict[str, object] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": mergeable_vocabulary(spec),
-            "merges": list(spec.merges),
-        },
-    }
-    return json.dumps(document, ensure_ascii=False)
 
 
 SAMPLE: tuple[str, ...] = (
@@ -277,7 +254,7 @@ class Encoders:
         self,
         spec: TokenizerSpec,
         prefer: Preference = "auto",
-        build_fast: Callable[[TokenizerSpec], PlainEncoder] = FastEncoder,
+        build_fast: Callable[[ReferenceEncoder], PlainEncoder] = FastEncoder,
     ) -> None:
         self.fallback_reason: str | None = None
         self.last_used: str | None = None
@@ -350,7 +327,7 @@ class Encoders:
         """Load the fast path if it can be had and passes the gate; else return None, with `fallback_reason` set."""
         reference = self._load_reference()
         try:
-            fast = self._build_fast(self._spec)
+            fast = self._build_fast(reference)
         except ImportError:
             self.fallback_reason = "fastokens is not installed"
             return None

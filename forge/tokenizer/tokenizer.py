@@ -27,7 +27,7 @@ from forge.tokenizer.chat_template import (
     marked,
     up_to_content,
 )
-from forge.tokenizer.encoders import Encoders, FastEncoder, PlainEncoder, Preference
+from forge.tokenizer.encoders import Encoders, FastEncoder, PlainEncoder, Preference, ReferenceEncoder
 from forge.tokenizer.spec import (
     TokenizerMetadata,
     TokenizerSpec,
@@ -63,7 +63,7 @@ class Tokenizer:
         spec: TokenizerSpec,
         *,
         prefer: Preference = "auto",
-        build_fast: Callable[[TokenizerSpec], PlainEncoder] = FastEncoder,
+        build_fast: Callable[[ReferenceEncoder], PlainEncoder] = FastEncoder,
     ) -> None:
         self.spec = spec
         self._encoders = Encoders(spec, prefer, build_fast)

@@ -10,7 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +23,7 @@ from forge.views.generation import sample_texts
 from forge.views.json_output import as_object, climb_object, picked, run_object
 from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.run_view import LiveView
 from forge.views.screen import sides as side_by_side
 from forge.views.summary import Forward, RunResult
 from forge.views.terminal import can_redraw, print_table
@@ -208,35 +208,22 @@ def _answer_object(answer: Answer) -> dict[str, Any]:
     }
 
 
-class ComparisonProgress:
+class ComparisonProgress(LiveView):
     """The curves as they grow, on a terminal; nothing in a pipe. Gone when both sides have run."""
 
     def __init__(self, console: Console, question: str, names: Sequence[str], num_points: int, quiet: bool = False):
-        self._console, self._question = console, question
-        self._names, self._num_points = names, num_points
+        super().__init__(console, shows=can_redraw(console) and not quiet)
+        self._question, self._names, self._num_points = question, names, num_points
         self._forwards: list[list[Forward]] = [[] for _ in names]
-        self._live = (
-            Live(console=console, auto_refresh=False, transient=True) if can_redraw(console) and not quiet else None
-        )
-        self._undrawn = 0.0
 
-    def __enter__(self) -> "ComparisonProgress":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._live:
-            self._live.update(Text(""), refresh=True)
-            self._live.stop()
-
-    def step(self, side: int, record: StepRecord) -> None:
+    def step_of(self, side: int, record: StepRecord) -> None:
+        """A step of one side has ended."""
         self._forwards[side].append(Forward.of(len(self._forwards[side]) + 1, record))
-        self._undrawn += record.forward_ms
-        if self._live and self._undrawn > 50:  # of the engine's time, so that drawing is a small part of it
-            self._undrawn = 0.0
-            plot = curve_plot(self._names, self._forwards, self._num_points, self._console.width)
-            self._live.update(Group(Text(self._question, TITLE), Text(""), *plot), refresh=True)
+        self.redraw()
+
+    def frame(self) -> Group:
+        plot = curve_plot(self._names, self._forwards, self._num_points, self._console.width)
+        return Group(Text(self._question, TITLE), Text(""), *plot)
 
 
 def print_comparison(console: Console, comparison: Comparison, prompt: str) -> None:

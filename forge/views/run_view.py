@@ -37,22 +37,25 @@ class LiveView(RunView):
 
     frames_per_second: float = 10
 
-    def __init__(self, console: Console):
-        self._console = console
+    def __init__(self, console: Console, shows: bool = True):
+        """shows: whether the terminal can redraw; nothing is drawn on another."""
+        self._console, self._shows = console, shows
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
         self._next_frame = 0.0
 
     def __enter__(self) -> Self:
-        self._live.start()
+        if self._shows:
+            self._live.start()
         return self
 
     def __exit__(self, *exception) -> None:
-        self._live.update(Text(""), refresh=True)
-        self._live.stop()
+        if self._shows:
+            self._live.update(Text(""), refresh=True)
+            self._live.stop()
 
     def redraw(self) -> None:
         """Draw the frame, unless the last one was drawn less than 1 / `frames_per_second` ago."""
-        if time.monotonic() >= self._next_frame:
+        if self._shows and time.monotonic() >= self._next_frame:
             self._live.update(self.frame(), refresh=True)
             self._next_frame = time.monotonic() + 1 / self.frames_per_second
 

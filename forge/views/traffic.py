@@ -1,11 +1,9 @@
 """Requests while they are served: a picture of the latest step, or a table of several engines; lines in a pipe."""
 
-import time
 from collections import deque
 from collections.abc import Iterator
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -59,43 +57,30 @@ ROUTES_SHOWN = 8
 _BAR = 16
 
 
-class ReplicasView:
-    """Follows the steps of all engines: a table and the last routes on a terminal, a line for each in a pipe. Used as a
-    context manager."""
+class ReplicasView(LiveView):
+    """Follows the steps of all engines: a table and the last routes on a terminal, a line for each in a pipe."""
 
     def __init__(self, console: Console):
-        self._console = console
+        super().__init__(console, shows=can_redraw(console))
         self._last: dict[str, StepRecord] = {}
         """Each engine's latest step."""
         self._tokens: dict[str, int] = {}
         """Each engine's tokens generated while it was watched."""
         self._routes: deque[RouteRecord] = deque(maxlen=ROUTES_SHOWN)
-        live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._live = live if can_redraw(console) else None
-        self._next_frame = 0.0
-
-    def __enter__(self) -> "ReplicasView":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._live is not None:
-            self._live.update(Group(*self.lines()), refresh=True)
-            self._live.stop()
 
     def step(self, record: StepRecord) -> None:
         """Show a step that a replica's engine has just ended."""
         self._last[record.replica] = record
         self._tokens[record.replica] = self._tokens.get(record.replica, 0) + len(record.tokens)
         self._routes.extend(record.routes)
-        if self._live is None:
+        if not self._shows:
             for route in record.routes:
                 self._console.print(self._route_line(route), soft_wrap=True)
             self._console.print(self._name(record.replica).append(f"  {step_line(record)}", ""), soft_wrap=True)
-        elif (now := time.monotonic()) >= self._next_frame:
-            self._live.update(Group(*self.lines()), refresh=True)
-            self._next_frame = now + 1 / LiveView.frames_per_second
+        self.redraw()
+
+    def frame(self) -> Group:
+        return Group(*self.lines())
 
     def lines(self) -> Iterator[Text | Table]:
         """Yield the picture, at the width that the console has now."""

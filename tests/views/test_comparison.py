@@ -194,7 +194,7 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else():
     for console, expected in ((piped(), False), (terminal(), True)):
         with ComparisonProgress(console, "Why?", ["off", "on"], 8) as progress:
             for number in range(1, 5):
-                progress.step(0, step(number, 1, 60.0))
+                progress.step_of(0, step(number, 1, 60.0))
         assert bool(written(console)) is expected
 
 
