@@ -8,7 +8,14 @@ same places however they came to be computed (the merging is that of Milakov and
 import numba
 import numpy as np
 
-from forge.backends.cpu.attention_code import add_values, dot_keys
+from forge.backends.cpu.attention_code import (
+    add_values,
+    dot_keys,
+    dot_packed_keys,
+    key_offset,
+    pack_keys,
+    pack_values,
+)
 from forge.backends.cpu.kernels import ONE, VECTOR, ZERO
 from forge.backends.cpu.op_layout import CHUNK, FLOAT16, FLOAT32, INT8, ROWS_PER_BLOCK
 from forge.backends.cpu.thread_pool_code import next_item
@@ -25,6 +32,7 @@ from forge.backends.cpu.vectors import (
     maximum,
     prefetch,
     put_f32,
+    put_i32,
     put_i64,
     round_to_int,
     splat_f32,
@@ -32,10 +40,14 @@ from forge.backends.cpu.vectors import (
     store_f16,
     store_f32,
     store_i8,
+    store_i16,
     sum16,
 )
 
 LOWEST = np.float32(-3.0e38)
+MOST_WEIGHT = np.float32(32767.0)
+PACKED_FROM = 8
+"""Queries for which rearranging a chunk's int8 keys takes less than adding up their products across lanes."""
 
 
 @numba.njit
@@ -109,11 +121,12 @@ def _store_int8(place, source, width, scale):
 
 
 @numba.njit
-def _quantize_query(query, width, scale):
-    """Quantize a query in place to int8, with zeros up to a multiple of 64, and store its scale."""
+def _quantize_query(query, width, scale, offset):
+    """Quantize a query in place to int8, with zeros up to a multiple of 64, and store its scale and `key_offset`."""
     _store_int8(query, query, width, scale)
-    for offset in range(width, (width + 63) // 64 * 64, 16):
-        store_i8(query + offset, round_to_int(splat_f32(ZERO)))
+    for start in range(width, (width + 63) // 64 * 64, 16):
+        store_i8(query + start, round_to_int(splat_f32(ZERO)))
+    put_i32(offset, key_offset(query, width))
 
 
 def norm_rope_store(op, ctx, thread, threads):
@@ -172,10 +185,16 @@ def _find_rows(ctx, table, start, count, rows):
 
 
 @numba.njit
-def _gather_scales(head, rows, row_bytes, scales):
-    """Collect the scales of a chunk's keys or values; each scale lies behind its row."""
+def _gather_scales(keys, values, rows, row_bytes, scales):
+    """Collect the scales of a chunk's keys, of its values, and the largest of a value's up to each position."""
+    largest = ZERO
     for number in range(CHUNK):
-        put_f32(scales + 4 * number, get_f32(head + get_i64(rows + 8 * number) + row_bytes - 4))
+        place = get_i64(rows + 8 * number) + row_bytes - 4  # behind the row
+        of_value = get_f32(values + place)
+        largest = max(largest, of_value)
+        put_f32(scales + 4 * number, get_f32(keys + place))
+        put_f32(scales + 4 * (CHUNK + number), of_value)
+        put_f32(scales + 4 * (2 * CHUNK + number), largest)
 
 
 @numba.njit
@@ -191,31 +210,43 @@ def _fetch(ctx, head, rows, first, last):
 
 
 @numba.njit
-def _together(visible, group, query, num_queries):
-    """Return how many queries from number `query` on can share a pass over a chunk of which the first sees `visible`
-    keys.
+def _seen(visible, group, query):
+    """Return how many keys of a chunk query number `query` sees; row 0 sees `visible`, less than one if none."""
+    return min(CHUNK, visible + query // group)
+
+
+@numba.njit
+def _together(kind, seen, group, query, num_queries):
+    """Return how many queries from number `query` on, which sees `seen` keys of a chunk, share a pass over it.
 
     Those that see the same keys: all of the rows to come where a row sees the whole chunk, else those of its own row.
+    Keys and values in int8 may be passed over by queries that do not see them: an integer times zero adds nothing,
+    where a float that is not a number would.
     """
-    alike = num_queries - query if visible == CHUNK else group - query % group
+    alike = num_queries - query if seen == CHUNK or kind == INT8 else group - query % group
     return 4 if alike >= 4 else 2 if alike >= 2 else 1
 
 
 @numba.njit
-def _softmax_chunk(weights, together, count, scale, states, scales, query_scales, shifts):
+def _softmax_chunk(weights, together, least, most, visible, group, query, scale, states, scales, query_scales, shifts):
     """Turn scores of queries over a chunk into softmax numerators, in place, and update the queries' states.
 
     A state is (maximum, sum) of all chunks so far, then what the output so far and this chunk's sum of values are to
-    be multiplied by. The first chunk meets the lowest maximum there is, and exp's smallest value times nothing.
-    `scales`: of int8, those of the chunk's keys, which its scores lack, then those of its values, which its numerators
-    are given; 0 if there are none. `query_scales` are those of the queries. `shifts`: room for 16 floats. Queries go
-    step by step together, because each waits long for the sum over its own lanes.
+    be multiplied by. The first chunk meets the lowest maximum there is, and exp's smallest value times nothing. The
+    queries are those from number `query` on, of which the first sees `least` keys and the last `most`. `query_scales`
+    are those of int8 queries. `shifts`: room for 16 floats. Queries go step by step together, because each waits long
+    for the sum over its own lanes.
+
+    `scales`: what `_gather_scales` wrote for int8, else 0. Scores then lack the scales of queries and keys, and
+    numerators become int16: times their value's scale, in units of the largest scale that the query sees / 32,767. They
+    are zero from where the query sees nothing to where the last one sees nothing.
     """
-    for query in range(together):
-        scores_of, state = weights + 4 * CHUNK * query, states + 16 * query
+    for number in range(together):
+        scores_of, state = weights + 4 * CHUNK * number, states + 16 * number
+        count = most if least == most else _seen(visible, group, query + number)
         highest = splat_f32(LOWEST)
-        factor = splat_f32(scale * get_f32(query_scales + 4 * query) if scales != 0 else scale)
-        for block in range(0, count, 16):
+        factor = splat_f32(scale * get_f32(query_scales + 4 * number) if scales != 0 else scale)
+        for block in range(0, most, 16):
             scores = load_f32(scores_of + 4 * block)
             if scales != 0:
                 scores = scores * load_f32(scales + 4 * block)
@@ -226,22 +257,29 @@ def _softmax_chunk(weights, together, count, scale, states, scales, query_scales
         top = max(old, new)
         put_f32(state, top)
         put_f32(state + 8, new)
-        put_f32(shifts + 4 * query, old - top)
-        put_f32(shifts + 4 * (query + together), new - top)
+        put_f32(shifts + 4 * number, old - top)
+        put_f32(shifts + 4 * (number + together), new - top)
     store_f32(shifts, exp16(load_f32(shifts)))
-    for query in range(together):
-        scores_of, state = weights + 4 * CHUNK * query, states + 16 * query
+    for number in range(together):
+        scores_of, state = weights + 4 * CHUNK * number, states + 16 * number
+        count = most if least == most else _seen(visible, group, query + number)
         highest, total = splat_f32(get_f32(state + 8)), splat_f32(ZERO)
-        for block in range(0, count, 16):
+        keep, gain = get_f32(shifts + 4 * number), get_f32(shifts + 4 * (number + together))
+        unit, per_unit = ONE, ONE
+        if scales != 0:
+            unit = get_f32(scales + 4 * (2 * CHUNK + count - 1)) / MOST_WEIGHT
+            per_unit = ONE / unit if unit > ZERO else ZERO
+        for block in range(0, most, 16):
             value = mask_lanes(exp16(load_f32(scores_of + 4 * block) - highest), count - block, ZERO)
             total = total + value
             if scales != 0:
-                value = value * load_f32(scales + 4 * (CHUNK + block))
-            store_f32(scores_of + 4 * block, value)
-        keep, gain = get_f32(shifts + 4 * query), get_f32(shifts + 4 * (query + together))
+                value = value * (load_f32(scales + 4 * (CHUNK + block)) * splat_f32(per_unit))
+                store_i16(scores_of + 2 * block, round_to_int(mask_lanes(value, count - block, ZERO)))
+            else:
+                store_f32(scores_of + 4 * block, value)
         put_f32(state + 4, get_f32(state + 4) * keep + sum16(total) * gain)
         put_f32(state + 8, keep)
-        put_f32(state + 12, gain)
+        put_f32(state + 12, gain * unit)
 
 
 @numba.njit
@@ -261,15 +299,19 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     width = (head_dim + 15) // 16 * 16
     group = op.heads // kv_heads
     scale = op.scale
-    num_queries, most = (last_row - first_row) * group, ROWS_PER_BLOCK * group
+    num_queries, room = (last_row - first_row) * group, ROWS_PER_BLOCK * group
     rows, next_rows = scratch, scratch + 8 * CHUNK
-    scales = scratch + 16 * CHUNK if kind == INT8 else 0
-    shifts = scratch + 24 * CHUNK
+    packed_keys = scratch + 16 * CHUNK
+    packed_values = packed_keys + CHUNK * ((width + 63) // 64 * 64)
+    chunk_scales = packed_values + 2 * CHUNK * width
+    scales = chunk_scales if kind == INT8 else 0
+    shifts = chunk_scales + 12 * CHUNK
     query_scales = shifts + VECTOR
-    queries = query_scales + 4 * most
-    all_weights = queries + 4 * width * most
-    outs = all_weights + 4 * CHUNK * most
-    states = outs + 4 * width * most
+    offsets = query_scales + 4 * room
+    queries = offsets + 4 * room
+    all_weights = queries + 4 * width * room
+    outs = all_weights + 4 * CHUNK * room
+    states = outs + 4 * width * room
     q_stride, head_bytes = op.q.stride, 4 * head_dim
     for i in range(num_queries):
         q = op.q.values + 4 * (first_row + i // group) * q_stride + (kv_head * group + i % group) * head_bytes
@@ -278,7 +320,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             store_f32(queries + 4 * (i * width + offset), vector)
             store_f32(outs + 4 * (i * width + offset), splat_f32(ZERO))
         if kind == INT8:
-            _quantize_query(queries + 4 * i * width, width, query_scales + 4 * i)
+            _quantize_query(queries + 4 * i * width, width, query_scales + 4 * i, offsets + 4 * i)
         put_f32(states + 16 * i, LOWEST)
         put_f32(states + 16 * i + 4, ZERO)
     head = _head_offset(op, ctx, kv_head)
@@ -293,27 +335,38 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
         if following >= end:
             ahead, ahead_table, upcoming = next_keys, next_table, np.int64(0)
         _find_rows(ctx, ahead_table, upcoming, min(CHUNK, (end if following < end else next_end) - upcoming), next_rows)
+        visible, first_query = first_position + 1 - start, max(0, start - first_position) * group
+        packs = kind == INT8 and num_queries - first_query >= PACKED_FROM
         if kind == INT8:
-            _gather_scales(keys, rows, ctx.cache.row_bytes, scales)
-            _gather_scales(values, rows, ctx.cache.row_bytes, scales + 4 * CHUNK)
-        first_query = max(0, start - first_position) * group
+            _gather_scales(keys, values, rows, ctx.cache.row_bytes, scales)
+        if packs:
+            pack_keys(keys, rows, min(CHUNK, end - start), width, packed_keys, values)
         query = first_query
         while query < num_queries:
-            visible = min(CHUNK, first_position + query // group + 1 - start)
-            together = _together(visible, group, query, num_queries)
-            weights = all_weights + 4 * CHUNK * query
-            dot_keys(kind, together, queries + 4 * width * query, width, keys, rows, visible, weights, values)
+            least = _seen(visible, group, query)
+            together = _together(kind, least, group, query, num_queries)
+            most = least if least == CHUNK else _seen(visible, group, query + together - 1)
+            weights, numbers, offset = all_weights + 4 * CHUNK * query, queries + 4 * width * query, offsets + 4 * query
+            if packs:
+                dot_packed_keys(together, numbers, offset, width, packed_keys, most, weights)
+            else:
+                dot_keys(kind, together, numbers, offset, width, keys, rows, most, weights, values)
+            state, query_scale = states + 16 * query, query_scales + 4 * query
             _softmax_chunk(
-                weights, together, visible, scale, states + 16 * query, scales, query_scales + 4 * query, shifts
+                weights, together, least, most, visible, group, query, scale, state, scales, query_scale, shifts
             )
             query += together
+        if packs:
+            pack_values(values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
+        packed = packed_values if packs else 0
         query = first_query
         while query < num_queries:
-            visible = min(CHUNK, first_position + query // group + 1 - start)
-            together = _together(visible, group, query, num_queries)
+            least = _seen(visible, group, query)
+            together = _together(kind, least, group, query, num_queries)
+            most = least if least == CHUNK else _seen(visible, group, query + together - 1)
             weights, out = all_weights + 4 * CHUNK * query, outs + 4 * width * query
             state = states + 16 * query
-            add_values(kind, together, weights, visible, values, rows, width, out, state, ahead, next_rows)
+            add_values(kind, together, weights, most, packed, values, rows, width, out, state, ahead, next_rows)
             query += together
         rows, next_rows = next_rows, rows
     for i in range(num_queries):

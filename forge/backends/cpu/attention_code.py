@@ -6,8 +6,12 @@ many of them run at a time as the instruction set has registers for (`sums_at_on
 because a sum that is kept in memory costs a load and a store each time that something is added. Of values four queries
 run with 64 elements there, else with 16. How many go together cannot be seen in a result: each pair of a query and a
 key has its own sum (16 lanes, dimensions ascending, then the tree of `sum16`), and each element of an output has its
-own (positions ascending). Keys in int8 meet queries in int8, by the instruction set's own product
-(`processor.py`): 64 dimensions where float32 has 16, and a sum of integers, which has no order.
+own (positions ascending).
+
+In int8 both are sums of integers, which have no order. Keys meet queries in int8 by the instruction set's own product
+(`processor.py`), 64 dimensions where float32 has 16; values meet weights in int16 by its product of pairs, two
+positions of 16 elements. Where many queries pass over a chunk, its keys and values are first rearranged for that, once
+for all (`pack_keys`, `pack_values`).
 
 Rows of keys are given by a list of their offsets, int64, because two neighbours may lie in different blocks.
 """
@@ -29,11 +33,13 @@ from forge.backends.cpu.llvm_code import (
     V_F32,
     V_I32,
     call_intrinsic,
+    constant,
     fused_multiply_add,
     load,
     reduce_each,
     splat,
     store,
+    transpose,
     widen,
 )
 from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8
@@ -97,13 +103,6 @@ def _row(b: ir.IRBuilder, base: ir.Value, rows: ir.Value, number: ir.Value) -> i
     return b.add(base, load(b, b.add(rows, b.mul(number, I64(8))), I64))
 
 
-def _stored(b: ir.IRBuilder, address: ir.Value, kind: str) -> ir.Value:
-    """Load 16 stored numbers as float32; int8 without its scale."""
-    if kind == "int8":
-        return b.sitofp(b.sext(load(b, address, ir.VectorType(I8, LANES)), V_I32), V_F32)
-    return widen(b, load(b, address, STORED[kind]), kind)
-
-
 def _fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
     """Prefetch `size` bytes into the second-level cache."""
     for line in range(0, size, 64):
@@ -111,14 +110,15 @@ def _fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
         call_intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
 
 
-@emits(types.void, *[types.int64] * 9)
-def dot_keys(b, kind, together, queries, width, keys, rows, count, scores, ahead):
+@emits(types.void, *[types.int64] * 10)
+def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scores, ahead):
     """Dot products of `together` queries (1, 2 or 4) with the first `count` keys of a chunk, to `scores`.
 
     queries: float32 `[together, width]`; for keys in int8 each row begins with its int8 numbers instead, zeros up to
-    a multiple of 64. keys: what is added to the offsets `rows` (int64) to find a key, stored as `kind` says. scores:
-    float32 `[together, CHUNK]`, written up to a multiple of 16 / together; of int8 without the scales of either side.
-    ahead: what, added to the same offsets, is to be fetched meanwhile.
+    a multiple of 64. offsets: of int8, what each query's sums begin with (`key_offset`). keys: what is added to the
+    offsets `rows` (int64) to find a key, stored as `kind` says. scores: float32 `[together, CHUNK]`, written up to a
+    multiple of 16 / together; of int8 without the scales of either side. ahead: what, added to the same offsets, is to
+    be fetched meanwhile.
     """
 
     isa = instruction_set()
@@ -135,7 +135,7 @@ def dot_keys(b, kind, together, queries, width, keys, rows, count, scores, ahead
             with b.if_then(b.icmp_signed("==", b.and_(offset, I64(63)), I64(0))):
                 for row in upcoming:
                     _fetch(b, b.add(row, offset), 64)
-            key = [_stored(b, b.add(address, offset), kind) for address in addresses]
+            key = [widen(b, load(b, b.add(address, offset), STORED[kind]), kind) for address in addresses]
             results = []
             for query in range(together):
                 q = load(b, query_at(query, b.mul(index, I64(4))), V_F32)
@@ -164,17 +164,11 @@ def dot_keys(b, kind, together, queries, width, keys, rows, count, scores, ahead
         return _loop(b, width, 4 * LANES, [initial for initial in start for _ in range(step)], dimensions)
 
     def start_of(together: int) -> Values:
-        """Emit the initial integer sums: unsigned bytes k + 128 stand for keys k, which adds 128 times a query's
-        sum."""
-        if isa.signed_weights:
-            return [_INTEGER_ZEROS] * together
-
-        def dimensions(index: ir.Value, sums: Values) -> Values:
-            return [
-                isa.dot(b, total, _TOP_BITS, load(b, query_at(query, index), V_I32)) for query, total in enumerate(sums)
-            ]
-
-        return [b.neg(total) for total in _loop(b, width, 4 * LANES, [_INTEGER_ZEROS] * together, dimensions)]
+        """Emit the initial integer sums, whose lanes are added in the end: each query's offset in the first."""
+        return [
+            b.insert_element(_INTEGER_ZEROS, load(b, b.add(offsets, I64(4 * query)), I32), I32(0))
+            for query in range(together)
+        ]
 
     def some_keys(kind: str, together: int, first: ir.Value, start: Values) -> None:
         """Emit the scores of 16 / together keys from number `first` on."""
@@ -211,35 +205,79 @@ def dot_keys(b, kind, together, queries, width, keys, rows, count, scores, ahead
     _for_each_kind(b, kind, together, emit)
 
 
-@emits(types.void, *[types.int64] * 11)
-def add_values(b, kind, together, weights, count, values, rows, width, outs, states, ahead, ahead_rows):
+def _in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.Value, int], None]) -> None:
+    """Emit loops over the columns: `most` vectors of 16 at a time, and what is left one by one."""
+    whole = b.and_(width, I64(-most * LANES))
+
+    def wide(column: ir.Value, _: Values) -> Values:
+        emit(column, most)
+        return []
+
+    def narrow(column: ir.Value, _: Values) -> Values:
+        emit(b.add(whole, column), 1)
+        return []
+
+    with b.if_then(b.icmp_signed(">", whole, I64(0))):
+        _loop(b, whole, most * LANES, [], wide)
+    with b.if_then(b.icmp_signed(">", width, whole)):
+        _loop(b, b.sub(width, whole), LANES, [], narrow)
+
+
+@emits(types.void, *[types.int64] * 12)
+def add_values(b, kind, together, weights, count, packed, values, rows, width, outs, states, ahead, ahead_rows):
     """out = out * keep + gain * (sum of weight[j] * value[j], j ascending) for `together` queries (1, 2 or 4).
 
-    weights: float32 `[together, CHUNK]`, of which `count` are used; the scales of values in int8 are in them. values:
-    what is added to the offsets `rows` to find a value. outs: float32 `[together, width]`. states: float32
-    `[together, 4]`, whose last two are keep and gain. ahead, ahead_rows: what is to be fetched meanwhile.
+    weights: float32 `[together, CHUNK]`, of which `count` are used; for values in int8 each row begins with int16
+    numbers instead, of which an even number is used. values: what is added to the offsets `rows` to find a value.
+    packed: of int8, what `pack_values` wrote, or 0 to read the values where they lie. outs: float32
+    `[together, width]`. states: float32 `[together, 4]`, whose last two are keep and gain. ahead, ahead_rows: what is
+    to be fetched meanwhile, unless values are packed. Sums of int8 are exact: 64 products of 15 and 7 bits.
     """
 
     isa = instruction_set()
 
-    def columns(kind: str, together: int, column: ir.Value, vectors: int) -> None:
-        """Emit the sums of `16 * vectors` columns from `column` on, and store them in the outputs."""
+    def fetched(kind: str, index: ir.Value, column: ir.Value, vectors: int) -> ir.Value:
+        """Prefetch what is ahead of a position. Return where its value lies, from `column` on."""
         item = _ITEM_BYTES[kind]
-        first, next_first = (b.add(base, b.mul(column, I64(item))) for base in (values, ahead))
+        at = b.mul(column, I64(item))
+        _fetch(b, b.add(_row(b, ahead, ahead_rows, index), at), LANES * item * vectors)
+        return b.add(_row(b, values, rows, index), at)
 
+    def float_sums(kind: str, together: int, column: ir.Value, vectors: int) -> Values:
         def position(index: ir.Value, sums: Values) -> Values:
-            row = _row(b, first, rows, index)
-            _fetch(b, _row(b, next_first, ahead_rows, index), LANES * item * vectors)
-            value = [_stored(b, b.add(row, I64(LANES * item * n)), kind) for n in range(vectors)]
+            row = fetched(kind, index, column, vectors)
+            size = LANES * _ITEM_BYTES[kind]
+            value = [widen(b, load(b, b.add(row, I64(size * n)), STORED[kind]), kind) for n in range(vectors)]
             results = []
             for query in range(together):
                 at = b.add(weights, b.add(I64(4 * CHUNK * query), b.mul(index, I64(4))))
-                weight = splat(b, load(b, at, F32))
-                mine = sums[query * vectors : (query + 1) * vectors]
+                weight, mine = splat(b, load(b, at, F32)), sums[query * vectors : (query + 1) * vectors]
                 results += [fused_multiply_add(b, weight, v, total) for v, total in zip(value, mine, strict=True)]
             return results
 
-        sums = _loop(b, count, 1, [_ZEROS] * (together * vectors), position)
+        return _loop(b, count, 1, [_ZEROS] * (together * vectors), position)
+
+    def integer_sums(is_packed: bool, together: int, column: ir.Value, vectors: int) -> Values:
+        def pair(index: ir.Value, sums: Values) -> Values:
+            if is_packed:
+                line = b.add(packed, b.mul(b.add(b.mul(index, width), b.mul(column, I64(2))), I64(2)))
+                value = [load(b, b.add(line, I64(4 * LANES * n)), V_I32) for n in range(vectors)]
+            else:
+                both = [fetched("int8", b.add(index, I64(n)), column, vectors) for n in range(2)]
+                value = [_value_pairs(b, both, I64(LANES * n)) for n in range(vectors)]
+            results = []
+            for query in range(together):
+                at = b.add(weights, b.add(I64(4 * CHUNK * query), b.mul(index, I64(2))))
+                weight, mine = splat(b, load(b, at, I32)), sums[query * vectors : (query + 1) * vectors]
+                results += [isa.dot_pairs(b, total, v, weight) for v, total in zip(value, mine, strict=True)]
+            return results
+
+        sums = _loop(b, count, 2, [_INTEGER_ZEROS] * (together * vectors), pair)
+        return [b.sitofp(total, V_F32) for total in sums]
+
+    def columns(sums_of: Callable[[int, ir.Value, int], Values], together: int, column: ir.Value, vectors: int) -> None:
+        """Emit the sums of `16 * vectors` columns from `column` on, and store them in the outputs."""
+        sums = sums_of(together, column, vectors)
         for query in range(together):
             kept, gained = (splat(b, load(b, b.add(states, I64(16 * query + at)), F32)) for at in (8, 12))
             for n in range(vectors):
@@ -250,19 +288,127 @@ def add_values(b, kind, together, weights, count, values, rows, width, outs, sta
 
     def emit(kind: str, together: int) -> None:
         most = min(4 if together == 4 else 8, max(1, isa.sums_at_once // together))
-        whole = b.and_(width, I64(-most * LANES))
-
-        def wide(column: ir.Value, _: Values) -> Values:
-            columns(kind, together, column, most)
-            return []
-
-        def narrow(column: ir.Value, _: Values) -> Values:
-            columns(kind, together, b.add(whole, column), 1)
-            return []
-
-        with b.if_then(b.icmp_signed(">", whole, I64(0))):
-            _loop(b, whole, most * LANES, [], wide)
-        with b.if_then(b.icmp_signed(">", width, whole)):
-            _loop(b, b.sub(width, whole), LANES, [], narrow)
+        if kind != "int8":
+            _in_columns(b, width, most, partial(columns, partial(float_sums, kind), together))
+            return
+        with b.if_else(b.icmp_signed("!=", packed, I64(0))) as (from_packed, direct):
+            for branch, is_packed in ((from_packed, True), (direct, False)):
+                with branch:
+                    _in_columns(b, width, most, partial(columns, partial(integer_sums, is_packed), together))
 
     _for_each_kind(b, kind, together, emit)
+
+
+# Keys and values in int8, rearranged once for many queries.
+
+
+def _padded_64(b: ir.IRBuilder, width: ir.Value) -> ir.Value:
+    return b.and_(b.add(width, I64(63)), I64(-64))
+
+
+@emits(types.int32, types.int64, types.int64)
+def key_offset(b, query, width):
+    """Return what the sum of an int8 query's products with a key begins with. Unsigned bytes k + 128 stand for keys k,
+    which adds 128 times the query's sum."""
+    isa = instruction_set()
+    if isa.signed_weights:
+        return I32(0)
+
+    def dimensions(index: ir.Value, sums: Values) -> Values:
+        return [isa.dot(b, sums[0], _TOP_BITS, load(b, b.add(query, index), V_I32))]
+
+    (total,) = _loop(b, width, 4 * LANES, [_INTEGER_ZEROS], dimensions)
+    return b.neg(call_intrinsic(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, total))
+
+
+@emits(types.void, *[types.int64] * 6)
+def pack_keys(b, keys, rows, count, width, packed, ahead):
+    """Write the first `count` int8 keys of a chunk to `packed`: bytes `[CHUNK / 16, padded width / 4, 16 keys, 4]`.
+
+    So a vector holds four dimensions of 16 keys, and their sums need not be added up across lanes. Bytes behind the
+    end of a key come along, as far as 64 dimensions. keys, rows, ahead: as of `dot_keys`.
+    """
+    isa = instruction_set()
+
+    def block(first: ir.Value, _: Values) -> Values:
+        addresses, upcoming = (
+            [_row(b, base, rows, b.add(first, I64(number))) for number in range(LANES)] for base in (keys, ahead)
+        )
+        target = b.add(packed, b.mul(first, _padded_64(b, width)))
+
+        def dimensions(index: ir.Value, _: Values) -> Values:
+            for row in upcoming:
+                _fetch(b, b.add(row, index), 64)
+            lines = [load(b, b.add(address, index), V_I32) for address in addresses]
+            lines = lines if isa.signed_weights else [b.xor(line, _TOP_BITS) for line in lines]
+            for number, line in enumerate(transpose(b, lines)):
+                store(b, b.add(target, b.add(b.mul(index, I64(LANES)), I64(4 * LANES * number))), line)
+            return []
+
+        _loop(b, width, 4 * LANES, [], dimensions)
+        return []
+
+    _loop(b, count, LANES, [], block)
+
+
+@emits(types.void, *[types.int64] * 7)
+def dot_packed_keys(b, together, queries, offsets, width, packed, count, scores):
+    """Do what `dot_keys` does for int8, with keys that `pack_keys` wrote."""
+    isa = instruction_set()
+
+    def emit(together: int) -> None:
+        blocks = min(CHUNK // LANES, max(1, isa.sums_at_once // together))
+        start = [splat(b, load(b, b.add(offsets, I64(4 * query)), I32)) for query in range(together)]
+
+        def keys_from(first: ir.Value, _: Values) -> Values:
+            size = _padded_64(b, width)
+            lines = [b.add(packed, b.mul(b.add(first, I64(LANES * n)), size)) for n in range(blocks)]
+
+            def dimensions(index: ir.Value, sums: Values) -> Values:
+                keys = [load(b, b.add(line, b.mul(index, I64(LANES))), V_I32) for line in lines]
+                results = []
+                for query in range(together):
+                    row = b.add(queries, b.add(b.mul(I64(4 * query), width), index))
+                    x, mine = splat(b, load(b, row, I32)), sums[query * blocks : (query + 1) * blocks]
+                    results += [isa.dot(b, total, key, x) for total, key in zip(mine, keys, strict=True)]
+                return results
+
+            sums = _loop(b, width, 4, [initial for initial in start for _ in range(blocks)], dimensions)
+            for number, total in enumerate(sums):
+                at = b.add(b.mul(first, I64(4)), I64(4 * (CHUNK * (number // blocks) + LANES * (number % blocks))))
+                store(b, b.add(scores, at), b.sitofp(total, V_F32))
+            return []
+
+        _loop(b, count, LANES * blocks, [], keys_from)
+
+    _each(b, together, {count: partial(emit, count) for count in (1, 2, 4)})
+
+
+def _value_pairs(b: ir.IRBuilder, rows: Values, column: ir.Value) -> ir.Value:
+    """Emit 16 elements of the int8 values at two addresses, from `column` on: int16, those of both in one lane."""
+    first, second = (b.sext(load(b, b.add(row, column), ir.VectorType(I8, LANES)), V_I32) for row in rows)
+    return b.or_(b.and_(first, constant(V_I32, 0xFFFF)), b.shl(second, constant(V_I32, 16)))
+
+
+@emits(types.void, *[types.int64] * 7)
+def pack_values(b, values, rows, count, width, packed, ahead, ahead_rows):
+    """Write the first `count` int8 values of a chunk to `packed`: int16 `[CHUNK / 2, width, 2 positions]`.
+
+    An odd last one has any other beside it. values, rows, ahead, ahead_rows: as of `add_values`.
+    """
+
+    def positions(index: ir.Value, _: Values) -> Values:
+        numbers = index, b.add(index, I64(1))
+        pair, upcoming = ([_row(b, base, of, n) for n in numbers] for base, of in ((values, rows), (ahead, ahead_rows)))
+        target = b.add(packed, b.mul(b.mul(index, I64(2)), width))
+
+        def columns(column: ir.Value, vectors: int) -> None:
+            for row in upcoming:
+                _fetch(b, b.add(row, column), LANES * vectors)
+            for at in (b.add(column, I64(LANES * n)) for n in range(vectors)):
+                store(b, b.add(target, b.mul(at, I64(4))), _value_pairs(b, pair, at))
+
+        _in_columns(b, width, 4, columns)
+        return []
+
+    _loop(b, count, 2, [], positions)

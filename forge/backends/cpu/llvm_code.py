@@ -80,6 +80,20 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
     return builder.trunc(rounded, STORED["bf16"])
 
 
+def _halves(builder: ir.IRBuilder, vectors: list[ir.Value], width: int) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Cut every vector into runs of `width` lanes. Return, for each two vectors, the even runs of both in one vector;
+    and the odd runs."""
+    low = [lane for lane in range(LANES) if lane % (2 * width) < width]
+    lows, highs = (
+        ir.Constant(ir.VectorType(I32, LANES), [lane + half + side for side in (0, LANES) for lane in low])
+        for half in (0, width)
+    )
+    pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+    return [builder.shuffle_vector(*pair, lows) for pair in pairs], [
+        builder.shuffle_vector(*pair, highs) for pair in pairs
+    ]
+
+
 def reduce_each(
     builder: ir.IRBuilder, vectors: list[ir.Value], combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> ir.Value:
@@ -88,17 +102,14 @@ def reduce_each(
 
     Level by level, two vectors become one that holds the halves of both, so that each operation serves two of them.
     """
-    width, level = LANES // 2, vectors
-    while width:
-        low = [lane for lane in range(LANES) if lane % (2 * width) < width]
-        # Of a pair (a, b): all low halves of a then of b, with all high halves of a then of b.
-        lows, highs = (
-            ir.Constant(ir.VectorType(I32, LANES), [lane + half + side for side in (0, LANES) for lane in low])
-            for half in (0, width)
-        )
-        level = [
-            combine(builder.shuffle_vector(a, b, lows), builder.shuffle_vector(a, b, highs))
-            for a, b in zip(level[::2], level[1::2], strict=True)
-        ]
-        width //= 2
-    return level[0]
+    for width in (8, 4, 2, 1):
+        vectors = [combine(low, high) for low, high in zip(*_halves(builder, vectors, width), strict=True)]
+    return vectors[0]
+
+
+def transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Transpose 16 vectors of 16 lanes."""
+    groups = [rows]
+    for width in (8, 4, 2, 1):
+        groups = [half for group in groups for half in _halves(builder, group, width)]
+    return [column for group in groups for column in group]

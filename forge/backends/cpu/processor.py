@@ -74,6 +74,15 @@ class InstructionSet:
         """acc, weights and x are 16 int32 lanes; a lane of weights is 4 bytes, each lane of x the same 4 bytes."""
         raise NotImplementedError
 
+    def dot_pairs(self, builder: ir.IRBuilder, acc: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+        """acc[lane] += a[2*lane]*b[2*lane] + a[2*lane + 1]*b[2*lane + 1], where a and b are signed 16-bit numbers, two
+        in each of 16 int32 lanes."""
+        sixteen = constant(V_I32, 16)
+        for low_half in (True, False):
+            left, right = (builder.ashr(builder.shl(x, sixteen) if low_half else x, sixteen) for x in (a, b))
+            acc = builder.add(acc, builder.mul(left, right))
+        return acc
+
 
 class Avx512Vnni(InstructionSet):
     """VPDPBUSD on 512 bits: 64 products in one instruction (Intel since Ice Lake, AMD since Zen 4)."""
@@ -89,6 +98,9 @@ class Avx512Vnni(InstructionSet):
     def dot(self, builder, acc, weights, x):
         return call_intrinsic(builder, "llvm.x86.avx512.vpdpbusd.512", V_I32, acc, weights, x)
 
+    def dot_pairs(self, builder, acc, a, b):
+        return call_intrinsic(builder, "llvm.x86.avx512.vpdpwssd.512", V_I32, acc, a, b)
+
 
 class AvxVnni(InstructionSet):
     """VPDPBUSD on 256 bits, for processors that have it without AVX-512 (Intel since Alder Lake)."""
@@ -99,16 +111,17 @@ class AvxVnni(InstructionSet):
     target_cpu, target_features, target_needs = "x86-64-v3", "+avxvnni", _X86_64_V3
 
     def dot(self, builder, acc, weights, x):
+        return self._halves(builder, "llvm.x86.avx512.vpdpbusd.256", acc, weights, x)
+
+    def dot_pairs(self, builder, acc, a, b):
+        return self._halves(builder, "llvm.x86.avx512.vpdpwssd.256", acc, a, b)
+
+    def _halves(self, builder, name, *vectors):
         half = ir.VectorType(I32, 8)
         return _join(
             builder,
             [
-                call_intrinsic(
-                    builder,
-                    "llvm.x86.avx512.vpdpbusd.256",
-                    half,
-                    *(_part(builder, value, index, 8) for value in (acc, weights, x)),
-                )
+                call_intrinsic(builder, name, half, *(_part(builder, value, index, 8) for value in vectors))
                 for index in range(2)
             ],
         )
@@ -133,6 +146,10 @@ class Avx2(InstructionSet):
         even = self._multiply_pairs(builder, builder.and_(w, mask), builder.ashr(builder.shl(x, eight), eight))
         odd = self._multiply_pairs(builder, builder.lshr(w, eight), builder.ashr(x, eight))
         return builder.add(acc, builder.add(even, odd))
+
+    def dot_pairs(self, builder, acc, a, b):
+        wide = ir.VectorType(I16, 32)
+        return builder.add(acc, self._multiply_pairs(builder, *(builder.bitcast(x, wide) for x in (a, b))))
 
     def _multiply_pairs(self, builder, a, b):
         half = ir.VectorType(I32, 8)

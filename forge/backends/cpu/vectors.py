@@ -171,6 +171,12 @@ def store_i8(builder, address, a):
     store(builder, address, builder.trunc(a, ir.VectorType(I8, LANES)))
 
 
+@emits(types.void, types.int64, i32x16)
+def store_i16(builder, address, a):
+    """Store 16 int32 lanes as 16 int16, which they must fit."""
+    store(builder, address, builder.trunc(a, ir.VectorType(I16, LANES)))
+
+
 @emits(types.void, *[types.int64] * 8)
 def quantize_16_groups(b, x, x_step, quants, quants_step, scales, scales_step, sums, sums_step):
     """Do what `kernels._quantize_32` does for 16 groups at once, each array's groups so many bytes apart.

@@ -15,6 +15,7 @@ from llvmlite import ir
 
 from forge.backends.cpu import compilation
 from forge.backends.cpu.compilation import optimized_tiles, target_machine
+from forge.backends.cpu.llvm_code import I64, V_I32, load, store
 from forge.backends.cpu.packing import LAYOUT_OF_TYPE, Q4, Q5M, Q6K, Q8
 from forge.backends.cpu.processor import INSTRUCTION_SETS, runnable
 from forge.backends.cpu.tiles import TILE_ARGUMENTS, emit_tile
@@ -235,6 +236,52 @@ def _aligned(array: np.ndarray) -> np.ndarray:
     copy = aligned_empty(array.shape, array.dtype)
     copy[...] = array
     return copy
+
+
+# Products of pairs, which attention takes of int8 values
+
+
+def pairs_module(isa) -> ir.Module:
+    """A module with `pairs(sums, a, b)`: each an address of 16 int32, the last two of as many pairs of int16."""
+    module = ir.Module("pairs")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 3), "pairs")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    vectors = [load(builder, address, V_I32) for address in function.args]
+    store(builder, function.args[0], isa.dot_pairs(builder, *vectors))
+    builder.ret_void()
+    return module
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_of_products_of_extreme_pairs_are_exact(path):
+    isa = INSTRUCTION_SETS[path]()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(pairs_module(isa))), target_machine(isa))
+    engine.finalize_object()
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(engine.get_function_address("pairs"))
+    extremes = [-32767, -128, -1, 0, 1, 127, 32767]
+    a, b = (np.resize(np.array(extremes * step, np.int16), (7, 16, 2)) for step in (1, 3))
+    b = np.ascontiguousarray(b[::-1])
+    sums = np.full((7, 16), -5, np.int32)
+
+    for row in range(7):
+        function(sums[row].ctypes.data, a[row].ctypes.data, b[row].ctypes.data)
+
+    want = (a.astype(np.int64) * b).sum(axis=2) - 5
+    assert np.abs(want).max() > 2**30
+    np.testing.assert_array_equal(sums, want)
+
+
+@x86_only
+@pytest.mark.parametrize(
+    ("name", "instruction"), [("avx512-vnni", "vpdpwssd"), ("avx-vnni", "vpdpwssd"), ("avx2", "vpmaddwd")]
+)
+def test_pairs_are_multiplied_by_one_instruction(name, instruction, monkeypatch):
+    monkeypatch.setattr(compilation, "is_forced", lambda: True)
+    isa = INSTRUCTION_SETS[name]()
+
+    assembly = target_machine(isa).emit_assembly(llvm.parse_assembly(str(pairs_module(isa))))
+
+    assert len(re.findall(rf"\b{instruction}\b", assembly)) == (1 if name == "avx512-vnni" else 2)
 
 
 # float16 on processors that cannot convert it
