@@ -74,6 +74,18 @@ def test_planning_off_computes_everything_again():
     assert answers(engine, names) == [alone(PREFIX + letter) for letter in "ijk"]
 
 
+@pytest.mark.parametrize("event", ["the other is aborted", "everything begins again"])
+def test_a_prefix_that_no_other_request_waits_for_is_not_published(event):
+    engine = engine_of()
+    ask(engine, *([PREFIX + "ij", PREFIX + "kl"] if event == "the other is aborted" else [PREFIX + "ij"]))
+    if event == "the other is aborted":
+        engine.abort("r1")
+    else:
+        engine.scheduler.restart(list(engine.scheduler.unfinished()), num_finished=0)
+    run_all(engine)
+    assert engine.cache.stats().cached_blocks == 0
+
+
 def test_two_prefixes_interleaved_have_a_leader_each():
     other = "zyxwvuts"
     texts = [first + tail for tail in ("ij", "kl", "mn") for first in (PREFIX, other)]

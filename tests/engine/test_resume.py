@@ -28,17 +28,16 @@ def llm() -> LLM:
 
 
 def run(engine, request_id: str = "r"):
-    """What became of a request: its samples, and the text that each step released."""
-    released: dict[int, str] = {}
+    """What became of a request: its samples, and of each the text that was released with each token and at the end."""
+    seq_ids = [sequence.seq_id for sequence in engine.scheduler.unfinished()]
+    released: dict[int, list[str]] = {seq_id: [] for seq_id in seq_ids}
     while engine.has_unfinished():
         record = engine.step()
-        for token in record.tokens:
-            released[token.seq_id] = released.get(token.seq_id, "") + token.text
-        for finish in record.finished:
-            released[finish.seq_id] = released.get(finish.seq_id, "") + finish.text
+        for one in (*record.tokens, *record.finished):
+            released[one.seq_id].append(one.text)
     outputs = engine.output(request_id).outputs
     facts = [(one.token_ids, one.text, one.logprobs, one.finish_reason, one.stop_reason) for one in outputs]
-    return facts, list(released.values())
+    return facts, [released[seq_id] for seq_id in sorted(seq_ids)]
 
 
 def whole(llm: LLM, params: SamplingParams):
@@ -65,8 +64,10 @@ def cut(sample, length: int) -> Emitted:
 @pytest.mark.parametrize("length", [1, 7, 23])
 def test_from_any_token_on_it_is_the_same_request(llm, case: str, length: int):
     params = CASES[case]
-    samples, _ = whole(llm, params)
-    assert resumed(llm, params, [cut(sample, length) for sample in samples])[0] == samples
+    samples, released = whole(llm, params)
+    emitted = [cut(sample, length) for sample in samples]
+    rest = [texts[len(before.token_ids) :] for texts, before in zip(released, emitted, strict=True)]
+    assert resumed(llm, params, emitted) == (samples, rest), "and nothing is chosen or released again"
 
 
 def test_samples_may_be_at_different_tokens_and_some_not_begun(llm):
@@ -86,8 +87,7 @@ def test_a_stop_string_across_the_cut_is_found_and_its_text_is_not_released_twic
     assert samples[0][3] == "stop"
     for length in range(1, len(samples[0][0])):
         found, rest = resumed(llm, params, [cut(samples[0], length)])
-        assert found == samples
-        assert released[0].endswith(rest[0])
+        assert (found, rest) == (samples, [released[0][length:]])
 
 
 def test_what_cannot_be_resumed_is_refused_and_changes_nothing(llm):
