@@ -241,10 +241,9 @@ class ClusterClient(ResumableClient):
                 del self._versions[name]
             self._close_if_done(name)
 
-    @property
-    def replicas(self) -> set[str]:
-        """The names of all replicas that have joined and not left."""
-        return set(self._addresses)
+    def replicas(self, kind: str) -> set[str]:
+        """Return the names of all replicas of a kind that have joined and not left."""
+        return {name for name, (pool, _) in self._addresses.items() if pool is self.pools[kind]}
 
     def _close_if_done(self, name: str) -> None:
         """Close the connection to a replica that has left, once it has none of this front's requests."""

@@ -153,15 +153,14 @@ class ClusterFront:
     async def _follow(self, queue: "asyncio.Queue[Any]") -> None:
         """Process the keeper's messages; when it ends, start another."""
         assert self.client is not None, "the first engines run"
-        failures, before = 0, set[str]()
+        failures, before = 0, dict[str, set[str]]()
         while True:
             match await queue.get():
                 case Joined(name, kind, address, version):
                     failures = 0
                     self.client.join(name, kind, address, version)
-                    for old in before - {name}:  # engines of a Ray that has ended: they finish what they have
+                    for old in before.pop(kind, set()) - {name}:  # of a Ray that has ended: they finish what they have
                         self.client.leave(old)
-                    before = set()
                 case Left(name):
                     self.client.leave(name)
                 case Notice(text):
@@ -175,7 +174,7 @@ class ClusterFront:
                 case None:
                     self._end_change(Changed("the process that keeps Ray has ended: try again in a minute"))
                     if self._is_private:
-                        before |= self.client.replicas
+                        before = {kind: self.client.replicas(kind) for kind in self.client.pools}
                     pause = _RESTART_PAUSES[min(failures, len(_RESTART_PAUSES) - 1)]
                     failures += 1
                     logger.error("the process that keeps Ray has ended: another one starts in %.0f s", pause)

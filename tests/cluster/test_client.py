@@ -153,8 +153,8 @@ async def test_an_engine_whose_ray_has_ended_goes_on_for_its_fronts_and_ends_wit
 
 @in_a_loop
 async def test_engines_of_a_ray_that_has_ended_take_requests_until_one_of_the_next_is_connected_to():
-    old, new = LocalEngine(), LocalEngine()
-    async with front_of(old) as client:
+    old, new, prefill = LocalEngine(), LocalEngine(), LocalEngine()
+    async with front_of(old, prefills=(prefill,)) as client:
         front = ClusterFront.__new__(ClusterFront)
         queue: asyncio.Queue = asyncio.Queue()
         front.client, front._is_private, front._changing = client, True, None
@@ -174,9 +174,10 @@ async def test_engines_of_a_ray_that_has_ended_take_requests_until_one_of_the_ne
                 seen.add(client.is_ready)
                 await asyncio.sleep(0)
         assert seen == {True}
-        await eventually(lambda: client.replicas == {"b"})
+        await eventually(lambda: client.replicas("engines") == {"b"})
+        assert client.replicas("prefills") == {"p"}, "no other of its kind has joined"
         following.cancel()
-    old.kill(), new.kill()
+    old.kill(), new.kill(), prefill.kill()
 
 
 @in_a_loop
@@ -220,7 +221,9 @@ async def test_the_last_engine_leaves_when_the_next_is_connected_to_and_no_reque
         client.join("b", "engines", b.address)
         client.leave("a")
         assert await read(submit(client, "r", SEEDED)) == expected(SEEDED, 7)
-        await eventually(lambda: "b" in client._links and client.replicas == {"b"} and "a" not in client._links)
+        await eventually(
+            lambda: "b" in client._links and client.replicas("engines") == {"b"} and "a" not in client._links
+        )
         assert await read(submit(client, "s", SEEDED)) == expected(SEEDED, 7) and client.replica_of("s") == "b"
         client.leave("b")
         with pytest.raises(NoHealthyReplica):
