@@ -19,8 +19,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from forge import __version__, experiments
-from forge.cli.parsing import Command, adopt, without_value
-from forge.cli.versus import VersusCommand
 from forge.errors import INTERRUPTED, ForgeError, UsageError
 
 if TYPE_CHECKING:
@@ -94,7 +92,6 @@ _ELSEWHERE = {
 """Commands that share a module: module and function in `forge.cli`."""
 _SETTINGS: dict[str, dict[str, Any]] = {
     "chapter": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}},
-    "compare": {"cls": VersusCommand},
 }
 
 
@@ -118,6 +115,9 @@ class _Commands(TyperGroup):
 
 
 def _loaded(name: str) -> TyperCommand | TyperGroup:
+    from forge.cli.parsing import Command, adopt
+    from forge.cli.versus import VersusCommand
+
     help, alone = None, typer.Typer(add_completion=False, rich_markup_mode="rich")
     if name in experiments.summaries():
         defined, help = experiments.load(name)
@@ -127,7 +127,8 @@ def _loaded(name: str) -> TyperCommand | TyperGroup:
     if isinstance(defined, typer.Typer):
         adopt(defined.registered_commands)
         return typer.main.get_group(defined)
-    alone.command(name, help=help, **({"cls": Command} | _SETTINGS.get(name, {})))(defined)
+    parser = VersusCommand if name == "compare" else Command
+    alone.command(name, help=help, cls=parser, **_SETTINGS.get(name, {}))(defined)
     command = typer.main.get_command(alone)
     assert isinstance(command, TyperCommand)
     return command
@@ -249,6 +250,8 @@ def _usage_error(error: Any) -> UsageError:
     """Explain what typer found wrong with the command line, and where to look."""
     option = getattr(error, "option_name", "")
     if option == "--kv" and type(error).__name__ == "BadOptionUsage":
+        from forge.cli.parsing import without_value
+
         return without_value(option)
     if option in RENAMED:
         message = f"{option} is called {RENAMED[option]} now"
