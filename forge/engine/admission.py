@@ -54,7 +54,7 @@ class Admission:
                 num_deferred += 1
                 continue
             blocked.add(sequence.prefill_only)
-            if isinstance(reason, NoBlocks) and not (self._running or plan.prefill_only or plan.separate):
+            if isinstance(reason, NoBlocks) and not (self._running or plan.prefill_only):
                 sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
                 plan.exhausted.append(sequence.seq_id)
 
@@ -92,7 +92,7 @@ class Admission:
             return True
         if sequence.prefill_only:
             return self._prefill_only.has_room(sequence, passed, plan)
-        if self._num_slots < 2:
+        if self._num_slots < 2 + len(sequence.waiting_samples):
             return False
         return self.cost(sequence, None)[1] + self.cost(passed, None)[1] <= self._cache.num_available
 

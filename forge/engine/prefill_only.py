@@ -33,19 +33,12 @@ class _StepBudget:
 class PrefillOnly:
     """Reserves the transient blocks of prefill-only sequences, and releases them when their step is committed."""
 
-    def __init__(
-        self,
-        containers: Containers,
-        scratch: range,
-        temporary_bytes: Callable[[int, int], int],
-        max_logit_rows: int,
-    ):
+    def __init__(self, containers: Containers, scratch: range, temporary_bytes: Callable[[int, int], int]):
         """scratch: blocks past the cache's own. temporary_bytes: what a forward of so many rows, so many of them with
-        logits, needs for itself. max_logit_rows: rows of logits that one sequence may add to the step's own forward;
-        with more it gets forwards of its own."""
+        logits, needs for itself."""
         self._cache, self._config, self._planner, self._queue, *_ = containers
         self.scratch = scratch
-        self.temporary_bytes, self._max_logit_rows = temporary_bytes, max_logit_rows
+        self.temporary_bytes = temporary_bytes
         self._in_chunks = self._config.chunked_prefill and self._cache.persistent
         """Whether a prompt that exceeds a step's tokens can be computed in several steps."""
         self._budget: _StepBudget | None = None
@@ -145,10 +138,10 @@ class PrefillOnly:
         samples = sequence.task.sample and sequence.max_output_tokens > 0
         rows = (start, length - start, logit_rows, samples)
         item = PlanItem(sequence.seq_id, sequence, *rows, "prefill_only", table, num_published=end)
-        apart = sequence.task.needs_hidden or len(logit_rows) > self._max_logit_rows
-        (plan.separate if apart else plan.prefill_only).append(item)
+        plan.prefill_only.append(item)
+        plan.needs_hidden |= sequence.task.needs_hidden
 
 
 def _is_first(plan: PlanBuilder) -> bool:
     """True if the step has no prefill-only sequence yet but those that pass longer ones."""
-    return len(plan.prefill_only) + len(plan.separate) == plan.num_passing
+    return len(plan.prefill_only) == plan.num_passing

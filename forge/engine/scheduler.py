@@ -53,7 +53,8 @@ class Scheduler:
         preemption: Callable[..., Preemption] = Preemption,
     ):
         """scratch: blocks past the cache's own, for prefill-only sequences. temporary_bytes: what a forward of so many
-        rows, so many of them with logits, needs for itself. max_logit_rows: see `PrefillOnly`."""
+        rows, so many of them with logits, needs for itself. max_logit_rows: a sequence with more rows of
+        logits gets forwards of its own."""
         self.cache = cache
         self.config = config
         containers = Containers.empty(cache, config)
@@ -66,7 +67,7 @@ class Scheduler:
         self.block_map: BlockMap | None = None
         """Every block as the last step left it, where `keep_block_map` is set."""
         self.keep_block_map = False
-        self.prefill_only = PrefillOnly(containers, scratch, temporary_bytes, max_logit_rows)
+        self.prefill_only = PrefillOnly(containers, scratch, temporary_bytes)
         self.preemption = preemption(containers)
         self.admission = Admission(containers, self.prefill_only)
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
@@ -171,9 +172,7 @@ class Scheduler:
         if not self.config.chunked_prefill and plan.prefill_tokens:  # sequences that decode sit this step out
             for item in [item for item in plan.items.values() if item.phase == "decode"]:
                 plan.drop(item.seq_id)
-        if plan.limit - plan.budget > self._max_logit_rows:
-            large = [item for item in plan.items.values() if len(item.logit_rows) > self._max_logit_rows]
-            plan.separate += [plan.items.pop(item.seq_id) for item in large]
+        plan.set_apart(self._max_logit_rows)
         if self.draft_slots is not None:
             self.draft_slots.reserve(plan)
         return plan.build()

@@ -112,6 +112,8 @@ class PlanBuilder:
     waiting: list[WaitRecord] = field(default_factory=list)
     preempted: list[PreemptRecord] = field(default_factory=list)
     exhausted: list[int] = field(default_factory=list)
+    needs_hidden: bool = False
+    """An item has been scheduled whose task needs hidden states."""
     num_passing: int = 0
     """Prefill-only sequences that pass longer ones."""
     prefix_owners: dict[int, int] = field(default_factory=dict)
@@ -119,11 +121,22 @@ class PlanBuilder:
 
     def add(self, item: PlanItem) -> None:
         """Schedule the rows of a sequence that holds slots and blocks."""
-        if item.sequence.task.needs_hidden:
-            self.separate.append(item)
-        else:
-            self.items[item.seq_id] = item
+        self.items[item.seq_id] = item
+        self.needs_hidden |= item.sequence.task.needs_hidden
         self.budget -= item.num_tokens
+
+    def set_apart(self, max_logit_rows: int) -> None:
+        """Move the items that take forward passes of their own to `separate`: embeddings, and what has more rows of
+        logits than this."""
+        if not self.needs_hidden and self.limit - self.budget <= max_logit_rows:
+            return
+
+        def is_apart(item: PlanItem) -> bool:
+            return item.sequence.task.needs_hidden or len(item.logit_rows) > max_logit_rows
+
+        self.separate = [item for item in (*self.items.values(), *self.prefill_only) if is_apart(item)]
+        self.items = {seq_id: item for seq_id, item in self.items.items() if not is_apart(item)}
+        self.prefill_only = [item for item in self.prefill_only if not is_apart(item)]
 
     def drop(self, seq_id: int, blocks: tuple[int, ...] = ()) -> None:
         """Take a sequence out of the plan again, and with it the copies into its `blocks`."""

@@ -314,6 +314,56 @@ def test_whatever_is_asked_of_long_prompts_a_stream_beside_them_has_one_budget_o
     assert found == run(streams=0, number=5)[1]
 
 
+@pytest.mark.parametrize("preempt", ["lifo", "lifo-others", "least-progressed"])
+def test_an_embedding_in_chunks_that_is_preempted_in_its_step_writes_nothing_in_it(preempt):
+    def engine(num_blocks: int) -> Engine:
+        engine = engine_of("paged", num_blocks=num_blocks, block_size=1, max_num_batched_tokens=8, preempt=preempt)
+        engine.model = EmbeddingModel(muddled, 28)
+        return engine
+
+    num_preempted = 0
+    for length, spare in ((length, spare) for length in (8, 14, 15) for spare in range(2, 9)):
+        prompt, crowded, quiet = letters(LENGTHY[:length]), engine(length + spare), engine(64)
+        crowded.add_request("first", letters("a"), SamplingParams(max_tokens=9, ignore_eos=True))
+        crowded.step()
+        for each in (crowded, quiet):
+            each.add_request("e", prompt, SamplingParams(), task=Task(pooling="last"))
+        crowded.step()
+        crowded.add_request("last", letters("b"), SamplingParams(max_tokens=9, ignore_eos=True))
+        num_preempted += sum(len(record.preempted) for record in run_all(crowded))
+        run_all(quiet)
+        vectors = [each.output("e").outputs[0].readout.embedding.tobytes() for each in (crowded, quiet)]
+        assert vectors[0] == vectors[1]
+    assert num_preempted
+
+
+def test_prefill_only_requests_beside_an_embedding_in_chunks_share_its_budget_of_rows():
+    engine = engine_of("paged", num_blocks=64, max_num_batched_tokens=8, prefill_only_tokens=64)
+    engine.model = EmbeddingModel(muddled, 28)
+    generations(engine, 1)
+    engine.step()
+    engine.add_request("e", letters(LENGTHY), SamplingParams(), task=Task(pooling="last"))
+    ask(engine, *["the first of six"] * 6)
+    engine.step()
+    engine.abort("g0")
+    for record in run_all(engine):
+        if any(item.phase == "prefill" for item in record.items):
+            assert sum(item.num_tokens for item in record.items) <= 8
+
+
+def test_short_requests_of_several_samples_starve_no_long_one():
+    engine = engine_of("paged", num_blocks=64, max_num_seqs=4, max_num_batched_tokens=16)
+    several = SamplingParams(max_tokens=6, ignore_eos=True, n=4)
+    engine.add_request("s", letters("xyz"), several)
+    engine.step()
+    engine.add_request("long", letters(LENGTHY), LONG)
+    admitted: set[int] = set()
+    for place in range(20):
+        engine.add_request(f"s{place}", letters("xyz"), several)
+        admitted |= {record.seq_id for record in engine.step().admitted}
+    assert 4 in admitted
+
+
 @pytest.mark.parametrize(("streams", "tokens"), [(0, 32), (1, 32), (0, 3)])
 def test_short_prefill_only_requests_pass_long_ones_without_starving_them(streams, tokens):
     engine = engine_of("paged", num_blocks=64, max_num_batched_tokens=16, prefill_only_tokens=tokens)
