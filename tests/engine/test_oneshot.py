@@ -626,7 +626,7 @@ def broken_after(text: str):
 def test_logits_that_are_no_numbers_end_the_request_that_they_are_of_and_nobody_else(params, slice_rows, monkeypatch):
     monkeypatch.setattr(readout, "max_logit_rows", lambda vocab_size: slice_rows)
     engine = new_engine(broken_after("bad"), kv="prefix", max_model_len=64)
-    engine.scheduler.prefill_only._max_logit_rows = slice_rows
+    engine.scheduler._max_logit_rows = slice_rows
     for name in ("abc", "bad", "cab"):
         engine.add_request(name, letters(name), params)
     engine.add_request("generation", letters("hello"), LONG)

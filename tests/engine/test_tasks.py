@@ -59,7 +59,7 @@ def their_logprobs(theirs, token_ids) -> np.ndarray:
 def slice_rows(llm, monkeypatch, rows: int) -> None:
     """From now on a slice of a scored prompt has so many rows."""
     monkeypatch.setattr(readout, "max_logit_rows", lambda vocab_size: rows)
-    monkeypatch.setattr(llm.engine.scheduler.prefill_only, "_max_logit_rows", rows)
+    monkeypatch.setattr(llm.engine.scheduler, "_max_logit_rows", rows)
 
 
 # Log probabilities

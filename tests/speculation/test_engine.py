@@ -451,7 +451,7 @@ def test_a_step_of_separate_forwards_alone_says_nothing_of_what_a_row_costs():
     engine = new_engine(muddled, speculation=speculator(scripted_draft(), fixed=False))
     params = SamplingParams(max_tokens=1, prompt_logprobs=1)
     with patch.multiple(readout, SLICE_BYTES=0, MIN_SLICE_ROWS=2):
-        engine.scheduler.prefill_only._max_logit_rows = 2
+        engine.scheduler._max_logit_rows = 2
         engine.add_request("before", letters("ab"), replace(REQUESTS["plain"][1], num_speculative_tokens=1))
         run_all(engine)
         for number in range(20):
