@@ -411,6 +411,8 @@ class Run:
         self._request_ids = [request_id for request_id, _ in requests]
         self._outputs: list[RequestOutput] | None = None
         self._watched = requests[0][1][0] if keep_logits else None
+        if keep_logits:
+            engine.on_logits.append(self._keep)
         self.logits: list[np.ndarray] = []
         """Float32 `[vocab]` for each token of the first sample, with `keep_logits`."""
 
@@ -453,17 +455,12 @@ class Run:
             return record
 
     def _step(self) -> StepRecord:
-        if self._watched is None:
-            return self._engine.step()
-        self._engine.on_logits = self._keep
         num_kept = len(self.logits)
         try:
             return self._engine.step()
         except BaseException:
             del self.logits[num_kept:]  # the engine undoes the step
             raise
-        finally:
-            self._engine.on_logits = None
 
     def _keep(self, seq_id: int, logits: np.ndarray) -> None:
         if seq_id == self._watched:
@@ -475,6 +472,8 @@ class Run:
             outputs = [self._engine.output(request_id) for request_id in self._request_ids]
             self._on_end(outputs)
             self._outputs = outputs
+            if self._watched is not None:
+                self._engine.on_logits.remove(self._keep)
             for request_id in self._request_ids:
                 self._engine.forget(request_id)
         return self._outputs is not None

@@ -99,7 +99,9 @@ class PrefixKvCache(PagedKvCache):
         self._tables[seq_id] = self._attached(table)
         self._num_requests += 1
         while tip.parent is not None:
-            tip.num_hits, tip.last_request, tip = tip.num_hits + 1, self._num_requests, tip.parent
+            tip.num_hits += 1
+            tip.last_request = self._num_requests
+            tip = tip.parent
         self._counts["prefix_queries"] += len(token_ids)
         self._counts["prefix_hits"] += length
         if length:

@@ -46,11 +46,11 @@ def drive_arrivals(
 
     run, logits = WorkloadRun(llm.engine, Workload(tuple(arrivals), "steps")), dict[int, "list[np.ndarray]"]()
     if keep_logits:
-        llm.engine.on_logits = lambda seq_id, row: logits.setdefault(seq_id, []).append(row)
+        llm.engine.on_logits.append(lambda seq_id, row: logits.setdefault(seq_id, []).append(row))
     try:
         driven = advance(llm, llm.engine, run, on_step)
     finally:
-        llm.engine.on_logits = None
+        llm.engine.on_logits.clear()
         run.abort()
     if run.refused:
         raise UsageError(run.refused[0][1])

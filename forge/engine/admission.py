@@ -9,7 +9,7 @@ goes to short sequences (`Admission.admit_short`), as concurrent partial prefill
 """
 
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from forge.cache.host_pool import Swap
 from forge.cache.kv_cache import NO_HIT, KvCache
@@ -25,6 +25,17 @@ MAX_DEFERRED = 256
 """Sequences that one step defers at most: those behind them are not looked at, so a long queue costs no time."""
 SHORT_SHARE = 4
 """One in so many of a step's tokens goes to sequences that pass longer ones."""
+
+
+class AdmissionCost(NamedTuple):
+    """What it takes to admit a sequence."""
+
+    num_cached: int
+    """Tokens that need no computing."""
+    num_blocks: int
+    """Available blocks that it takes."""
+    num_reused: int = 0
+    """Of those, the ones that hold its own cached tokens."""
 
 
 class Admission:
@@ -94,7 +105,7 @@ class Admission:
             return self._prefill_only.has_room(sequence, passed, plan)
         if self._num_slots < 2 + len(sequence.waiting_samples):
             return False
-        return self.cost(sequence, None)[1] + self.cost(passed, None)[1] <= self._cache.num_available
+        return self.cost(sequence, None).num_blocks + self.cost(passed, None).num_blocks <= self._cache.num_available
 
     @property
     def _num_slots(self) -> int:
@@ -110,7 +121,7 @@ class Admission:
             (sequence for sequence in self._queue if not sequence.prefill_only and sequence.seq_id not in victims), None
         )
         if head is not None:
-            plan.waiting.append(WaitRecord(head.seq_id, NoBlocks(self.cost(head, None)[1], shortage.free)))
+            plan.waiting.append(WaitRecord(head.seq_id, NoBlocks(self.cost(head, None).num_blocks, shortage.free)))
 
     def _admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
         """Admit a generation with blocks for all its tokens, or say why it has to wait."""
@@ -119,18 +130,18 @@ class Admission:
         is_swapped = sequence.seq_id in self._host.entries
         retained = self._retained.match(sequence) if self._retained.sequences and not is_swapped else None
         while True:
-            num_cached, num_blocks, num_reused = self.cost(sequence, retained)
-            deferral = self._planner.deferral(sequence, num_cached, plan) if sequence.prefix_keys else None
+            cost = self.cost(sequence, retained)
+            deferral = self._planner.deferral(sequence, cost.num_cached, plan) if sequence.prefix_keys else None
             if deferral is not None:
                 return deferral
-            if not self._fits_budget(len(sequence.token_ids) - num_cached, plan):
+            if not self._fits_budget(len(sequence.token_ids) - cost.num_cached, plan):
                 return NoBudget(plan.limit)
             available = self._cache.num_available
-            if num_blocks <= available:
+            if cost.num_blocks <= available:
                 self.begin(sequence, retained, plan)
                 return None
             if not self._retained.release_oldest(but=retained):
-                return NoBlocks(num_blocks - num_reused, available - num_reused)
+                return NoBlocks(cost.num_blocks - cost.num_reused, available - cost.num_reused)
 
     def _fits_budget(self, num_tokens: int, plan: PlanBuilder) -> bool:
         if self._config.chunked_prefill or not self._cache.persistent:
@@ -139,17 +150,17 @@ class Admission:
         prefill_tokens = plan.prefill_tokens
         return prefill_tokens + num_tokens <= plan.limit or not prefill_tokens
 
-    def cost(self, sequence: Sequence, retained: int | None) -> tuple[int, int, int]:
-        """Return how many tokens need no computing, how many available blocks the sequence takes, and how many of those
-        hold its own cached tokens. Changes nothing."""
+    def cost(self, sequence: Sequence, retained: int | None) -> AdmissionCost:
+        """Return what it takes to admit a sequence. Changes nothing."""
         cache, length = self._cache, len(sequence.token_ids)
         if retained is not None:
             more = length - cache.reserved_length(retained)
-            return cache.computed_length(retained), cache.blocks_needed(retained, more), 0
+            return AdmissionCost(cache.computed_length(retained), cache.blocks_needed(retained, more))
         if sequence.seq_id in self._host.entries:
-            return self._host.entries[sequence.seq_id].num_tokens, cache.blocks_to_begin(NO_HIT, length), 0
+            num_swapped = self._host.entries[sequence.seq_id].num_tokens
+            return AdmissionCost(num_swapped, cache.blocks_to_begin(NO_HIT, length))
         hit = cache.lookup(sequence.token_ids, sequence.salt, sequence.max_cacheable_tokens)
-        return hit.num_tokens, cache.blocks_to_begin(hit, length), hit.num_unreferenced
+        return AdmissionCost(hit.num_tokens, cache.blocks_to_begin(hit, length), hit.num_unreferenced)
 
     def begin(self, sequence: Sequence, retained: int | None, plan: PlanBuilder) -> None:
         """Give an admitted sequence its place in the cache, and its tokens of this step."""

@@ -32,7 +32,6 @@ import numpy as np
 from forge.engine.engine import Engine
 from forge.engine.proposer import SpeculationUpdate
 from forge.engine.sampler import StepResults
-from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.engine.step_record import LaunchedStep, StepTimes
 from forge.engine.structured_output import MatcherError
@@ -69,7 +68,7 @@ class AsyncEngine(Engine):
 
     def _launch_ahead(self, step: LaunchedStep) -> None:
         """Launch the step after `step`, unless that depends on the tokens of `step`."""
-        shown = self.on_logits is not None or self.report_probabilities
+        shown = self.on_logits or self.report_probabilities
         if shown or self.speculation.proposers:
             return
         started, on_device = time.perf_counter(), None if isinstance(step.logits, np.ndarray) else step.logits
@@ -121,7 +120,7 @@ class AsyncEngine(Engine):
         following = [(row, item) for row, item in enumerate(plan.items) if item.seq_id in running]
         if len(following) < len(running) or not _is_plain(plan, can_draw):
             return None
-        following = [(row, item) for row, item in following if not _ends_with(item, item.sequence)]
+        following = [(row, item) for row, item in following if not _ends_with(item)]
         if not following or sum([cache.blocks_needed(item.seq_id, 1) for _, item in following]) > cache.num_available:
             return None
         copies = [copy for _, item in following for copy in cache.reserve(item.seq_id, 1)]
@@ -155,6 +154,6 @@ def _is_plain(plan: StepPlan, can_draw: bool) -> bool:
     )
 
 
-def _ends_with(item: PlanItem, sequence: Sequence) -> bool:
+def _ends_with(item: PlanItem) -> bool:
     """Return whether this item's token is the last that its sequence may have."""
-    return item.start + 2 - sequence.num_prompt_tokens >= sequence.max_output_tokens
+    return item.start + 2 - item.sequence.num_prompt_tokens >= item.sequence.max_output_tokens

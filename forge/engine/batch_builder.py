@@ -38,7 +38,7 @@ class BatchBuilder:
             if cached is None or cached[0] is not table:
                 cached = tables[item.seq_id] = table, np.array(table, np.int32)
             if item.follows is not None:
-                known = [-1 - item.follows]
+                known = [-1 - item.follows]  # below 0: the token of that row of the previous forward
             else:
                 known = item.sequence.token_ids[item.start : item.start + item.num_tokens]
             if item.num_draft_tokens:

@@ -92,7 +92,8 @@ class Engine(RequestRegistry):
         self.operation = Operation(self._recover)
         self.cache = cache
         self.storage = storage
-        self.on_logits: OnLogits | None = None
+        self.on_logits: list[OnLogits] = []
+        """All are called."""
         self.report_probabilities = False
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
         self.checks_invariants = False
@@ -153,13 +154,13 @@ class Engine(RequestRegistry):
                 sampler = Sampler(self._eos_token_ids, self._speculation, self.on_logits, self.report_probabilities)
                 exhausted = [self.scheduler.find(seq_id) for seq_id in step.plan.exhausted]
                 results = sampler.sample(step.plan, StepLogits.of(step.logits), step.drafts, step.separate, exhausted)
-                times = started, sampling_started, time.perf_counter()
+                times = StepTimes(started, sampling_started, time.perf_counter())
                 update = self._commit(step, results, times)
             except ModelUnavailable as error:
                 if self.waits_for_model:
                     raise
                 step, results, update = _NO_STEP, self._end_all(error), NO_UPDATE
-                times = started, started, time.perf_counter()
+                times = StepTimes(started, started, time.perf_counter())
             record = self._records.build(step, results, update, times)
             self.timeline.journal.append(record)
             if self.checks_invariants:
@@ -191,7 +192,7 @@ class Engine(RequestRegistry):
         """Commit a step: append its tokens to their sequences, and its keys and values to the cache."""
         update, running, speculation = NO_UPDATE, self.scheduler.running, self._speculation
         if speculation is not None:
-            cost, verified = step.cost(times[2] - times[0]), results.verified
+            cost, verified = step.cost(times.ended - times.started), results.verified
             update = speculation.learn(step.plan, step.drafts, verified, results.outcomes, running, cost)
         self._decided = results.outcomes  # from here on the step has happened
         copies = self.scheduler.commit(step.plan, results.outcomes)

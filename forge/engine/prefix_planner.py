@@ -1,8 +1,9 @@
 """Prefix planning: of several sequences that begin with the same blocks, not yet cached, one computes them.
 
-Before a sequence is admitted its prompt is looked up in the prefix index. If another sequence computes in this very
-step what it would compute next, that one is the *prefix owner*: the sequence is deferred, lets others pass, and finds
-the blocks cached a step later. An owner that is aborted or preempted owned nothing: the next step finds another.
+Before a sequence is admitted its prompt is looked up in the prefix index. If another sequence is computing what it
+would compute next, in this step or in the later ones of its prompt, that one is the *prefix owner*: the sequence is
+deferred, lets others pass, and finds the blocks cached a step later. An owner that is aborted or preempted owned
+nothing: the next step finds another.
 
 A prefill-only sequence leaves nothing in the pool but a prefix that is worth caching: one that another waiting sequence
 begins with too, or that an earlier one began with.

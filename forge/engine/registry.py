@@ -188,7 +188,7 @@ class RequestRegistry(ABC):
         self._limits.check_ids(task.candidates)
         check_answerable(task, self.model)
         if request_id in self._requests:
-            raise UsageError(f"request {request_id!r} is already running")
+            raise UsageError(f"request {request_id!r} is already known: take another id, or forget that one")
         return token_ids
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:

@@ -44,7 +44,7 @@ class StepLogits:
 
 @dataclass
 class StepResults:
-    """The results of one step. The scheduler and the cache see them only at `commit()`."""
+    """The results of one step. The scheduler and the cache see them, and `token_ids` grow, only at `commit()`."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     tokens: list[TokenRecord] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Sampler:
 
     _eos_token_ids: frozenset[int]
     _speculation: Speculation | None
-    _on_logits: OnLogits | None = None
+    _on_logits: Items[OnLogits] = ()
     _report_probabilities: bool = False
     """Fill in every token's probability, which takes longer than a greedy choice."""
     _results: StepResults = field(default_factory=StepResults)
@@ -173,15 +173,18 @@ class Sampler:
     def _emit(
         self, sequence: Sequence, tokens: Items[SampledToken | tuple[int, None, None]], logits: StepLogits, row: int
     ) -> Outcome:
-        """Append tokens, the first of which was chosen from this row and each other from the next, until the sequence
-        ends."""
+        """Give a sequence tokens until it ends, the first chosen from this row and each other from the next.
+
+        Its text and log probabilities change here; `token_ids` follow when the step is committed. After an interruption
+        in between `rebuild_text` undoes what changed.
+        """
         token_ids: list[int] = []
         params = sequence.params
         seq_id, output_text, position = sequence.seq_id, sequence.output_text, len(sequence.token_ids)
         last = sequence.num_prompt_tokens + sequence.max_output_tokens - 1
         for index, (token_id, probability, logprobs) in enumerate(tokens):
-            if self._on_logits is not None:
-                self._on_logits(seq_id, logits.rows[row + index].copy())
+            for on_logits in self._on_logits:
+                on_logits(seq_id, logits.rows[row + index].copy())
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
             is_end = token_id in self._eos_token_ids and not params.ignore_eos

@@ -148,16 +148,17 @@ class Scheduler:
         for container in (self.queue, self.running, self.retained, self.host.entries):
             container.clear()
         self.cache.clear()
-        begun: dict[str, list[Sequence]] = {sequence.request_id: [] for sequence in sequences}
+        first_samples: dict[str, Sequence] = {}
         for sequence in sequences:
             sequence.waiting_samples, sequence.waits_in = [], None
-            fresh = begun[sequence.request_id]
-            if fresh and not sequence.num_output_tokens:
-                sequence.waits_in = fresh[0]
-                fresh[0].waiting_samples.append(sequence)
-            else:
+            parent = sequence
+            if not sequence.num_output_tokens:  # it begins with the prompt, which the first such sample computes
+                parent = first_samples.setdefault(sequence.request_id, sequence)
+            if parent is sequence:
                 self.queue.add(sequence)
-                fresh += [sequence] if not sequence.num_output_tokens else []
+            else:
+                sequence.waits_in = parent
+                parent.waiting_samples.append(sequence)
         self.num_finished = num_finished
         self.stats = self.cache.stats()
 
@@ -172,7 +173,8 @@ class Scheduler:
         if not self.config.chunked_prefill and plan.prefill_tokens:  # sequences that decode sit this step out
             for item in [item for item in plan.items.values() if item.phase == "decode"]:
                 plan.drop(item.seq_id)
-        plan.set_apart(self._max_logit_rows)
+        if plan.needs_hidden or plan.limit - plan.budget > self._max_logit_rows:
+            plan.set_apart(self._max_logit_rows)
         if self.draft_slots is not None:
             self.draft_slots.reserve(plan)
         return plan.build()

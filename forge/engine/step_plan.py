@@ -117,7 +117,8 @@ class PlanBuilder:
     num_passing: int = 0
     """Prefill-only sequences that pass longer ones."""
     prefix_owners: dict[int, int] = field(default_factory=dict)
-    """For each block that this step computes, by its prefix key, the sequence that computes it."""
+    """For each block that is not computed yet of the prompts under way, by its prefix key: the sequence that will
+    compute it."""
 
     def add(self, item: PlanItem) -> None:
         """Schedule the rows of a sequence that holds slots and blocks."""
@@ -128,8 +129,6 @@ class PlanBuilder:
     def set_apart(self, max_logit_rows: int) -> None:
         """Move the items that take forward passes of their own to `separate`: embeddings, and what has more rows of
         logits than this."""
-        if not self.needs_hidden and self.limit - self.budget <= max_logit_rows:
-            return
 
         def is_apart(item: PlanItem) -> bool:
             return item.sequence.task.needs_hidden or len(item.logit_rows) > max_logit_rows

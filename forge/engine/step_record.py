@@ -5,6 +5,7 @@ record names them.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,8 +46,13 @@ class LaunchedStep:
         return StepCost(num_rows, self.forward_ms, seconds * 1e3 - self.drafts.total_ms)
 
 
-StepTimes = tuple[float, float, float]
-"""When a step started, when its sampling started, and when its tokens were known: seconds on the engine's clock."""
+class StepTimes(NamedTuple):
+    """Moments of a step, in seconds on the engine's clock."""
+
+    started: float
+    sampling_started: float
+    ended: float
+    """When its tokens were known."""
 
 
 class RecordBuilder:
@@ -85,7 +91,7 @@ class RecordBuilder:
             cache=CacheRecord(
                 cache.kind,
                 cache.block_size,
-                *stats[:3],
+                *stats[:3],  # the fields of `CacheStats` stand in this order
                 stats.tokens_held * self._bytes_per_token,
                 stats.used_blocks * cache.block_size * self._bytes_per_token,
                 *stats[3:],
@@ -119,11 +125,9 @@ def _item_records(plan: StepPlan, drafts: StepDrafts) -> tuple[ItemRecord, ...]:
     records = []
     for item in (*plan.items, *plan.separate):
         num_draft_tokens = 0
-        if (
-            item.num_draft_tokens and item.seq_id in drafts.proposals
-        ):  # each further draft computes the known tokens again
-            proposals = drafts.proposals[item.seq_id]
-            num_draft_tokens = sum([item.num_tokens + len(proposal) for proposal in proposals]) - item.num_tokens
+        if item.num_draft_tokens and (proposals := drafts.proposals.get(item.seq_id, ())):
+            repeated = item.num_tokens * (len(proposals) - 1)  # each further draft computes the known tokens again
+            num_draft_tokens = sum(map(len, proposals)) + repeated
         records.append(
             ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_draft_tokens)
         )

@@ -50,7 +50,7 @@ class SchedulerBase(Scheduler):
         plan.add(generation_item(self.cache, sequence, start, num_tokens))
 
     def blocks_to_begin(self, sequence: Sequence) -> int:
-        return self._given.cost(sequence, None)[1]
+        return self._given.cost(sequence, None).num_blocks
 
     def begin(self, sequence: Sequence, plan: PlanBuilder) -> None:
         self._given.begin(sequence, None, plan)

@@ -195,9 +195,9 @@ def _places(llm: "LLM", token_ids: Sequence[int], params: SamplingParams) -> tup
 
     assert params.structured is not None, "an output with a form"
     rows: list[np.ndarray] = []
-    llm.engine.on_logits = lambda seq_id, row: rows.append(row)
+    llm.engine.on_logits.append(lambda seq_id, row: rows.append(row))
     output = llm.generate([token_ids], params)[0].outputs[0].token_ids
-    llm.engine.on_logits = None
+    llm.engine.on_logits.clear()
     matcher = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(params.structured).new_matcher()
     places = []
     for index, (token_id, row) in enumerate(zip(output, rows, strict=True)):

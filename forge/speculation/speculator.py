@@ -37,7 +37,7 @@ from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.structured_output import Matcher
 from forge.errors import ForgeError
 from forge.reasons import UndraftedReason
-from forge.speculation.controller import NO_CYCLES, CostMeter, Costs, RecentCycles, SpeculationControl
+from forge.speculation.controller import CostMeter, Costs, SpeculationControl
 from forge.speculation.leases import LeaseRevoked
 from forge.speculation.verification import Acceptance, verify_argmax, verify_drafts
 from forge.trace.records import SpecCycle, SpecDecision, Undrafted
@@ -50,11 +50,10 @@ _MAX_WAIT = 15
 
 @dataclass(eq=False)
 class _Source:
-    """A proposer with its costs and its recent acceptance."""
+    """A proposer with its costs."""
 
     proposer: Proposer
     meter: CostMeter
-    recent: RecentCycles = NO_CYCLES
 
 
 class _State(NamedTuple):
@@ -123,11 +122,6 @@ class Speculator:
         """Request `k` tokens in every cycle from now on, for study. Every sequence begins anew."""
         self.max_k, self.fixed = k, True
         self._states, self._undrafted = {}, {}
-
-    def accept_rate(self, name: str) -> float | None:
-        """Return a proposer's `recent_accept_rate`; None before its first draft token, or if there is no such
-        proposer."""
-        return next((source.recent.accept_rate for source in self._sources if source.proposer.name == name), None)
 
     def decision(self, seq_id: int) -> SpecDecision | None:
         """Return how many draft tokens a sequence wants next, and why; None before its first step."""
@@ -271,7 +265,8 @@ class Speculator:
         running: Mapping[int, Sequence],
         cost: StepCost,
     ) -> SpeculationUpdate:
-        """Compute what a step's verifications teach, for `commit`. Its sequences must not have their new tokens yet."""
+        """Compute what a step's verifications teach. Measured times count at once, states with `commit`. The sequences
+        must not have their new tokens yet."""
         undrafted = self._without_drafts(plan, drafts)
         self._batch = len(plan.items) or self._batch
         if drafts is NO_DRAFTS:
@@ -316,13 +311,9 @@ class Speculator:
     ) -> list[SpecCycle]:
         """Return a record for each draft."""
         seq_id, cycles = result.seq_id, []
-        sources = {source.proposer.name: source for source in self._sources}
         judged = zip(drafts.proposers[seq_id], drafts.proposals[seq_id], verification.by_draft, strict=True)
         for draft, (name, proposal, verdicts) in enumerate(judged):
             won = draft == verification.winner
-            sources[name].recent = sources[name].recent.add(
-                len(proposal), sum([verdict.accepted for verdict in verdicts])
-            )
             emitted = result.token_ids if won else ()
             times = drafts.ms[name], ms
             decision = self.decision(seq_id)

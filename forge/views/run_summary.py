@@ -272,8 +272,7 @@ _PARTS = {"plan": "schedule_ms", "forward": "forward_ms", "choose": "sample_ms"}
 
 
 def costs(history: History) -> Report:
-    """Report where the time of the steps went, by what they computed: planning, forward pass, choosing tokens, the
-    rest."""
+    """Where the time of the steps went, by what they computed: planning, forward pass, choosing tokens, the rest."""
     classes = []
     for phase in dict.fromkeys(record.execution_class for record in history.records):
         steps = [record for record in history.records if record.execution_class == phase]

@@ -47,7 +47,7 @@ def prompts(rng: np.random.Generator, wave: int, longest: int) -> list[list[int]
 def said(llm: LLM, seed: int, waves: int, longest: int) -> Said:
     """Let waves of prompts come while others are under way; all bits of all that was computed for a choice."""
     rng, result = np.random.default_rng(seed), Said()
-    llm.engine.on_logits = lambda seq_id, logits: result.logits.setdefault(seq_id, []).append(logits)
+    llm.engine.on_logits[:] = [lambda seq_id, logits: result.logits.setdefault(seq_id, []).append(logits)]
     for wave in range(waves):
         params = SamplingParams(max_tokens=int(rng.integers(3, 12)), temperature=0.9, seed=wave, ignore_eos=True)
         run = iter(llm.start(prompts(rng, wave, longest), params))

@@ -149,7 +149,7 @@ def interrupted(code: str) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("module", "expected"), [("forge.cli.versus", -signal.SIGINT), ("forge.cli.generate", 130), ("forge.llm", 130)]
+    ("module", "expected"), [("forge.experiments", -signal.SIGINT), ("forge.cli.generate", 130), ("forge.llm", 130)]
 )
 def test_ctrl_c_while_the_commands_are_loaded_is_no_traceback(module, expected):
     """The command line itself, the module of the command that is named, and what it needs to run."""

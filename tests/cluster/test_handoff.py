@@ -34,7 +34,7 @@ def prefilled(model: str, prompt: list[int], **options) -> KvHandoff:
 def run(engine, prompt: list[int], handoff: KvHandoff | None = None, params: SamplingParams = PARAMS):
     """The tokens, their logits, the rows computed and the admissions."""
     logits, rows, admitted = [], 0, []
-    engine.on_logits = lambda seq_id, row: logits.append(row.tobytes())
+    engine.on_logits.append(lambda seq_id, row: logits.append(row.tobytes()))
     if handoff is None:
         engine.add_request("r", prompt, params)
     else:

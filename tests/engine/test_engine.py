@@ -227,7 +227,7 @@ def test_numpy_token_ids_are_token_ids():
 def test_a_request_id_in_use_is_refused_and_the_first_goes_on():
     engine = new_engine(muddled)
     engine.add_request("r", [1], SamplingParams())
-    with pytest.raises(UsageError, match="'r' is already running"):
+    with pytest.raises(UsageError, match="'r' is already known"):
         engine.add_request("r", [2], SamplingParams())
     run_all(engine)
 

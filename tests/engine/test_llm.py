@@ -53,7 +53,7 @@ def assert_nothing_held(llm: LLM) -> None:
     engine = llm.engine
     engine.scheduler.check_invariants()
     assert engine.cache.stats().used_blocks == 0
-    assert (engine._requests, engine.timeline.requests(), engine.on_logits) == ({}, (), None)
+    assert (engine._requests, engine.timeline.requests(), engine.on_logits) == ({}, (), [])
     assert not engine.has_unfinished()
 
 
@@ -375,6 +375,18 @@ def test_keeping_logits_of_one_run_is_not_undone_by_another_beside_it(basic):
     assert np.array_equal(logits_of(basic, PROMPTS[0]), expected)
     plain.abort()
     assert_nothing_held(basic)
+
+
+def test_logits_are_kept_of_the_steps_that_another_run_takes_too(basic):
+    expected = logits_of(basic, PROMPTS[0])
+    run, other = (basic.start([prompt], GREEDY, keep_logits=True) for prompt in PROMPTS[:2])
+    next(iter(run))
+    list(other)
+    list(run)
+
+    assert np.array_equal(np.array(run.logits), expected)
+    assert len(other.logits) == len(other.outputs[0].outputs[0].token_ids)
+    assert basic.engine.on_logits == []
 
 
 def test_logits_kept_of_a_step_that_failed_are_not_kept_twice(basic, monkeypatch):

@@ -229,7 +229,7 @@ def test_broken_logits_of_a_step_whose_tokens_were_drawn_end_their_sequence_alon
 
 
 @pytest.mark.parametrize("params", [ON, DRAWN[0]])
-@pytest.mark.parametrize("attribute, value", [("report_probabilities", True), ("on_logits", lambda *_: None)])
+@pytest.mark.parametrize("attribute, value", [("report_probabilities", True), ("on_logits", [lambda *_: None])])
 def test_who_wants_to_see_logits_gets_them_step_by_step(attribute, value, params):
     engine = engine_of()
     run = start(engine, params)
@@ -267,7 +267,7 @@ def test_logits_of_a_step_in_flight_can_still_be_kept():
     start(engine)
     for _ in range(4):
         engine.step()
-    engine.on_logits = lambda seq_id, logits: seen.append((seq_id, int(logits.argmax())))
+    engine.on_logits.append(lambda seq_id, logits: seen.append((seq_id, int(logits.argmax()))))
     record = engine.step()
 
     assert record.planned_ahead

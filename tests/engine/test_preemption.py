@@ -265,7 +265,7 @@ def test_an_abort_at_any_moment_frees_everything_and_ends_once(kv, moment, preem
 def logits_of_all(llm: LLM, prompts: list[list[int]]) -> tuple[dict[int, list[np.ndarray]], int]:
     """Each sequence's logits, step by step, and how often somebody was preempted."""
     kept: dict[int, list[np.ndarray]] = {}
-    llm.engine.on_logits = lambda seq_id, logits: kept.setdefault(seq_id, []).append(logits)
+    llm.engine.on_logits.append(lambda seq_id, logits: kept.setdefault(seq_id, []).append(logits))
     records = list(llm.start(prompts, SamplingParams(max_tokens=12, **UNENDING)))
     return kept, len(preemptions(records))
 

@@ -42,7 +42,7 @@ def engine_with(grammar, script=muddled, **options):
 def rows(engine):
     """Every row of logits that the engine looks at, by sequence."""
     seen: dict[int, list[np.ndarray]] = {}
-    engine.on_logits = lambda seq_id, logits: seen.setdefault(seq_id, []).append(logits)
+    engine.on_logits.append(lambda seq_id, logits: seen.setdefault(seq_id, []).append(logits))
     return seen
 
 

@@ -186,7 +186,7 @@ def test_logits_are_kept_for_every_emitted_token_and_have_the_same_bits(answers)
     def logits(speculation: Speculator | None) -> list[bytes]:
         kept = []
         engine = new_engine(muddled, speculation=speculation)
-        engine.on_logits = lambda seq_id, row: kept.append(row.tobytes())
+        engine.on_logits.append(lambda seq_id, row: kept.append(row.tobytes()))
         run_requests(engine, ["plain"])
         return kept
 
