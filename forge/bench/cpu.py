@@ -298,7 +298,8 @@ def _speed_tables(figures: list[Facts], peers: list[str]) -> Fitting:
 
 
 def _speed_table(figures: list[Facts], peers: list[str], spreads: int) -> Table:
-    """spreads: how many columns show the least and the most: 2, forge and the ratios; 1, forge; 0, none."""
+    """Build a table of speeds. spreads: how many columns show the least and the most: 2, forge and the ratios; 1,
+    forge; 0, none."""
 
     def cells(entry: Facts) -> Iterator[str]:
         measured = {turn["contender"]: turn for turn in entry["measured"]}

@@ -138,8 +138,9 @@ def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, r
 
 
 def step(case: Case, name: str, taken: Facts, facts: Facts) -> Facts:
-    """One program's steps of one case; of a decode of forge, also the share of the bandwidth that it reaches: it has
-    to read the weights once, and the keys and values before it. `device_seconds` are those of its graph's replay."""
+    """Build the facts of one program's steps of one case; for a decode of forge, also the share of the bandwidth that
+    it reaches: it has to read the weights once, and the keys and values before it. `device_seconds` are those of its
+    graph's replay."""
     seconds, share, about = Figure.of(taken["seconds"]), None, facts["contenders"][name]
     if name == FORGE and case.kind == "decode":
         needed = about["read_bytes"] + case.sequences * case.context * about["kv_bytes"]

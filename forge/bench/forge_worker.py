@@ -34,7 +34,7 @@ class ForgeWorker(Worker):
         self._storage: Any = None
 
     def load(self, model: str, **options: Any) -> Mapping[str, Any]:
-        """options: those of `LLM`."""
+        """Load the model. options: those of `LLM`."""
         device = options.get("device")
         if device == "cuda" and (reason := why_not_cuda()):
             raise Missing(reason)

@@ -26,8 +26,8 @@ BAR_US, BAR_PER_SEQUENCE_US = 60.0, 6.0
 
 
 def screen(facts: Facts) -> Iterator[Part]:
-    """schedule: planning, and laying out the batch. sample: from logits to tokens and text. record: what is left: the
-    scheduler's and the cache's commit, accounts, the step's record."""
+    """Draw the figures. schedule: planning, and laying out the batch. sample: from logits to tokens and text. record:
+    what is left: the scheduler's and the cache's commit, accounts, the step's record."""
     yield title("What does a step cost beside its forward pass?")
     steps = facts["steps"][0]["steps"]
     yield f"decode steps of the hash model on {facts['machine']}, {steps} of each; microseconds\n"

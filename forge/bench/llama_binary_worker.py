@@ -37,7 +37,7 @@ class LlamaBinaryWorker(Worker):
     """The program, and the arguments of the case at hand."""
 
     def load(self, model: str, threads: int, binary: str | None = None, **others: Any) -> Mapping[str, Any]:
-        """binary: the program, or the folder that it is in."""
+        """Find the program and its arguments. binary: the program, or the folder that it is in."""
         if binary is None:
             raise Missing(INSTALL)
         self._program = os.path.abspath(os.path.join(binary, PROGRAM) if os.path.isdir(binary) else binary)

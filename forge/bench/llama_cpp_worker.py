@@ -118,7 +118,7 @@ class LlamaCppWorker(Worker):
         return np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self._context, row), (self._vocab_size,))
 
     def _open_context(self, sequences: int, length: int, setting: tuple[str, bool]) -> None:
-        """setting: the keys' and values' type, and whether sequences share one buffer of them."""
+        """Open a new context. setting: the keys' and values' type, and whether sequences share one buffer of them."""
         self._close_context()
         lib = self._lib
         params = lib.llama_context_default_params()

@@ -26,7 +26,7 @@ class ServerWorker(Worker):
     server: ServerProcess | None = None
 
     def load(self, model: str, **options: Any) -> Mapping[str, Any]:
-        """options: those of `forge serve`, as `LLM` spells them."""
+        """Start the server. options: those of `forge serve`, as `LLM` spells them."""
         missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
         if missing:
             raise Missing(f"serving needs {' and '.join(missing)}")

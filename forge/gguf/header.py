@@ -38,7 +38,7 @@ MAX_ALIGNMENT = 2 << 20
 """Two megabytes, a huge page: no real file has more."""
 
 MAX_HEADER_BYTES = 64 << 20
-"""Metadata and tensor directory together. Large vocabularies take some twenty megabytes."""
+"""Bytes of metadata and tensor directory together, at most. Large vocabularies take some twenty megabytes."""
 
 MAX_ENTRIES = 65_536
 """Entries at most, of metadata, of tensors, and of arrays inside arrays: these take far more memory than their bytes in

@@ -178,7 +178,7 @@ _UNIT_DEVIATION = {
     GGMLType.IQ3_S: (0, 140.0),
     GGMLType.IQ3_XXS: (0, 142.0),
 }
-"""Where a block has its float16 factor, and how much random bytes deviate under a factor of 1."""
+"""The byte of a block's float16 factor, and the standard deviation of random bytes' values under a factor of 1."""
 
 _MADE_DIRECTLY = {GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, *_UNIT_DEVIATION}
 

@@ -36,7 +36,7 @@ LAYER_TENSORS = {
 
 
 MOE_TENSORS = {"router": "ffn_gate_inp", "gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
-"""The tensors that a mixture of experts has instead."""
+"""The tensors that a mixture of experts has in place of one feed-forward's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -322,7 +322,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def add_messages(app: FastAPI, service: Service, streamed: dict[int | str, dict[str, Any]]) -> None:
-    """streamed: how an endpoint that may stream is described."""
+    """Add the endpoints of Anthropic's Messages API. streamed: how an endpoint that may stream is described."""
 
     @app.post("/v1/messages", responses=streamed)
     async def messages(body: MessagesRequest, request: Request) -> Response:

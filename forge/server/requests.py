@@ -251,7 +251,8 @@ class RequestReader:
         return self.params(body, len(prompts), max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
 
     def chat_params(self, body: ChatRequest, num_prompt_tokens: int, is_thinking: bool = False) -> SamplingParams:
-        """is_thinking: the prompt ends inside the thinking part."""
+        """Build the sampling parameters of a chat. Raises `ApiError`. is_thinking: the prompt ends inside the thinking
+        part."""
         self._check_logprobs(body.top_logprobs, "top_logprobs")
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")

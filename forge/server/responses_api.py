@@ -181,7 +181,7 @@ class _Answering:
 
 
 def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict[str, Any]]) -> None:
-    """streamed: how an endpoint that may stream is described."""
+    """Add the endpoints of OpenAI's Responses API. streamed: how an endpoint that may stream is described."""
     store = ResponseStore(service.limits.max_stored_bytes)
 
     @app.post("/v1/responses", responses=streamed)

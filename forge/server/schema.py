@@ -136,7 +136,7 @@ class Sampling(CutPrompt):
     bad_words: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     structured_outputs: StructuredOutputs | None = None
     grammar: str | None = None
-    """llama.cpp's: the same as `structured_outputs.grammar`."""
+    """llama.cpp's field for `structured_outputs.grammar`."""
     json_schema: dict[str, Any] | None = None
     """llama.cpp's: the same as `structured_outputs.json`."""
     drafts: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None

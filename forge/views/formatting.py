@@ -83,7 +83,7 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
 
 
 def formatted(value: Any, form: str = "", formats: Mapping[str, Callable[[Any], str]] = {}) -> str:
-    """`value` as `form` says: `ms`, or another function of here or of `others`; `plural token`; or a format of
+    """Format `value` as `form` says: `ms`, or another function of here or of `formats`; `plural token`; or a format of
     Python's, such as `.2f`. A unit may follow: `ms ms`. None is shown as nothing; of a value with a `text` (a figure
     with its spread) each number is shown so. Raises TypeError or ValueError for a form that the value cannot have."""
     name, _, unit = form.partition(" ")

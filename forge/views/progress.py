@@ -54,7 +54,8 @@ class BenchProgress:
 
 
 def progress_line(lines: bool = False) -> BenchProgress:
-    """lines: whether a pipe gets a line for each thing that is done, as a benchmark of minutes needs it."""
+    """Return a line that shows progress on standard error. lines: whether a pipe gets a line for each thing that is
+    done, as a benchmark of minutes needs it."""
     return BenchProgress(open_error_console(), lines)
 
 

@@ -147,7 +147,7 @@ def judging_screen(
     prompt_tokens: int,
     concurrency: int | None = None,
 ) -> Iterator[Part]:
-    """concurrency: requests that run at a time; None for all."""
+    """Draw the comparison of two runs of judge requests. concurrency: requests that run at a time; None for all."""
     requests = plural(len(runs[0].answers), "request")
     yield title(question)
     at_a_time = " at once" if concurrency is None else f", {concurrency} at a time"

@@ -32,7 +32,7 @@ PASSAGE = (
     "did not return, and each evening the river began it in another way. Some heard of a silver bell, some of a queen "
     "without a crown, and the youngest, who always fell asleep too early, dreamed the end."
 )
-"""What prompts are cut from, so that a model has something to go on with."""
+"""The text that prompts are cut from, so that a model has something to go on with."""
 
 
 class Encoder(Protocol):
@@ -48,18 +48,18 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     arrival: float = 0.0
-    """In the workload's clock, from the beginning of the run."""
+    """The time of its arrival on the workload's clock, from the beginning of the run."""
     priority: int = 0
     num_speculative_tokens: int | None = None
     """Draft tokens per cycle at most; None for what the engine is set to."""
     sampling: SamplingParams | None = None
-    """None for `max_tokens` greedy tokens."""
+    """Its parameters; None means `max_tokens` greedy tokens."""
     prompt: str | None = None
     """The prompt's text, where it is known."""
 
     @property
     def params(self) -> SamplingParams:
-        """What the engine is asked for."""
+        """The parameters that the engine gets."""
         k = self.num_speculative_tokens
         return self.sampling or SamplingParams(self.max_tokens, ignore_eos=True, num_speculative_tokens=k)
 
@@ -69,7 +69,7 @@ class Workload:
     """The requests of a benchmark, and how they arrive."""
 
     requests: tuple[Request, ...]
-    """In the order of their arrival."""
+    """The requests in the order of their arrival."""
     clock: Literal["seconds", "steps"] = "seconds"
 
     @property
@@ -109,7 +109,7 @@ class Arrival:
 
     kind: Literal["all", "poisson", "every"]
     rate: float = 0.0
-    """Of `poisson`: requests per second on average. Of `every`: steps between two."""
+    """For `poisson`, requests per second on average; for `every`, steps between two requests."""
 
     @classmethod
     def parse(cls, text: str) -> "Arrival":
@@ -195,7 +195,7 @@ class WorkloadRun:
         self._engine, self._workload, self._together, self._callers = engine, workload, together, callers
         self._submitted: list[str] = []
         self._open: list[str] = []
-        """Those of them that have not ended."""
+        """The submitted requests that have not ended."""
         self._pending = list(enumerate(workload.requests))
         self._outputs: dict[str, RequestOutput] = {}
         self._steps = 0
@@ -278,7 +278,7 @@ class RecordedRequest(NamedTuple):
     """Seconds after the first."""
     prompt_tokens: int
     output_tokens: int
-    """As many as it got; at most, where it had not ended when the record did."""
+    """The tokens that it got; if it had not ended when the record did, the most that it could get."""
     priority: int
 
 

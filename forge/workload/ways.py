@@ -32,9 +32,9 @@ class Measured:
     batch: int
     """Sequences at once at most."""
     seconds: float
-    """From the first arrival to the last token, engines made on the way included."""
+    """Seconds from the first arrival to the last token, engines made on the way included."""
     all_seconds: tuple[float, ...]
-    """Of every turn."""
+    """The seconds of every turn."""
     totals: Totals
     tokens: Tokens
     acceptance: float | None = None

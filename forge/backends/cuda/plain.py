@@ -98,7 +98,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """softmax(q · Kᵀ / sqrt(head_dim)) · V in float32, each row over the keys up to its own position.
+    """Compute softmax(q · Kᵀ / sqrt(head_dim)) · V in float32, each row over the keys up to its own position.
 
     q `[n, heads * head_dim]`; keys and values `[length, kv_heads, head_dim]` → `[n, heads * head_dim]`.
     """

@@ -25,7 +25,7 @@ MOST_FIRST, FIRST_TOKENS = 50, 8
 MAX_PROMPTS = 128
 """Prompts of one request at most, as the server has it."""
 HEALTH_EVERY, METRICS_EVERY = 0.05, 0.1
-"""Seconds."""
+"""Seconds between two requests of each."""
 _GAUGES = {
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",

@@ -41,7 +41,7 @@ def argmax_rows(
     BLOCK_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, part): columns part * PART … of a row. BLOCK_PARTS is at least PARTS."""
+    """Find each row's argmax. Program (row, part): columns part * PART … of a row. BLOCK_PARTS is at least PARTS."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -94,7 +94,7 @@ def gumbel_argmax(
     BLOCK_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, part): columns part * PART … of a row. BLOCK_PARTS is at least PARTS.
+    """Draw a token from each row. Program (row, part): columns part * PART … of a row. BLOCK_PARTS is at least PARTS.
 
     A temperature of 0 takes the argmax of `scored`. Where the maximum of `logits` is not finite, it is left in place of
     the token's logit.

@@ -63,7 +63,8 @@ def norm_rope_store(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program t: row t's queries, normed and turned in offset; its keys, likewise, and its values into their slot."""
+    """Normalize and rotate queries and keys, and store keys and values. Program t: row t's queries in offset, its keys
+    and values into their slot."""
     HALF: tl.constexpr = HEAD_DIM // 2
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -215,11 +216,11 @@ def paged_attention(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile, key/value head, split). Row m of the matrix is row m // BLOCK_GROUP, query head m % BLOCK_GROUP.
+    """Attend with tiles of rows. Program (tile, key/value head, split). Row m of the matrix is row m // BLOCK_GROUP,
+    query head m % BLOCK_GROUP.
 
-    IN_FLOAT32: queries meet keys, and weights values, in float32; otherwise in the cache's dtype.
-    NUM_VALID is ROWS * BLOCK_GROUP, BLOCK_M at least that; BLOCK_GROUP is at least HEADS / KV_HEADS, BLOCK_D at least
-    HEAD_DIM.
+    IN_FLOAT32: queries meet keys, and weights values, in float32; otherwise in the cache's dtype. NUM_VALID is ROWS *
+    BLOCK_GROUP, BLOCK_M at least that; BLOCK_GROUP is at least HEADS / KV_HEADS, BLOCK_D at least HEAD_DIM.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kind: tl.constexpr = tl.float32 if IN_FLOAT32 else keys.dtype.element_ty

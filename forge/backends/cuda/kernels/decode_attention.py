@@ -57,7 +57,7 @@ def decode_attention(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, key/value head, split).
+    """Attend with one row per sequence. Program (row, key/value head, split).
 
     NEWEST: the split that takes the new key. NUM_VALID is at least HEADS / KV_HEADS, BLOCK_M at least NUM_VALID.
     IN_FLOAT32 as in `paged_attention`.

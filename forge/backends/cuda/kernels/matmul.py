@@ -52,7 +52,8 @@ def matvec(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): output features i * BLOCK_N …, for row j of x. GLU: features come in pairs of gate and up."""
+    """Multiply x, row by row. Program (i, j): output features i * BLOCK_N …, for row j. GLU: features come in pairs of
+    gate and up."""
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
     x += tl.program_id(1).to(tl.int64) * in_features
@@ -99,7 +100,7 @@ def matvec_packed(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`matvec` of a packed matrix, which is multiplied as the small integers that it holds.
+    """Compute `matvec` of a packed matrix, which is multiplied as the small integers that it holds.
 
     A group's integers are summed against x first, and its scale multiplies the sum: one multiplication for 32 columns.
     Q4_K's minimum multiplies the sum of x alone.
@@ -200,7 +201,8 @@ def matmul(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j, k): rows i * BLOCK_M … of x, output features j * BLOCK_N …, part k of the columns."""
+    """Multiply x in tiles. Program (i, j, k): rows i * BLOCK_M … of x, output features j * BLOCK_N …, part k of the
+    columns."""
     x_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     row = tl.minimum(row, out_features - 1)

@@ -32,7 +32,7 @@ def let_next_start(PDL: tl.constexpr):
 
 @triton.jit
 def dot(a, b, accumulator, EXACT: tl.constexpr):
-    """accumulator + a · b on the tensor cores, accumulated in float32.
+    """Return accumulator + a · b, computed on the tensor cores and accumulated in float32.
 
     EXACT multiplies float32: for float32 weights, and under the interpreter, whose bfloat16 products are garbage. Each
     product is three of the tensor cores' own, of the numbers' upper and lower halves, which leaves out less than one

@@ -20,10 +20,11 @@ def gather_rows(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row `numbers[m]` of a matrix, packed or not, as out's row m: embeddings. Not NUMBERED: every row, multiplied out.
+    """Copy row `numbers[m]` of a matrix, packed or not, to row m of out: embeddings. Not NUMBERED: every row,
+    multiplied out.
 
-    Number -1 - r stands for `samples[r, 0]`, what the step before has chosen, which the host may not know yet.
-    Program (m, i): columns i * BLOCK_K … of row m.
+    Number -1 - r stands for `samples[r, 0]`, what the step before has chosen, which the host may not know yet. Program
+    (m, i): columns i * BLOCK_K … of row m.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -49,7 +50,7 @@ def rms_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x / sqrt(mean(x²) + eps) * weight, one row a program. BLOCK is at least `width`."""
+    """Compute x / sqrt(mean(x²) + eps) * weight, one row a program. BLOCK is at least `width`."""
     let_next_start(PDL)
     column = tl.arange(0, BLOCK)
     gain = tl.load(weight + column, mask=column < width, other=0.0)
@@ -68,7 +69,7 @@ def swiglu(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """silu(gate) * up. Program (m, i): columns i * BLOCK … of row m."""
+    """Compute silu(gate) * up. Program (m, i): columns i * BLOCK … of row m."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
