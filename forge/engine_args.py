@@ -63,14 +63,14 @@ class EngineArgs:
         f"KV cache: {'; '.join(f'{kind}, {words}' for kind, words in KV_KINDS.items())}.",
         shown="off, or paged with --speculate",
     )
-    """Or a function from a `CacheSize` to a `KvCache`."""
+    """A name, or a function from a `CacheSize` to a `KvCache`."""
     speculate: "str | Proposer | None" = option(
         None,
         "Draft tokens and verify them together: draft, a small model; ngram, what followed before; grammar, "
         "what a grammar leaves no choice about; off.",
         shown="off",
     )
-    """Or a `Proposer`."""
+    """A name, or a `Proposer`."""
 
     device: str = option("cpu", "cpu, reference or cuda.", _MODEL)
     threads: int | None = option(None, "CPU threads.", _MODEL, shown="all usable CPUs")
@@ -130,7 +130,7 @@ class EngineArgs:
         "Who is admitted first: fcfs; priority; sjf, the shortest job; sjf-aged, the same without starvation.",
         _SCHEDULER,
     )
-    """Or a function of one's own, as are `preempt` and `evict`."""
+    """A name, or a function of one's own, as are `preempt` and `evict`."""
     preempt: "str | VictimPolicy" = option(
         "lifo",
         "Which sequence is preempted: lifo (the newest), lifo-others (never the one that asks), or least-progressed.",

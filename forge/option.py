@@ -162,7 +162,7 @@ NEEDS: tuple[Need, ...] = (
     Need("execution_class", "planned", bool, "it as --class generation vs prefill-only"),
     *(Need(option, "many", lambda many: not many, "") for option in _ONE_PROMPT),
 )
-"""The table."""
+"""All rules."""
 _OF_COMPARE = {
     "many": "for many requests at once, which are made up and greedy",
     "planned": "for judge requests, whose lengths are their own",

@@ -97,7 +97,7 @@ class _Product:
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """A product whose heads are normalized, and rotated once `rope` is there."""
+    """A product whose heads are normalized, and rotated if it has a `rope`."""
 
     product: _Product
     weight: Array

@@ -100,7 +100,7 @@ class TimedOperations(Operations):
 
 
 class TimedNumpyOperations(TimedOperations):
-    """The same on NumPy arrays, which counts what each operation reads and writes."""
+    """Times operations on NumPy arrays, and counts what each reads and writes."""
 
     def embed(self, table: Array, batch: Batch) -> Array:
         return self._timed("embed", self.inner.embed, table, batch, reads=[_rows(table, batch.num_rows)])

@@ -51,7 +51,7 @@ with `--quick` too few to believe."""
 
 
 def screen(facts: Facts) -> Iterator[Part]:
-    """Time, then memory, then hits; each table with what its figures are."""
+    """Draw time, then memory, then hits; each table with what its figures are."""
     yield from (title("What does paging cost, and what does it save?"), kit.where(facts), None)
     shown = {
         "ms": lambda seconds: f"{seconds * 1e3:,.{0 if seconds >= 0.1 else 2}f}",

@@ -134,9 +134,10 @@ class ModelSize:
     """Multiplications per token in the layers' matrices, float ones counted `FLOAT_PRODUCT` times. Of a mixture of
     experts: those of the experts that a token uses."""
     head_products: int
-    """The same per row of logits."""
+    """Multiplications per row of logits, counted likewise."""
     attention_products: int
-    """The same per pair of a query and a key position: both of its dot products, in every layer and query head."""
+    """Multiplications per pair of a query and a key position: both of its dot products, in every layer and query
+    head."""
     kv_bytes: int
     """Bytes of one token's keys and values in all layers, at two bytes per number."""
     vocab_size: int
@@ -159,7 +160,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Needs:
-    """What one step takes at least."""
+    """The least that one step must read and multiply."""
 
     bytes_read: int
     """Weights once (of the experts those in use), and the keys and values of all tokens before this step."""
@@ -262,7 +263,7 @@ def measure_model(path) -> ModelSize:
 
 
 class LoadedEngine(Protocol):
-    """What is measured."""
+    """An engine that a closed loop of requests measures."""
 
     def add(self, prompt: Sequence[int], output_tokens: int) -> int:
         """Queue a request that ends after exactly `output_tokens`; return its number."""

@@ -173,7 +173,7 @@ def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0
 
 
 def _matrices(model: Any, embedding: bool) -> list[Any]:
-    """Return a model's arrays of weights, a tied one once. embedding: where that is not the head, it too."""
+    """Return a model's arrays of weights, a tied one once. embedding: include the embedding if it is not the head."""
     weights = getattr(model, "weights", None)
     if weights is None:
         return []

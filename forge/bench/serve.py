@@ -64,7 +64,7 @@ _Piece = TypeVar("_Piece")
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What is asked of the server."""
+    """The requests of the benchmark, and how they are sent."""
 
     url: str = field_option("http://127.0.0.1:8080", "Any OpenAI-compatible server.")
     model: str | None = field_option(None, "As the server calls it.", shown="its first", flags="--model -m")
@@ -283,7 +283,7 @@ def engine_turns(model: str, options: dict[str, Any], plan: ServePlan) -> Iterat
 
 
 class _Target:
-    """A server, and what has come of it so far."""
+    """A server, and its results so far."""
 
     def __init__(self, plan: ServePlan, progress: Progress):
         self.client, self._say, self._plan = HttpClient(plan.url, plan.api_key), progress, plan

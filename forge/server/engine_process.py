@@ -53,7 +53,7 @@ from forge.trace.records import FinishRecord, StepRecord
 logger = logging.getLogger("forge.engine")
 
 _RECEIVE = 1 << 16
-"""Bytes at once. Room for more takes 20 µs to get from the system, whatever comes."""
+"""Bytes to receive at once. Room for more takes 20 µs to get from the system, whatever comes."""
 _MOST_SECONDS = 0.05
 """Seconds between two updates at most, if no stream is waiting for one."""
 _TOKENS_BETWEEN_STEPS = 1 << 17

@@ -56,7 +56,7 @@ class Submit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """To the engine's process: end a request, whose client has left."""
+    """To the engine's process: end a request whose client has left."""
 
     key: int
 

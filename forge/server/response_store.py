@@ -73,7 +73,7 @@ class ResponseStore:
     def __init__(self, max_bytes: int):
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._responses: OrderedDict[ResponseKey, StoredResponse] = OrderedDict()
-        """The last used is the last."""
+        """The stored responses, the last used last."""
 
     def __len__(self) -> int:
         return len(self._responses)

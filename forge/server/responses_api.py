@@ -177,7 +177,7 @@ class _Answering:
     writer: ResponseWriter
     generation: Generation
     keep: Callable[[list[RequestOutput], dict[str, Any]], None]
-    """Stores it, when it has ended."""
+    """Stores the response when it has ended."""
 
 
 def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict[str, Any]]) -> None:

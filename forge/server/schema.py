@@ -138,7 +138,7 @@ class Sampling(CutPrompt):
     grammar: str | None = None
     """llama.cpp's field for `structured_outputs.grammar`."""
     json_schema: dict[str, Any] | None = None
-    """llama.cpp's: the same as `structured_outputs.json`."""
+    """llama.cpp's field for `structured_outputs.json`."""
     drafts: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     """Names of the drafts that propose for this request. None means all of them, an empty list none."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None

@@ -189,7 +189,7 @@ class Oracle:
         return [tag for block in blocks for tag in self.slots[block]][:length]
 
     def tags_of(self, content: Content) -> list[int]:
-        """Return the number of each computed token: of the token, those before it, and the salt."""
+        """Return for each computed token a number that stands for it, the tokens before it, and the salt."""
         return self.tags_after(content.salt, content.tokens)
 
     def tags_after(self, salt: str, tokens: list[int]) -> list[int]:

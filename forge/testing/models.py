@@ -22,7 +22,7 @@ from forge.speculation.lookup import ReplayProposer
 
 _BLOCK = 16
 _LENGTHS = (1, 2, 15, 16, 17, 33, 47)
-"""Around the edges of blocks."""
+"""Lengths around the edges of blocks."""
 _NEW_TOKENS = 10
 
 

@@ -70,7 +70,7 @@ class Tokenizer:
         self.bytes_of = TokenBytes(self._find_bytes)
         """The bytes that each token stands for, often only part of a character; none for padding."""
         self.shown_bytes = TokenBytes(lambda token_id: b"" if self.is_hidden(token_id) else self.bytes_of[token_id])
-        """The same without what `skip_special` leaves out."""
+        """The bytes of each token that are shown: none for one that `skip_special` leaves out."""
 
     @classmethod
     def from_gguf(cls, file: TokenizerMetadata) -> "Tokenizer":

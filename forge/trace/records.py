@@ -122,7 +122,7 @@ class RouteRecord:
     load: int
     """Requests or tokens outstanding at the chosen replica, as the router counts."""
     least_load: int
-    """The same of the least busy one."""
+    """The load of the least busy replica."""
     cached_tokens: int = 0
     """Tokens of the prompt that the chosen replica is known to have cached."""
     holder: str | None = None
@@ -435,7 +435,7 @@ class RequestMetrics(RequestTimes):
     first_token: float | None
     last_token: float | None
     forward_ms: tuple[float, ...] = field(default=())
-    """Each forward pass that this request took part in."""
+    """Milliseconds of each forward pass that this request took part in."""
     forward_tokens: tuple[int, ...] = field(default=())
     """This request's rows in each of those passes, draft tokens included."""
     admitted: float | None = None
@@ -493,7 +493,7 @@ class TokenVerdict:
     """The probability of the token in the target's filtered distribution, with the acceptance rule `rejection`; else
     None. With several drafts, in what the drafts before left of that distribution."""
     q: float | None = None
-    """The same of the proposer's distribution."""
+    """Its probability in the proposer's distribution, likewise."""
     draw: float | None = None
     """The number between 0 and 1 that decided; None if another draft's token had been accepted already."""
 
@@ -503,7 +503,7 @@ class SpecDecision:
     """The draft length of a sequence in its next step, and why."""
 
     k: int
-    """0 is off."""
+    """Draft tokens; 0 turns speculation off."""
     reason: SpecReason
     speed_up: float
     """The predicted speed-up with this `k`; for 0, with the best other one."""

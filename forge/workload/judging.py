@@ -36,7 +36,7 @@ training never reaches."""
 
 @dataclass(frozen=True)
 class JudgeRun:
-    """What some requests came to in one configuration."""
+    """The figures of some requests in one configuration."""
 
     seconds: float
     """Seconds from the first request to the last answer."""

@@ -275,7 +275,7 @@ class RecordedRequest(NamedTuple):
     """One sample of a recorded request."""
 
     arrival: float
-    """Seconds after the first."""
+    """Seconds after the first request."""
     prompt_tokens: int
     output_tokens: int
     """The tokens that it got; if it had not ended when the record did, the most that it could get."""

@@ -25,7 +25,7 @@ from numba.extending import lower_builtin, models, register_model
 from forge.errors import ForgeError
 
 FIRST_TRIED, LAST_TRIED = "0.62", "0.68"
-"""Versions of Numba."""
+"""The oldest and the newest version of Numba that forge was tried with."""
 
 
 class UntriedNumba(ForgeError):
@@ -64,7 +64,7 @@ def c_function(
 
 @contextlib.contextmanager
 def _intermediate_code_only() -> Iterator[None]:
-    """Numba goes no further than LLVM's intermediate code, and neither optimizes it nor makes machine code of it.
+    """Stop Numba at LLVM's intermediate code in this context: it neither optimizes it nor makes machine code of it.
 
     By itself it does both for every function and makes wrappers for calls from Python, a third of the time, and forge
     uses none of that. Numba cannot call what was compiled here: it has no machine code.

@@ -16,7 +16,7 @@ LINE_BYTES = 64
 OPERATION_BYTES = 5 * LINE_BYTES
 
 Field = str | tuple[str, Any]
-"""A name alone is an int64."""
+"""A name alone, which is an int64, or a name and its type."""
 
 
 def fields(*names: Field) -> np.dtype:

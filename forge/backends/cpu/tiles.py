@@ -59,7 +59,7 @@ class TileLayout:
     """How quantized weights lie in memory: what makes one compiled tile differ from another."""
 
     bits: int
-    """8, 6, 4, 3 or 2."""
+    """Bits of a weight: 8, 6, 4, 3 or 2."""
     bias: int
     """The number that was added to make the quants unsigned."""
     group: int

@@ -53,7 +53,7 @@ class Graphs:
     def run(self, shape: Hashable, rows: int, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Execution]:
         """Return what `compute` returns for `shape`, by replay if possible, and how it was run.
 
-        shape: whatever two steps must have in common to share a graph. rows: of it, for the record.
+        shape: whatever two steps must have in common to share a graph. rows: its rows, for the record.
         """
         captured = self._captured.get(shape)
         if captured is None:

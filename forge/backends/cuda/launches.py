@@ -101,7 +101,7 @@ class Launches:
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
         self.step: Callable[[str, int], AbstractContextManager[None]] = lambda name, layer: nullcontext()
-        """Around everything that a step of the forward pass launches; for who keeps time."""
+        """Returns a context around everything that a step of the forward pass launches; a clock replaces it."""
 
     def with_launcher(self, launcher: Launcher) -> Self:
         """Return the same steps with another launcher."""

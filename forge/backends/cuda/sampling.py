@@ -39,7 +39,7 @@ class Penalties:
     bias_indices: torch.Tensor
     """int64 `[n]`: row * vocabulary + token of each entry of a bias."""
     bias: torch.Tensor
-    """float64 `[n]`."""
+    """float64 `[n]`: what each of those entries adds."""
     repetition: torch.Tensor
     """float64 `[R, 1]`; presence and frequency likewise."""
     presence: torch.Tensor

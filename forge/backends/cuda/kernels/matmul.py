@@ -151,7 +151,8 @@ def matvec_packed(
 
 @triton.jit
 def normed_part(x, norm, at, inside, NORM: tl.constexpr):
-    """Load x there in float32, times the norm's weight if NORM. Returns it and the sum of x² per group."""
+    """Load x at the offsets `at` in float32, times the norm's weight if NORM. Returns it and the sum of x² per
+    group."""
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     square = tl.sum(values * values, axis=1)
     if NORM:
