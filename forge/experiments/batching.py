@@ -48,7 +48,7 @@ QUESTION = "What does it buy to run requests together, and who pays?"
 BUDGET_QUESTION = "What does a long prompt cost those that decode beside it?"
 NUM_STORIES, STORY_TOKENS = 8, 96
 NUM_PROMPTS, LONG_PROMPT, STEPS_BETWEEN = 6, 400, 12
-"""Long prompts come one by one while the stories decode."""
+"""How many long prompts come while the stories decode, their tokens, and the steps between two of them."""
 _BAR = 14
 _WIDE = 94
 """Columns from which on there is room for a bar."""

@@ -60,7 +60,7 @@ class Vocabulary:
 
 
 class Encode:
-    """A text's token ids, for the library to ask for. It swallows what its callbacks raise, and calls the grammar too
+    """Tokenizes texts for the library. The library swallows what its callbacks raise, and calls the grammar too
     complex: so an exception, Ctrl-C among them, is kept until `reraise`."""
 
     def __init__(self, encode: Callable[[str], list[int]]):
@@ -97,7 +97,7 @@ class _Wrapper:
         self._encode = encode
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenize a text. Of a long one the first tokens are enough: each call brings all that is left."""
+        """Tokenize a text. Of a long text the first tokens are enough, since each call passes all that is left."""
         if len(text) <= _MOST_FORCED:
             return self._encode(text)
         return self._encode(text[:_MOST_FORCED])[:-_NEAR_THE_CUT]

@@ -80,7 +80,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """`adaptive` leaves it to the model."""
+    """Whether the model thinks; `adaptive` leaves it to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -97,7 +97,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """Any effort leaves it to the model how much it says."""
+    """The form of the answer, and an effort, which changes nothing."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -72,7 +72,7 @@ def logprobs_screen(
 
 
 MOST_COSINES = 12
-"""Texts up to which each is held against each other; of more, only the nearest of each is shown."""
+"""Texts up to which each pair's cosine is shown; of more texts, only the nearest of each."""
 
 
 def classification_object(texts: Sequence[str], found: Sequence[Classification]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ _NARROW = 32
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One check of this machine and its result."""
 
     name: str
     level: Level

@@ -126,7 +126,7 @@ def _share(op, ctx, item):
 
 @numba.njit
 def _copy(source, target, count):
-    """Copy `count` bytes, a multiple of 8, as the scales of 32 columns and their sums are."""
+    """Copy `count` bytes, a multiple of 8."""
     for offset in range(0, count, 8):
         put_i64(target + offset, get_i64(source + offset))
 
