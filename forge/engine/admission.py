@@ -128,7 +128,7 @@ class Admission:
         if self._num_slots <= 0:
             return MaxNumSeqs(self._config.max_num_seqs)
         is_swapped = sequence.seq_id in self._host.entries
-        retained = self._retained.match(sequence) if self._retained.sequences and not is_swapped else None
+        retained = self._retained.trim_to_common(sequence) if self._retained.sequences and not is_swapped else None
         while True:
             cost = self.cost(sequence, retained)
             deferral = self._planner.deferral(sequence, cost.num_cached, plan) if sequence.prefix_keys else None

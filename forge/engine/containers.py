@@ -134,9 +134,9 @@ class RetainedCaches:
         self.release(oldest)
         return True
 
-    def match(self, sequence: Sequence) -> int | None:
-        """Return the retained sequence that this one continues, cut down to their common tokens; None if it is gone or
-        belongs to another salt."""
+    def trim_to_common(self, sequence: Sequence) -> int | None:
+        """Cut the retained cache that a sequence continues down to their common tokens, and return its id; None if it
+        is gone or belongs to another salt."""
         retained = self.sequences.get(sequence.continues_from) if sequence.continues_from is not None else None
         if retained is None or retained.salt != sequence.salt:
             return None

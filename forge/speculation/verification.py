@@ -13,7 +13,7 @@ draws with the same noise mostly chooses the same token (Daliri et al. 2024, dra
 probability min(1, p / q), p being the target's distribution after the same filters; in place of the first rejected one,
 a token is drawn from the positive part of p - q, normalized. What is emitted has the distribution p, whatever q is, and
 more tokens are accepted. But which token is emitted depends on how many were proposed: only a fixed K is reproducible.
-A draft token without a q is decided by `gumbel`.
+Where no draft token at a position has a q, `gumbel` decides; beside one that has, a token without counts as certain.
 
 Several proposers may propose for one sequence, each a draft of its own, computed in a fork of the cache. Position by
 position, the drafts that hold what was emitted so far take part. The one that agrees longest wins. Under `rejection`
@@ -93,7 +93,7 @@ def verify_drafts(
     """Decide about the proposals for one sequence, each with its own rows of logits.
 
     logits: float32 `[K + 1, vocab]` for a proposal of K tokens, the target's after the sequence's last token and after
-    each draft token. A proposal's place in the list is the branch that names its draws under `rejection`. draw: the
+    each draft token. Under `rejection` a proposal's place in the list is the branch of its acceptance draws. draw: the
     sequence's next one; its matcher is asked for every row that is needed, with the tokens emitted so far. Without
     draft tokens the emitted token is `choose`'s.
 
