@@ -196,14 +196,9 @@ def generation_item(cache: KvCache, sequence: Sequence, start: int, num_tokens: 
     # Nothing but the last output token has to be computed (with the cache off: again).
     decodes = num_output and (num_tokens + remaining == 1 or not cache.persistent)
     samples = not remaining and sequence.max_output_tokens > 0
-    first_row = num_tokens - 1 if samples else num_tokens
-    if sequence.needs_prompt_logprobs:
-        first_row = min(first_row, max(0, len(sequence.prompt_logprobs) - 1 - start))
-    # The last prompt row is about the output: without an output it needs no logits.
-    last_row = num_tokens - 1 if not samples and not remaining else num_tokens
-    rows = range(first_row, max(first_row, last_row))
+    rows = range(num_tokens - samples, num_tokens)
     if sequence.task is not GENERATE:
-        rows = sequence.task.chunk_rows(start, num_tokens, length)
+        rows = sequence.pending_task.chunk_rows(start, num_tokens, length)
     return PlanItem(
         sequence.seq_id,
         sequence,

@@ -15,7 +15,7 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.sampling import BrokenLogits, check_logits, log_sum_exp, top_logprobs
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem
-from forge.engine.task import GENERATE, NO_READOUT, Logprobs, Readout
+from forge.engine.task import NO_READOUT, Logprobs, Readout
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.model import Model
 
@@ -122,9 +122,9 @@ def _candidates(sequence: Sequence, logits: np.ndarray) -> tuple[float, ...]:
 def score_tokens(sequence: Sequence, position: int, rows: np.ndarray) -> tuple[Logprobs, ...]:
     """Return the log probabilities of the prompt tokens from `position` on; row i of `rows` precedes token `position +
     i`."""
-    scores, top = [], sequence.params.prompt_logprobs or 0 if sequence.task is GENERATE else sequence.task.top
+    scores = []
     token_ids = sequence.token_ids[position : min(position + len(rows), sequence.num_prompt_tokens)]
     for logits, token_id in zip(rows[: len(token_ids)], token_ids, strict=True):
         log_total = log_sum_exp(logits, float(logits[check_logits(logits)]))
-        scores.append(top_logprobs(logits, log_total, top, token_id) or ())
+        scores.append(top_logprobs(logits, log_total, sequence.task.top, token_id) or ())
     return tuple(scores)

@@ -15,7 +15,7 @@ from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence
 from forge.engine.structured_output import Grammar
-from forge.engine.task import GENERATE, Logprobs, Task
+from forge.engine.task import GENERATE, NO_READOUT, Logprobs, Task
 from forge.errors import UsageError
 from forge.model.model import Model
 from forge.reasons import PoolExhausted
@@ -69,10 +69,11 @@ def _completion(sequence: Sequence, metrics: RequestMetrics) -> CompletionOutput
 
 
 def _prompt_logprobs(sequence: Sequence) -> tuple[Logprobs | None, ...] | None:
-    score_from = sequence.task.score_from
-    if score_from is not None:
-        return (*[None] * score_from, *sequence.readout.scores) if sequence.readout is not None else ()
-    return tuple(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None
+    """Return the log probabilities of the prompt's tokens as far as they are computed; None where not asked for."""
+    score_from, readout = sequence.task.score_from, sequence.readout or sequence.partial
+    if score_from is None:
+        return None
+    return (*[None] * score_from, *readout.scores) if readout is not NO_READOUT else ()
 
 
 @dataclass(frozen=True)
@@ -190,14 +191,14 @@ class SequenceBuilder:
         if sequence.task is not GENERATE:
             sequence.length_limit = None
             sequence.prefill_only, sequence.max_output_tokens = True, int(sequence.task.sample)
-        elif self._prefill_only and not uses_cache:
+            return
+        if params.prompt_logprobs is not None:
+            sequence.task = Task(sequence.max_output_tokens > 0, score_from=1, top=params.prompt_logprobs)
+        if self._prefill_only and not uses_cache:
             sequence.prefill_only = sequence.max_output_tokens <= 1 and params.n == 1
-            if sequence.prefill_only and params.prompt_logprobs is not None:
-                samples = sequence.max_output_tokens > 0
-                sequence.task = Task(samples, score_from=1, top=params.prompt_logprobs)
 
     def _samples_of(self, first: Sequence, grammar: Grammar | None) -> Items[Sequence]:
-        """Build the further samples of a request. All share one list of prompt log probabilities."""
+        """Build the further samples of a request."""
         if first.prefill_only:
             return ()
         return [

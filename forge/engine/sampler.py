@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forge.engine.proposer import Proposal, Speculation, StepDrafts, Verification
-from forge.engine.readout import SeparateResult, read_out, score_tokens
+from forge.engine.readout import SeparateResult, read_out
 from forge.engine.sampling import BrokenLogits, SampledToken, check_max_logit, choose
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
@@ -88,18 +88,25 @@ class Sampler:
         return results
 
     def _outcome(
-        self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int, row: int
+        self,
+        item: PlanItem,
+        proposals: tuple[Proposal, ...],
+        logits: StepLogits,
+        first_row: int,
+        row: int,
+        readout: Readout | None = None,
     ) -> Outcome:
-        """Compute an item's outcome. Its rows of logits begin at `first_row`."""
+        """Compute an item's outcome: its next tokens, the answer to its task, or neither while its prompt goes on.
+
+        Its rows of logits go from `first_row` to `row`, and those of its draft tokens follow. readout: the answer to
+        its task, where separate forwards gave it.
+        """
         sequence = item.sequence
         try:
             if proposals:
                 return self.verify(item, proposals, logits, row)
-            if sequence.task is not GENERATE:
-                readout = read_out(item, np.asarray(logits.rows[first_row : row + 1]))
-                return self._answer(item, readout, logits, row)
-            if sequence.params.prompt_logprobs is not None and sequence.needs_prompt_logprobs:
-                self._score_prompt(sequence, item.start + item.logit_rows.start, logits.rows[first_row : row + 1])
+            if sequence.task is not GENERATE and sequence.readout is None:
+                _store_readout(item, readout or read_out(item, np.asarray(logits.rows[first_row : row + 1])))
             if item.samples:
                 if not sequence.waiting_samples:
                     return self._next_token(sequence, logits, row)
@@ -107,36 +114,16 @@ class Sampler:
                 return self._next_token(sequence, logits, row)._replace(samples=samples)
             if item.remaining:
                 return Outcome(item.seq_id, len(sequence.token_ids), (), None)
-            return self._ended(sequence, "length")
+            return self._ended(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
         except (BrokenLogits, MatcherError) as error:
             return self._broken(sequence, error, item.samples)
 
     def _separate_outcome(self, item: PlanItem, result: SeparateResult) -> Outcome:
         """Compute the outcome of an item from its separate forwards."""
-        sequence = item.sequence
         if result.error is not None:
-            return self._broken(sequence, result.error, item.samples)
+            return self._broken(item.sequence, result.error, item.samples)
         rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
-        if sequence.task is GENERATE:
-            sequence.prompt_logprobs += [*(() if sequence.prompt_logprobs else (None,)), *result.readout.scores]
-            item = item._replace(logit_rows=item.logit_rows[-1:])
-            return self._outcome(item, (), StepLogits.of(rows), 0, 0)
-        try:
-            return self._answer(item, result.readout, StepLogits.of(rows), 0)
-        except (BrokenLogits, MatcherError) as error:
-            return self._broken(sequence, error, item.samples)
-
-    def _answer(self, item: PlanItem, readout: Readout, logits: StepLogits, row: int) -> Outcome:
-        """End a sequence with the answer to its task, and with a token if it asked for one; or go on with its
-        prompt."""
-        sequence = item.sequence
-        if item.remaining:
-            sequence.partial = readout
-            return Outcome(item.seq_id, len(sequence.token_ids), (), None)
-        sequence.readout = readout
-        if sequence.task.sample:
-            return self._next_token(sequence, logits, row)
-        return self._ended(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
+        return self._outcome(item, (), StepLogits.of(rows), 0, 0, result.readout)
 
     def _next_token(self, sequence: Sequence, logits: StepLogits, row: int) -> Outcome:
         """Choose a sequence's next token from one row."""
@@ -228,13 +215,14 @@ class Sampler:
         sequence.add_error(str(error))
         return self._ended(sequence, "error", error=error)._replace(samples=samples)
 
-    def _score_prompt(self, sequence: Sequence, position: int, rows: np.ndarray) -> None:
-        """Store the log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens
-        from `position` on; those of the last one are about the output."""
-        scores = sequence.prompt_logprobs
-        if not scores:
-            scores.append(None)  # nothing precedes the first token
-        scores += score_tokens(sequence, len(scores), rows[len(scores) - 1 - position :])  # earlier ones are there
+
+def _store_readout(item: PlanItem, readout: Readout) -> None:
+    """Store the answer to an item's task with all samples of its prompt; of a prompt in chunks, the answer so far."""
+    if item.remaining:
+        item.sequence.partial = readout
+    else:
+        for sample in (item.sequence, *item.sequence.waiting_samples):
+            sample.readout = readout
 
 
 def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:

@@ -62,9 +62,8 @@ class Sequence:
     errors: list[str] = field(default_factory=list)
     """What went wrong on its way, whether it ended it or not."""
     logprobs: list[Logprobs | None] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     readout: Readout | None = None
-    """The answer to its task, once there is one."""
+    """The answer to its task, once there is one. It follows from the prompt."""
     partial: Readout = NO_READOUT
     """The readout of the chunks of its prompt so far. An embedding is the sum of the hidden states."""
     length_limit: PoolExhausted | None = None
@@ -89,9 +88,9 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def needs_prompt_logprobs(self) -> bool:
-        """True while log probabilities of prompt tokens are wanted and not all there."""
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+    def pending_task(self) -> Task:
+        """What is still wanted of it: a generation whose prompt is scored goes on as any other."""
+        return self.task if self.readout is None else GENERATE
 
     @property
     def max_cacheable_tokens(self) -> int:
@@ -99,6 +98,5 @@ class Sequence:
 
         The last one is computed in any case, for its logits. Rows whose logits are wanted are computed too.
         """
-        if self.task is not GENERATE:
-            return self.task.max_cacheable_tokens(len(self.token_ids))
-        return 0 if self.needs_prompt_logprobs else len(self.token_ids) - 1
+        length = len(self.token_ids)
+        return length - 1 if self.task is GENERATE else self.pending_task.max_cacheable_tokens(length)

@@ -7,6 +7,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
+from forge.engine.task import GENERATE, Task
 
 
 def new_scheduler(num_blocks: int, *, kv: str = "paged", block_size: int = 4, **config) -> Scheduler:
@@ -16,6 +17,8 @@ def new_scheduler(num_blocks: int, *, kv: str = "paged", block_size: int = 4, **
 
 def sequence(seq_id: int, tokens: int = 3, max_tokens: int = 9, **options) -> Sequence:
     params = options.pop("params", SamplingParams())
+    scored = params.prompt_logprobs
+    task = GENERATE if scored is None else Task(sample=True, score_from=1, top=scored)
     return Sequence(
         seq_id=seq_id,
         request_id=str(seq_id),
@@ -24,6 +27,7 @@ def sequence(seq_id: int, tokens: int = 3, max_tokens: int = 9, **options) -> Se
         num_prompt_tokens=tokens,
         max_output_tokens=max_tokens,
         params=params,
+        task=options.pop("task", task),
         seed=0,
         output_text=OutputText(None),
         **options,
