@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 _MASK = 0xFFFFFFFF
 _CHUNK = 32768
-"""Tokens at a time in a large vocabulary."""
-_MAX_GUMBEL = 22.8739
-"""No noise is greater: -log(-log(1 - 2^-33)) = 22.87385…"""
-_LEAD = 4.0
-_LUCKY_WORD = int(np.exp(-np.exp(-_LEAD)) * 2**32) - 1
-"""Words below it give less noise than `_LEAD`."""
+"""Tokens at a time in a large vocabulary: their words stay in the second-level cache."""
 MAX_BRANCHES = 64
 
 Word = Any
@@ -97,12 +92,7 @@ def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> tuple[Wo
 
 def uniform(name: DrawName) -> float:
     """Return a number strictly between 0 and 1."""
-    return (token_word(0, name) + 0.5) * 2.0**-32
-
-
-def token_word(token_id: int, name: DrawName) -> int:
-    """Return the word h of one token id. Python's integers take 4 µs, NumPy 64 µs, for a thousand tokens or one."""
-    return int(name.words(token_id // 4)[token_id & 3])
+    return (int(name.words(0)[0]) + 0.5) * 2.0**-32
 
 
 def token_words(token_ids: np.ndarray, name: DrawName) -> np.ndarray:
@@ -149,27 +139,12 @@ def _compiled_draw() -> "CompiledDraw | None":
 
 
 def numpy_argmax(token_ids: np.ndarray, scores: np.ndarray, name: DrawName) -> int:
-    """Draw as `gumbel_argmax` does, in NumPy.
-
-    Nearly all of the time goes to Philox (151,936 tokens: 1.1 of 1.4 ms). So the noise of the leader, the token with
-    the greatest score, is computed first. Tokens so far below that no noise lets them win are left out, where they are
-    many, and logarithms are taken only of words that are large enough to win. These tests are exact.
-    """
-    leader = int(scores.argmax())
-    bound = scores[leader] + gumbel(np.array([token_word(int(token_ids[leader]), name)]))[0]
-    near = np.flatnonzero(scores >= bound - _MAX_GUMBEL)
-    if len(near) == 1:
-        return int(token_ids[leader])
-    if len(near) < 0.8 * len(scores):
-        token_ids, scores = token_ids[near], scores[near]
+    """Draw as `gumbel_argmax` does, in NumPy. A vocabulary of 151,936 tokens takes a few milliseconds."""
     best, winner = -np.inf, -1
-    for start in range(0, len(scores), _CHUNK):  # in pieces that stay in the second-level cache
-        ids, some = token_ids[start : start + _CHUNK], scores[start : start + _CHUNK]
-        words = token_words(ids, name)
-        able = np.flatnonzero((words >= _LUCKY_WORD) | (some >= bound - _LEAD))
-        sums = some[able] + gumbel(words[able])
-        index = int(sums.argmax()) if len(sums) else 0
-        if len(sums) and sums[index] > best:
-            best, winner = sums[index], int(ids[able[index]])
-            bound = max(bound, best)
+    for start in range(0, len(scores), _CHUNK):
+        ids = token_ids[start : start + _CHUNK]
+        sums = scores[start : start + _CHUNK] + gumbel(token_words(ids, name))
+        index = int(sums.argmax())
+        if sums[index] > best:
+            best, winner = sums[index], int(ids[index])
     return winner

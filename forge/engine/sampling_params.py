@@ -74,27 +74,23 @@ class SamplingParams:
     """Draft tokens per cycle at most; 0 is off, None is what the engine is set to. The output does not depend on it."""
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        for name in ("stop", "bad_words", "drafts"):
+            texts = getattr(self, name)
+            if texts is not None or name != "drafts":
+                object.__setattr__(self, name, (texts,) if isinstance(texts, str) else tuple(texts or ()))
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name))
-        stop_token_ids = tuple(self.stop_token_ids or ())
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        for token_id in stop_token_ids:
+        for token_id in self.stop_token_ids or ():
             _require_int("a token id of stop_token_ids", token_id)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
             _check(bool(self.allowed_token_ids), "allowed_token_ids is empty: name at least one token, or leave it out")
             for token_id in self.allowed_token_ids or ():
                 _require_int("a token id of allowed_token_ids", token_id)
-        bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
-        object.__setattr__(self, "bad_words", bad_words)
-        _check(all(isinstance(text, str) and text for text in bad_words), "bad_words are texts, none of them empty")
-        if self.drafts is not None:
-            drafts = (self.drafts,) if isinstance(self.drafts, str) else tuple(self.drafts)
-            object.__setattr__(self, "drafts", drafts)
-            _check(all(isinstance(name, str) for name in drafts), f"drafts are names, got {drafts!r}")
+        _check(_are_texts(self.bad_words), "bad_words are texts, none of them empty")
+        _check(all(isinstance(name, str) for name in self.drafts or ()), f"drafts are names, got {self.drafts!r}")
         for name in ("max_tokens", "top_k", "n", "min_tokens"):
             _require_int(name, getattr(self, name))
         for name in ("seed", "logprobs", "prompt_logprobs", "num_speculative_tokens"):
@@ -119,7 +115,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
             value = getattr(self, name)
             _check(value is None or value >= 0, f"{name} must not be negative, got {value}")
-        _check(all(isinstance(text, str) and text for text in stop), "a stop string must be text and not empty")
+        _check(_are_texts(self.stop), "a stop string must be text and not empty")
         if self.structured is not None:
             _check(isinstance(self.structured, StructuredOutput), "structured must be a StructuredOutput")
             _check(
@@ -171,6 +167,10 @@ def _bias_pairs(bias: Mapping[int, float] | Sequence[tuple[int, float]] | None) 
         _check(token_id >= 0, f"a token id of logit_bias must not be negative, got {token_id}")
         _require_number(f"the logit_bias of token {token_id}", value)
     return tuple(sorted(pairs.items()))
+
+
+def _are_texts(texts: Sequence[str] | None) -> bool:
+    return all(isinstance(text, str) and text for text in texts or ())
 
 
 def _require_number(name: str, value: object) -> None:

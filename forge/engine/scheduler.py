@@ -115,16 +115,6 @@ class Scheduler:
         return self.running[seq_id] if seq_id in self.running else self.queue.sequences[seq_id]
 
     @property
-    def waiting(self) -> list[Sequence]:
-        """The sequences in the queue, in order, but for those whose blocks are in the host pool."""
-        return [sequence for sequence in self.queue if sequence.seq_id not in self.host.entries]
-
-    @property
-    def swapped(self) -> dict[int, Sequence]:
-        """The sequences in the queue whose blocks are in the host pool, by id."""
-        return {sequence.seq_id: sequence for sequence in self.queue if sequence.seq_id in self.host.entries}
-
-    @property
     def queues(self) -> Queues:
         num_swapped = len(self.host.entries)
         return Queues(len(self.queue.sequences) - num_swapped, len(self.running), num_swapped, self.num_finished)

@@ -41,6 +41,7 @@ from forge.speculation.lookup import ForcedProposer, NgramProposer
 from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord
 from tests.engine.late_model import LateModel
+from tests.engine.schedules import waiting
 from tests.engine.scripted import PieceTokenizer
 
 PIECES = ("<eos>", "a", "b", "ab", "c")
@@ -559,7 +560,7 @@ class Play:
         scheduler, seen = self.scheduler, self.seen
         queues = record.queues
         assert (queues.waiting, queues.running, queues.swapped) == tuple(
-            map(len, (scheduler.waiting, scheduler.running, scheduler.swapped))
+            map(len, (waiting(scheduler), scheduler.running, scheduler.host.entries))
         )
         for token in record.tokens:
             said = self.said[token.seq_id]
@@ -624,7 +625,9 @@ class Play:
     def check_nothing_is_held(self) -> None:
         scheduler, stats = self.scheduler, self.engine.cache.stats()
         assert (stats.used_blocks, stats.tokens_held) == (0, 0), "blocks are still held"
-        assert not (scheduler.queue.sequences or scheduler.running or scheduler.swapped or scheduler.retained.sequences)
+        assert not (
+            scheduler.queue.sequences or scheduler.running or scheduler.host.entries or scheduler.retained.sequences
+        )
         assert scheduler.host.num_free == scheduler.host.num_blocks, "the host's pool is not empty"
         assert not (self.engine._requests or self.engine.timeline.requests() or self.engine._batch_builder._tables)
         for draft in self.engine.speculation.proposers[: len(self.case.drafts)]:

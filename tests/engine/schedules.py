@@ -50,6 +50,11 @@ def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = 
     ]
 
 
+def waiting(scheduler: Scheduler) -> list[Sequence]:
+    """The sequences in the queue, in order, but for those whose blocks are in the host pool."""
+    return [one for one in scheduler.queue if one.seq_id not in scheduler.host.entries]
+
+
 def admitted(plan: StepPlan) -> tuple[int, ...]:
     return tuple(one.seq_id for one in plan.admitted)
 

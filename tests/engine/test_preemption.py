@@ -9,6 +9,7 @@ from forge.engine.policies import VICTIM_POLICIES
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.trace.records import StepRecord
+from tests.engine.schedules import waiting
 from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine, run_all
 from tests.small_models import write_small_qwen3
 
@@ -176,7 +177,7 @@ def test_one_that_grows_into_the_pools_limit_ends_as_length():
 
 
 def is_queued(engine: Engine) -> bool:
-    return any(one.request_id == "it" for one in engine.scheduler.waiting)
+    return any(one.request_id == "it" for one in waiting(engine.scheduler))
 
 
 def is_mid_prefill(engine: Engine) -> bool:
@@ -195,11 +196,12 @@ def is_before_its_last_step(engine: Engine) -> bool:
 
 
 def is_swapped(engine: Engine) -> bool:
-    return any(one.request_id == "it" for one in engine.scheduler.swapped.values())
+    scheduler = engine.scheduler
+    return any(scheduler.queue.sequences[seq_id].request_id == "it" for seq_id in scheduler.host.entries)
 
 
 def is_preempted(engine: Engine) -> bool:
-    return any(one.request_id == "it" and one.times_preempted for one in engine.scheduler.waiting)
+    return any(one.request_id == "it" and one.times_preempted for one in waiting(engine.scheduler))
 
 
 def is_forked(engine: Engine) -> bool:
@@ -207,7 +209,7 @@ def is_forked(engine: Engine) -> bool:
 
 
 def has_a_fork_that_waits(engine: Engine) -> bool:
-    return any(one.request_id == "it" and one.num_output_tokens for one in engine.scheduler.waiting)
+    return any(one.request_id == "it" and one.num_output_tokens for one in waiting(engine.scheduler))
 
 
 def is_to_be_forked(engine: Engine) -> bool:

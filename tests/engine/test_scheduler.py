@@ -11,7 +11,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget
 from forge.trace.records import WaitRecord
-from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step
+from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step, waiting
 
 
 def by_arrival(sequence) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def test_begun_again_a_sample_without_output_does_not_wait_in_one_that_has_some(
     second.request_id = first.request_id
     scheduler.restart([first, second], num_finished=0)
 
-    assert (scheduler.waiting, second.waits_in) == ([first, second], None)
+    assert (waiting(scheduler), second.waits_in) == ([first, second], None)
 
 
 def test_an_item_without_an_outcome_changes_nothing():
@@ -292,7 +292,7 @@ def test_a_continuation_that_was_swapped_out_begins_from_the_host_and_not_from_a
     scheduler.add(sequence(0, tokens=5, retain_cache=True))
     step(scheduler)
     scheduler.add(sequence(1, tokens=6, continues_from=0))  # sequence 0 still runs: it begins from nothing
-    while not scheduler.swapped:
+    while not scheduler.host.entries:
         step(scheduler)
     step(scheduler, ending=(0,))
 

@@ -11,7 +11,7 @@ from forge.engine.scheduler import Scheduler
 from forge.engine.step_plan import StepPlan
 from forge.reasons import HostPoolFull, MaxNumSeqs, NoBlocks, NoBudget
 from forge.trace.records import PreemptRecord, Queues, WaitRecord
-from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step
+from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step, waiting
 
 
 def running(*lengths: int, num_blocks: int, **config) -> Scheduler:
@@ -58,7 +58,7 @@ def test_admission_blocks_when_prompt_does_not_fit():
 
     assert plan.waiting == (WaitRecord(1, NoBlocks(needed=2, free=1)),)
     assert (plan.admitted, plan.preempted) == ((), ())
-    assert scheduler.waiting == [late]
+    assert waiting(scheduler) == [late]
     assert 1 not in scheduler.cache
     step(scheduler, ending=(0,))
     assert admitted(step(scheduler)) == (1,)
@@ -232,7 +232,7 @@ def test_preempts_when_blocks_run_out():
     record = PreemptRecord(2, 1, 1, 0, preempt="lifo", preemption="recompute", tokens_lost=3, blocks_freed=1)
     assert plan.preempted == (record,)
     assert shares(plan) == [(0, "decode", 4, 1), (1, "decode", 4, 1)], "the victim is not in the plan"
-    assert [one.seq_id for one in scheduler.waiting] == [2]
+    assert [one.seq_id for one in waiting(scheduler)] == [2]
     assert scheduler.queues == Queues(waiting=1, running=2, swapped=0, finished=0)
 
 
@@ -250,7 +250,7 @@ def test_a_queued_request_is_not_skipped_after_a_preemption():
     plan = step(scheduler)
     assert [one.seq_id for one in plan.preempted] == [2]
     assert plan.waiting == (WaitRecord(3, NoBlocks(needed=1, free=0)),), "the first that is no victim"
-    assert [one.seq_id for one in scheduler.waiting] == [2, 3], "who ran before is in front"
+    assert [one.seq_id for one in waiting(scheduler)] == [2, 3], "who ran before is in front"
     step(scheduler, ending=(0, 1))
 
     assert admitted(step(scheduler)) == (2, 3)
@@ -259,7 +259,7 @@ def test_a_queued_request_is_not_skipped_after_a_preemption():
 def test_a_resumed_sequence_carries_its_prompt_and_its_output():
     scheduler = running(4, 4, 2, num_blocks=4)
     step(scheduler)  # sequence 2 is preempted after its first token
-    victim = scheduler.waiting[0]
+    victim = waiting(scheduler)[0]
     assert (victim.token_ids, victim.times_preempted) == ([2000, 2001, 7], 1)
     step(scheduler, ending=(0, 1))
 
@@ -418,7 +418,7 @@ def test_swapping_out_and_in_computes_nothing_again():
     assert plan.swap_ins == (Swap(2, scheduler.cache.block_table(2)[:2]),)
     assert (plan.admitted[0].how, plan.admitted[0].num_cached) == ("swap", 6)
     assert shares(plan) == [(2, "decode", 6, 1)]
-    assert (scheduler.host.num_free, scheduler.swapped) == (scheduler.host.num_blocks, {})
+    assert (scheduler.host.num_free, scheduler.host.entries) == (scheduler.host.num_blocks, {})
 
 
 def test_a_full_host_pool_falls_back_to_recompute_with_its_reason():
@@ -429,7 +429,7 @@ def test_a_full_host_pool_falls_back_to_recompute_with_its_reason():
     (record,) = plan.preempted
     assert (record.preemption, record.tokens_lost, record.fallback) == ("recompute", 6, HostPoolFull(needed=2, free=1))
     assert plan.swap_outs == ()
-    assert [one.seq_id for one in scheduler.waiting] == [2]
+    assert [one.seq_id for one in waiting(scheduler)] == [2]
 
 
 def test_a_swapped_sequence_keeps_its_place_before_those_that_never_ran():
@@ -446,9 +446,9 @@ def test_a_salt_outlives_a_swap():
     for seq_id, salt in ((0, ""), (1, ""), (2, "mine")):
         scheduler.add(sequence(seq_id, 7, 99, token_ids=[10 * seq_id + place for place in range(7)], salt=salt))
         step(scheduler)
-    while not scheduler.swapped:
+    while not scheduler.host.entries:
         step(scheduler)
-    assert list(scheduler.swapped) == [2]
+    assert list(scheduler.host.entries) == [2]
     step(scheduler, ending=(0, 1))
     step(scheduler)
     step(scheduler, ending=(2,))
@@ -493,8 +493,8 @@ def test_forks_of_a_prompt_that_fills_its_blocks_copy_nothing():
 
 def test_forks_without_a_place_wait_with_their_first_token():
     scheduler = fork_scheduler(3, prompt=6, max_num_seqs=2)
-    assert (list(scheduler.running), [one.seq_id for one in scheduler.waiting]) == ([0, 1], [2])
-    assert scheduler.waiting[0].output_token_ids == [7]
+    assert (list(scheduler.running), [one.seq_id for one in waiting(scheduler)]) == ([0, 1], [2])
+    assert waiting(scheduler)[0].output_token_ids == [7]
 
     plan = step(scheduler, ending=(0,))
     assert plan.waiting == (WaitRecord(2, MaxNumSeqs(limit=2)),)
@@ -507,7 +507,7 @@ def test_forks_without_a_place_wait_with_their_first_token():
 def test_where_blocks_cannot_be_shared_a_fork_without_a_run_waits():
     scheduler = fork_scheduler(3, prompt=6, kv="basic", num_blocks=16)  # two runs of eight blocks
 
-    assert (list(scheduler.running), [one.seq_id for one in scheduler.waiting]) == ([0, 1], [2])
+    assert (list(scheduler.running), [one.seq_id for one in waiting(scheduler)]) == ([0, 1], [2])
 
 
 def test_samples_whose_first_is_aborted_before_the_prompt_is_computed_lose_nothing():
@@ -606,7 +606,7 @@ def test_the_shortest_job_is_first_and_with_aging_later_ones_overtake_only_so_fa
     scheduler = new_scheduler(64, order=order, max_num_seqs=1)
     for seq_id, length in enumerate((90, 20, 3, 6)):
         scheduler.add(sequence(seq_id, tokens=1, max_tokens=length))
-    assert [one.seq_id for one in scheduler.waiting] == expected
+    assert [one.seq_id for one in waiting(scheduler)] == expected
 
 
 def test_under_every_order_prefill_only_sequences_are_ordered_with_the_others():
@@ -617,5 +617,5 @@ def test_under_every_order_prefill_only_sequences_are_ordered_with_the_others():
         lengths = {0: 6, 1: 5, 2: 4}
         for seq_id, tokens in lengths.items():
             scheduler.add(sequence(seq_id, tokens=tokens, max_tokens=1, prefill_only=True, priority=-seq_id))
-        assert [one.seq_id for one in scheduler.waiting] == [2, 1, 0]
+        assert [one.seq_id for one in waiting(scheduler)] == [2, 1, 0]
         assert shares(step(scheduler))[0][0] == 2

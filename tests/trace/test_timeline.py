@@ -25,6 +25,7 @@ from forge.trace.records import (
     WaitRecord,
 )
 from forge.trace.timeline import Cause, Timeline, timeline_of
+from tests.engine.schedules import waiting
 from tests.engine.scripted import muddled, new_engine, run_all
 from tests.trace.runs import crowded
 
@@ -359,7 +360,7 @@ def test_the_queue_is_shown_in_the_order_of_the_scheduler():
         engine = LLM("hash", kv="paged").new_engine(order=order)
         for seq_id, length in enumerate((90, 20, 3, 6)):
             engine.add_request(str(seq_id), [97], SamplingParams(length))
-        assert engine.timeline.queue(order) == tuple(one.seq_id for one in engine.scheduler.waiting) == expected
+        assert engine.timeline.queue(order) == tuple(one.seq_id for one in waiting(engine.scheduler)) == expected
 
 
 def test_ctrl_c_at_any_line_while_the_journal_is_read_loses_nothing():
