@@ -11,23 +11,12 @@ a generation until it is computed, in chunks: however long it is, it makes no ru
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from forge.cache.kv_cache import NO_HIT, Hit
 from forge.engine.containers import Containers
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, PlanItem
 from forge.reasons import NoBlocks, NoBudget, WaitReason
-
-
-@dataclass
-class _StepBudget:
-    """What one step has left for prefill-only sequences."""
-
-    plan: PlanBuilder
-    tokens: int
-    temporary_bytes: int
-    scratch: list[int]
 
 
 class PrefillOnly:
@@ -41,15 +30,15 @@ class PrefillOnly:
         self.temporary_bytes = temporary_bytes
         self._in_chunks = self._config.chunked_prefill and self._cache.persistent
         """Whether a prompt that exceeds a step's tokens can be computed in several steps."""
-        self._budget: _StepBudget | None = None
 
     def admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
         """Give a sequence its rows in this step and leave the queue, or say why it has to wait.
 
         Where it would not hold a generation up, one is admitted per step, however large.
         """
-        budget, config = self._budget_of(plan), self._config
-        spent, tokens = NoBudget(config.prefill_only_tokens, "prefill_only_tokens"), budget.tokens
+        config = self._config
+        spent = NoBudget(config.prefill_only_tokens, "prefill_only_tokens")
+        tokens = config.prefill_only_tokens - plan.prefill_only_rows
         if plan.items and plan.budget < tokens:
             spent, tokens = NoBudget(plan.limit), plan.budget
         if tokens <= 0:
@@ -66,15 +55,16 @@ class PrefillOnly:
         holds_up = plan.items if self._in_chunks else plan.prefill_tokens
         if num_rows > tokens and (holds_up or not is_first):
             return spent
-        if num_bytes > budget.temporary_bytes and not is_first:
+        if plan.temporary_bytes + num_bytes > config.prefill_only_memory and not is_first:
             return NoBudget(config.prefill_only_memory, "prefill_only_memory")
         num_blocks = -(-num_rows // self._cache.block_size)
-        if num_blocks > len(budget.scratch):
-            return NoBlocks(num_blocks, len(budget.scratch))
-        budget.tokens -= num_rows
+        num_free = len(self.scratch) - plan.num_scratch_blocks
+        if num_blocks > num_free:
+            return NoBlocks(num_blocks, num_free)
+        plan.prefill_only_rows += num_rows
         plan.budget -= num_rows
-        budget.temporary_bytes -= num_bytes
-        self._begin(sequence, hit, logit_rows, budget)
+        plan.temporary_bytes += num_bytes
+        self._begin(sequence, hit, logit_rows, plan)
         return None
 
     def needs_chunks(self, reason: WaitReason | None, plan: PlanBuilder) -> bool:
@@ -86,7 +76,7 @@ class PrefillOnly:
         """True if a long sequence that a short one passes could still be computed in the same step."""
         size = self._cache.block_size
         num_blocks = -(-len(passing.token_ids) // size) + -(-len(passed.token_ids) // size)
-        return num_blocks <= len(self._budget_of(plan).scratch)
+        return num_blocks <= len(self.scratch) - plan.num_scratch_blocks
 
     def commit(self, item: PlanItem, broken: bool) -> None:
         """Commit an item: cache the blocks that are to be published and release the rest.
@@ -101,14 +91,6 @@ class PrefillOnly:
             cache.remove(item.seq_id)
         self._planner.remember(sequence)
 
-    def _budget_of(self, plan: PlanBuilder) -> _StepBudget:
-        """Return this step's budget, which the first sequence that asks for it creates."""
-        if self._budget is None or self._budget.plan is not plan:
-            config = self._config
-            tokens, memory = config.prefill_only_tokens, config.prefill_only_memory
-            self._budget = _StepBudget(plan, tokens, memory, list(self.scratch))
-        return self._budget
-
     def _whole_blocks(self, sequence: Sequence) -> Hit:
         """Return how many whole blocks of the prompt are cached, if there are blocks enough to hold them. A part of a
         block would have to be copied for one step's use."""
@@ -120,9 +102,9 @@ class PrefillOnly:
             hit = cache.lookup(sequence.token_ids, sequence.salt, hit.num_tokens // size * size)
         return hit if cache.blocks_to_begin(hit, hit.num_tokens) <= cache.num_available else NO_HIT
 
-    def _begin(self, sequence: Sequence, hit: Hit, logit_rows: range, budget: _StepBudget) -> None:
+    def _begin(self, sequence: Sequence, hit: Hit, logit_rows: range, plan: PlanBuilder) -> None:
         """Attach the cached blocks, reserve those that will be published, and scratch blocks for the rest."""
-        cache, size, plan = self._cache, self._cache.block_size, budget.plan
+        cache, size = self._cache, self._cache.block_size
         end = max(len(hit.blocks), self._planner.num_worth_caching(sequence)) * size
         if cache.blocks_to_begin(hit, end) > cache.num_available:
             end = hit.num_tokens
@@ -134,7 +116,9 @@ class PrefillOnly:
             self._planner.claim(sequence, hit.num_tokens, plan, len(table))
         self._queue.remove(sequence)
         start, length = hit.num_tokens, len(sequence.token_ids)
-        table += tuple([budget.scratch.pop() for _ in range(-(-length // size) - len(table))])
+        num_scratch = -(-length // size) - len(table)
+        table += tuple(self.scratch[plan.num_scratch_blocks : plan.num_scratch_blocks + num_scratch])
+        plan.num_scratch_blocks += num_scratch
         samples = sequence.task.sample and sequence.max_output_tokens > 0
         rows = (start, length - start, logit_rows, samples)
         item = PlanItem(sequence.seq_id, sequence, *rows, "prefill_only", table, num_published=end)

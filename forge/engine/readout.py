@@ -39,13 +39,13 @@ def max_logit_rows(vocab_size: int) -> int:
     return max(MIN_SLICE_ROWS, SLICE_BYTES // (4 * vocab_size))
 
 
-def read_out(item: PlanItem, rows: np.ndarray) -> Readout:
+def read_out(item: PlanItem, rows: np.ndarray, before: Readout | None = None) -> Readout:
     """Answer the task of an item's sequence from the logits of the item's rows, float32 `[rows, vocab]`; of a prompt in
-    chunks, as far as it is computed."""
+    chunks, as far as it is computed. before: the answer so far, where it is not the one of the chunks before."""
     sequence, task = item.sequence, item.sequence.task
     scores = score_tokens(sequence, item.start + item.logit_rows.start + 1, rows) if task.score_from is not None else ()
     candidates = _candidates(sequence, rows[-1]) if task.candidates and not item.remaining else ()
-    return Readout(candidates, (*_before(item).scores, *scores))
+    return Readout(candidates, (*(before or _before(item)).scores, *scores))
 
 
 def _before(item: PlanItem) -> Readout:
@@ -70,35 +70,30 @@ def run_separate_forwards(items: Items[PlanItem], model: Model, storage: KvStora
 
 def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> SeparateResult:
     """Run several forwards over parts of a prompt that has too many rows for one array of logits."""
-    sequence, size = item.sequence, max_logit_rows(model.vocab_size)
-    scores: tuple[Logprobs, ...] = ()
-    rows = np.empty((0, 0), np.float32)
+    readout, rows, size = _before(item), np.empty((0, 0), np.float32), max_logit_rows(model.vocab_size)
     try:
         for first in range(0, item.num_tokens, size):
-            start, end = item.start + first, item.start + min(first + size, item.num_tokens)
-            logit_rows = range(max(0, item.logit_rows.start - first), min(end - start, item.logit_rows.stop - first))
-            part = SequenceRows(sequence.token_ids[start:end], start, item.block_table, logit_rows)
-            rows = np.asarray(model.forward(flat_batch([part], storage.layout.block_size), storage))
-            scores += score_tokens(sequence, start + logit_rows.start + 1, rows)
-        last_row = rows[-1] if item.samples else None
-        candidates = _candidates(sequence, rows[-1]) if sequence.task.candidates and not item.remaining else ()
+            num_tokens = min(size, item.num_tokens - first)
+            logit_rows = range(max(0, item.logit_rows.start - first), min(num_tokens, item.logit_rows.stop - first))
+            remaining = item.remaining + item.num_tokens - first - num_tokens
+            part = item._replace(
+                start=item.start + first, num_tokens=num_tokens, logit_rows=logit_rows, remaining=remaining
+            )
+            rows = np.asarray(model.forward(flat_batch([_rows_of(part)], storage.layout.block_size), storage))
+            readout = read_out(part, rows, readout)
     except BrokenLogits as error:
         return SeparateResult(error=error)
-    return SeparateResult(Readout(candidates, (*_before(item).scores, *scores)), last_row)
+    return SeparateResult(readout, rows[-1] if item.samples else None)
+
+
+def _rows_of(item: PlanItem) -> SequenceRows:
+    token_ids = item.sequence.token_ids[item.start : item.start + item.num_tokens]
+    return SequenceRows(token_ids, item.start, item.block_table, item.logit_rows)
 
 
 def _embed(items: list[PlanItem], model: Model, storage: KvStorage) -> list[Readout]:
     """Embed several sequences in one pass that ends in hidden states."""
-    parts = [
-        SequenceRows(
-            item.sequence.token_ids[item.start : item.start + item.num_tokens],
-            item.start,
-            item.block_table,
-            item.logit_rows,
-        )
-        for item in items
-    ]
-    hidden = model.hidden(flat_batch(parts, storage.layout.block_size), storage)
+    hidden = model.hidden(flat_batch([_rows_of(item) for item in items], storage.layout.block_size), storage)
     readouts, first = [], 0
     for item in items:
         rows, before = hidden[first : first + len(item.logit_rows)], _before(item).embedding

@@ -114,6 +114,11 @@ class PlanBuilder:
     exhausted: list[int] = field(default_factory=list)
     needs_hidden: bool = False
     """An item has been scheduled whose task needs hidden states."""
+    prefill_only_rows: int = 0
+    temporary_bytes: int = 0
+    """Of the arrays that the forward of these rows needs for itself."""
+    num_scratch_blocks: int = 0
+    """Taken by prefill-only sequences."""
     num_passing: int = 0
     """Prefill-only sequences that pass longer ones."""
     prefix_owners: dict[int, int] = field(default_factory=dict)
