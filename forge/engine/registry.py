@@ -26,7 +26,7 @@ from forge.engine.step_plan import Outcome, StepPlan, flat
 from forge.engine.step_record import RecordBuilder
 from forge.engine.structured_output import CompileGrammar, Grammar
 from forge.engine.task import GENERATE, Logprobs, Task
-from forge.engine.token_filter import TokenFilters
+from forge.engine.token_filter import TokenFilter
 from forge.errors import UsageError
 from forge.model.model import Model, ModelUnavailable
 from forge.reasons import FinishReason
@@ -63,7 +63,6 @@ class RequestRegistry(ABC):
 
     def __init__(self, tokenizer: Tokenizer, limits: PromptLimits, scheduler: Scheduler, records: RecordBuilder):
         self.tokenizer, self.scheduler, self._limits, self._records = tokenizer, scheduler, limits, records
-        self._token_filters = TokenFilters(tokenizer, limits.vocab_size)
         has_scratch = bool(scheduler.prefill_only.scratch)
         self._sequence_builder = SequenceBuilder(tokenizer, limits, scheduler.config, has_scratch)
         self.timeline = Timeline()
@@ -202,7 +201,7 @@ class RequestRegistry(ABC):
                 raise UsageError("this engine has no grammars: leave structured output out")
             form = self.compile_grammar(params.structured)
         self._has_grammars = True
-        return self._token_filters.applied(params, form)
+        return TokenFilter(params, self.tokenizer, self._limits.vocab_size, form) if params.filters_tokens else form
 
     # Requests out
 

@@ -71,46 +71,28 @@ class _BadWord:
         return self._completing[length]
 
 
-class TokenFilters:
-    """The filters of an engine's requests. The first bad word makes it read the vocabulary's bytes."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-
-    def applied(self, params: SamplingParams, form: Grammar | None) -> Grammar | None:
-        """Return `form` with the filter of `params`; the filter alone without a form, and `form` without a filter."""
-        if not params.filters_tokens:
-            return form
-        vocabulary = vocabulary_bytes(self._tokenizer, self._vocab_size) if params.bad_words else None
-        ends = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._tokenizer.eos_token_ids)]
-        return TokenFilter(params, self._vocab_size, vocabulary, form, ends)
-
-
 class TokenFilter:
     """A `Grammar` of what `params` allow, within what another grammar allows."""
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        vocab_size: int,
-        vocabulary: VocabularyBytes | None,
-        form: Grammar | None,
-        ends: Items[int] = (),
-    ):
-        """vocabulary: needed where `params` have `bad_words`. form: the grammar that holds too. ends: the tokens that
-        end the output, and that the first `min_tokens` cannot be."""
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, vocab_size: int, form: Grammar | None):
+        """vocab_size: the model's. form: the grammar that holds too."""
         self.form = form
         self.allowed = np.ones(vocab_size, bool)
         if params.allowed_token_ids is not None:
             self.allowed[:] = False
             self.allowed[[*params.allowed_token_ids]] = True
-        words = dict.fromkeys(params.bad_words or ()) if vocabulary is not None else ()
-        self._vocabulary = vocabulary
-        self._words = [_BadWord(word.encode(), vocabulary) for word in words if vocabulary is not None]
+        self._bytes: list[bytes] = []
+        self._words: list[_BadWord] = []
+        if params.bad_words:
+            vocabulary = vocabulary_bytes(tokenizer, vocab_size)
+            self._bytes = vocabulary.of
+            self._words = [_BadWord(word.encode(), vocabulary) for word in dict.fromkeys(params.bad_words)]
         for word in self._words:
             self.allowed[word.containing] = False
         self._min_tokens, self._unending = params.min_tokens, self.allowed.copy()
-        self._unending[[*ends]] = False
+        self._unending[[*(params.stop_token_ids or ()), *(() if params.ignore_eos else tokenizer.eos_token_ids)]] = (
+            False
+        )
         self._tail = max((len(word.word) - 1 for word in self._words), default=0)
         """Bytes of the output that a word may have begun in."""
 
@@ -132,9 +114,9 @@ class TokenFilter:
     def _end_of(self, output: Items[int]) -> bytes:
         """Return the end of the output's text in bytes, at least as many as a bad word may have begun in."""
         end, index = b"", len(output)
-        while len(end) < self._tail and index and self._vocabulary is not None:
+        while len(end) < self._tail and index:
             index -= 1
-            end = self._vocabulary.of[output[index]] + end
+            end = self._bytes[output[index]] + end
         return end
 
 

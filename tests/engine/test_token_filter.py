@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forge import LLM, SamplingParams, StructuredOutput
 from forge.engine.sampling import choose_token
-from forge.engine.token_filter import TokenFilters
+from forge.engine.token_filter import TokenFilter
 from forge.errors import UsageError
 from forge.model.model import Draw
 
@@ -152,13 +152,13 @@ def test_a_mask_is_the_one_by_trial_whatever_came_before(words, output, min_toke
         too_early = (0, 3) if len(before) < min_tokens else ()
         return [i not in too_early and not any(word in end + shown[i] for word, end in ends) for i in range(size)]
 
-    matcher = TokenFilters(tokenizer, size).applied(params, None).new_matcher()
+    matcher = TokenFilter(params, tokenizer, size, None).new_matcher()
     assert matcher.mask(output).tolist() == allowed(output)
     may_come = [allowed(output[:index])[token_id] for index, token_id in enumerate(output)]
     num_allowed = [*may_come, False].index(False)
     assert matcher.num_allowed([], output) == num_allowed
     grammar: Any = Forces(output)
-    matcher = TokenFilters(tokenizer, size).applied(params, grammar).new_matcher()
+    matcher = TokenFilter(params, tokenizer, size, grammar).new_matcher()
     assert matcher.forced([]) == tuple(output[:num_allowed])
     assert matcher.num_allowed([], output) == min(2, num_allowed)
 
