@@ -82,11 +82,15 @@ PANELS: dict[str, dict[str, str]] = {
 commands, of that name in `forge.cli.NAME`, or an experiment."""
 _ELSEWHERE = {
     "chapter": "chapters:chapter",
+    "classify": "answers:classify",
+    "embed": "answers:embed",
     "engines": "serve:engines",
     "glossary": "chapters:glossary",
     "next": "chapters:next_chapter",
     "review": "chapters:review",
-    "logprobs": "score:logprobs",
+    "logprobs": "answers:logprobs",
+    "rerank": "answers:rerank",
+    "score": "answers:score",
     "trace": "replay:trace",
 }
 """Commands that share a module: module and function in `forge.cli`."""

@@ -14,13 +14,8 @@ import typer
 
 from forge.cli.arguments import JSON_HELP, JsonOption, Takes, was_given  # noqa: F401
 from forge.engine.structured_output import StructuredOutput
-from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
-
-AnsweringEngine = Annotated[EngineArgs, Takes("model Model prefill_only_tokens prefill_only_memory", kv="prefix")]
-"""The engine of commands whose answers come from one forward pass each: what several inputs begin with is computed
-once."""
 
 _OUTPUT, _WORKLOAD, _FORM = "Output", "Requests", "Structured output (one of these)"
 
@@ -34,13 +29,6 @@ PromptArgument = Annotated[
 ]
 DefaultedPrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")]
 MaxTokens = Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Output tokens at most.")]
-
-TextsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="TEXT...", help="One text or several; - reads standard input.")
-]
-FileOption = Annotated[
-    str | None, typer.Option("--file", "-f", help="More texts, one to a line.", rich_help_panel="Texts")
-]
 
 PromptTokensOption = Annotated[
     str,
