@@ -105,9 +105,8 @@ def classify(engine: AnsweringEngine, texts: TextsArgument = None, *, asked: Cla
     llm = create_llm(engine)
     if not names and not llm.model.labels:
         raise UsageError(_LABELS_NEEDED)
-    prompts = inputs
-    if names and not asked.raw:
-        prompts = [classify_prompt(llm.tokenizer, text, names, asked.question) for text in inputs]
+    raw = asked.raw or not names
+    prompts = inputs if raw else [classify_prompt(llm.tokenizer, text, names, asked.question) for text in inputs]
     with _bar("classify") as on_progress:
         found = llm.classify(prompts, names, on_progress=on_progress)
     return report(

@@ -265,7 +265,6 @@ def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
     Raises `UsageError`.
     """
     from forge.model.catalog import is_hash_model, resolve_model
-    from forge.workload.requests import Range
 
     models = [model for name in ("model", "draft") for model in each(values.get(name, ()))]
     for model in models:
@@ -274,9 +273,6 @@ def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     if texts.get("prompt") == "":
         raise UsageError("the prompt is empty: give it at least one word")
-    for name in ("prompt_tokens", "max_tokens"):
-        if not _is_whole(texts.get(name, "1")):
-            Range.parse(texts[name], flag_of(name))
     for name in _COUNTS:
         if _is_whole(texts.get(name, "")) and int(texts[name]) < 1:
             named = name if name == "max_tokens" else flag_of(name)  # which is an argument of some chapters
