@@ -11,7 +11,7 @@ from forge.cli.options import RequestArgs, parse_numbers
 from forge.engine_args import EngineArgs
 from forge.experiments.batching import measure_ways
 from forge.option import check_needs
-from forge.views.report import Report
+from forge.views.screen import Report
 from forge.workload.ways import How
 
 

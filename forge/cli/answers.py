@@ -17,8 +17,7 @@ from forge.errors import UsageError
 from forge.option import option
 from forge.views import answers
 from forge.views.progress import CountingBar
-from forge.views.report import Report
-from forge.views.screen import report
+from forge.views.screen import Report, report
 from forge.views.terminal import open_error_console
 
 AnsweringEngine = Annotated[EngineArgs, Takes("model Model prefill_only_tokens prefill_only_memory", kv="prefix")]

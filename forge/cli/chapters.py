@@ -27,7 +27,7 @@ from forge.errors import UsageError
 from forge.option import flag_of
 from forge.views.formatting import plural
 from forge.views.json_output import plain
-from forge.views.report import Report
+from forge.views.screen import Report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:

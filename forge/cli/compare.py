@@ -28,8 +28,7 @@ from forge.views.comparison import (
     print_interrupted,
     question_for,
 )
-from forge.views.report import Report
-from forge.views.screen import report
+from forge.views.screen import Report, report
 from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 

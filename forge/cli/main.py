@@ -24,7 +24,7 @@ from forge.errors import INTERRUPTED, ForgeError, UsageError
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-    from forge.views.report import Report
+    from forge.views.screen import Report
 
 CLOSED_PIPE = 141
 """The exit status that a shell reports of a program that SIGPIPE ended."""

@@ -23,8 +23,7 @@ from forge.views.models import (
     pulled_screen,
 )
 from forge.views.progress import TransferBar
-from forge.views.report import Report
-from forge.views.screen import report
+from forge.views.screen import Report, report
 from forge.views.terminal import open_error_console
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from forge.option import option
 from forge.views.json_output import as_object
 from forge.views.models import synthetic_screen
 from forge.views.progress import TransferBar
-from forge.views.report import Report
-from forge.views.screen import report
+from forge.views.screen import Report, report
 from forge.views.terminal import open_error_console
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ def tour(
     from forge.cli.serve import require_server
     from forge.cli.watch import steps_of
     from forge.errors import UsageError
-    from forge.views.report import Report
+    from forge.views.screen import Report
 
     if not prompt:
         raise UsageError("the prompt is empty: give it at least one word")

@@ -1,5 +1,6 @@
 """`forge trace-scheduler`: many requests at once, and what the scheduler decides in every step, with its reasons."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,15 +18,13 @@ from forge.cli.run_control import (
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
-from forge.views.report import Report
-from forge.views.run_summary import print_serving, print_tenants, print_throughput, serving_object, tenant_objects
+from forge.views.run_summary import serving_object, serving_screen, tenant_objects, tenants_screen, throughput_screen
+from forge.views.screen import Part, report
 from forge.views.terminal import can_redraw, open_console
 from forge.views.traffic import serving_view
 from forge.workload.requests import WorkloadRun
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from forge.llm import LLM
     from forge.workload.requests import Workload
 
@@ -101,14 +100,10 @@ def _run(
         for tenant, limit in enumerate(tenants)
     ]
 
-    def draw(console: "Console") -> None:
-        print_serving(console, history, requests)
-        if chart:
-            print_throughput(console, history.records)
-        print_tenants(console, by_tenant)
+    def screen() -> Iterator[Part]:
+        yield from serving_screen(history, requests)
+        yield from throughput_screen(history.records) if chart else ()
+        yield from tenants_screen(by_tenant)
 
-    return Report(
-        serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)},
-        draw,
-        INTERRUPTED if driven.interrupted and not driven.left else 0,
-    )
+    facts = serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)}
+    return report(facts, screen, INTERRUPTED if driven.interrupted and not driven.left else 0)

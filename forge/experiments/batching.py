@@ -24,10 +24,9 @@ from forge.views.formatting import count, ms, percent, plural, times
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT
 from forge.views.progress import progress_line
-from forge.views.report import Report
 from forge.views.request_sets import identity_text, workload_text
 from forge.views.run_summary import totals_object
-from forge.views.screen import Part, Table, question, report, sentences
+from forge.views.screen import Part, Report, Table, question, report, sentences
 from forge.views.summary import RunLabel
 from forge.workload.requests import Arrival, Range, Workload, WorkloadRun, make_workload
 from forge.workload.ways import Measured, identical, measure_all, speed_up

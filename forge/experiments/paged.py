@@ -26,8 +26,7 @@ from forge.views.formatting import plural, share, size
 from forge.views.json_output import picked
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, TITLE
-from forge.views.report import Report
-from forge.views.screen import Part, leads_on, question, report, sentences, sides
+from forge.views.screen import Part, Report, leads_on, question, report, sentences, sides
 from forge.views.text import one_line, tail
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from forge.views.formatting import count, plural
 from forge.views.json_output import as_object
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, sequence_style
-from forge.views.report import Report
-from forge.views.screen import Part, leads_on, question, report, sentences, sides
+from forge.views.screen import Part, Report, leads_on, question, report, sentences, sides
 from forge.views.summary import RunsResult
 from forge.views.text import neutralise, one_line, tail
 

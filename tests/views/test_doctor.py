@@ -1,7 +1,8 @@
 import json
 
-from forge.views.doctor import Finding, is_healthy, print_findings
+from forge.cli.doctor import Finding, is_healthy, screen
 from forge.views.json_output import to_json
+from forge.views.screen import draw
 from tests.views.records import piped, terminal, written
 
 FINE = [Finding("Python", "ok", "3.11"), Finding("cuda", "note", "no GPU")]
@@ -10,7 +11,7 @@ BAD = [*FINE, Finding("numba", "trouble", "missing: pip install numba")]
 
 def shown(findings):
     console = piped()
-    print_findings(console, findings)
+    draw(console, screen(findings))
     return written(console)
 
 
@@ -26,7 +27,7 @@ def test_trouble_is_marked_and_counted():
 
 def test_a_narrow_terminal_loses_neither_the_mark_nor_the_text():
     console = terminal(20)
-    print_findings(console, BAD)
+    draw(console, screen(BAD))
     out = written(console)
     assert "✗" in out and "missing" in out and "no GPU" in out
 

@@ -17,8 +17,7 @@ from typing import Any
 from forge.errors import ForgeError
 from forge.server.server_process import ServerProcess
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Part, check, fill, question, report, sentences, title
+from forge.views.screen import Part, Report, check, fill, question, report, sentences, title
 
 STREAMS = WHOLE = 6
 MAX_TOKENS = 1500

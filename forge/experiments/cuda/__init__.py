@@ -26,8 +26,7 @@ from forge.views.formatting import ms, plural, size, times
 from forge.views.forwards import spaced
 from forge.views.json_output import as_object, to_json
 from forge.views.palette import ACCENT
-from forge.views.report import Report
-from forge.views.screen import Part, Table, leads_on, report, sentences, title
+from forge.views.screen import Part, Report, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
 from forge.views.text import one_line
 

@@ -31,8 +31,7 @@ from forge.views.json_output import as_object
 from forge.views.metrics import flowing, verdict
 from forge.views.palette import ACCENT, QUIET
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Hanging, Part, Table, question, report
+from forge.views.screen import Hanging, Part, Report, Table, question, report
 from forge.views.summary import RunLabel
 from forge.views.terminal import can_redraw, open_console
 from forge.views.text import one_line
