@@ -24,11 +24,11 @@ from forge.views.comparison import (
     Side,
     compare_runs,
     comparison_object,
-    print_comparison,
-    print_interrupted,
+    comparison_screen,
+    interrupted_screen,
     question_for,
 )
-from forge.views.screen import Report, report
+from forge.views.screen import Report, draw, report
 from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 
@@ -131,13 +131,13 @@ def compare(
             if side.result.interrupted:
                 break
     if sides[-1].result.interrupted:
-        print_interrupted(console, sides)
+        draw(console, interrupted_screen(sides))
         raise typer.Exit(exit_status(sides[-1].result))
     comparison = compare_runs(question, versus.option, *sides)
     shown = texts[0] if len(texts) == 1 else f"{len(texts)} prompts of {prompts}, each one step after the one before"
-    return Report(
+    return report(
         comparison_object(comparison),
-        lambda console: print_comparison(console, comparison, shown),
+        lambda: comparison_screen(comparison, shown),
         0 if comparison.identical else DIFFERENT,
     )
 
@@ -238,7 +238,7 @@ def _is_number_alone(ctx: typer.Context) -> bool:
 
 def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     """Many requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
-    from forge.views.request_sets import many_object, print_many
+    from forge.views.request_sets import many_object, many_screen
     from forge.workload.ways import identical, requests_in_common
 
     has_prompt = options.was_given(ctx, "prompt")
@@ -248,9 +248,9 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
         left["max_tokens"] = right["max_tokens"] = int(left["prompt"])
     workloads, labels, sides = zip(*(_serve_side(side, has_prompt) for side in (left, right)), strict=True)
     in_common = requests_in_common(*workloads)
-    return Report(
+    return report(
         many_object(versus.option, versus.names, sides, in_common),
-        lambda console: print_many(console, versus.option, versus.names, labels, workloads, sides, in_common),
+        lambda: many_screen(versus.option, versus.names, labels, workloads, sides, in_common),
         0 if identical(sides, in_common) else DIFFERENT,
     )
 

@@ -91,6 +91,7 @@ _ELSEWHERE = {
     "logprobs": "answers:logprobs",
     "rerank": "answers:rerank",
     "score": "answers:score",
+    "tour": "chapters:tour",
     "trace": "replay:trace",
 }
 """Commands that share a module: module and function in `forge.cli`."""
