@@ -113,8 +113,7 @@ def tour(
     [dim]forge tour --svg tour.svg[/dim]
     """
     from forge.book.tour import take_tour, tour_screen
-    from forge.cli.serve import require_server
-    from forge.cli.watch import steps_of
+    from forge.cli.serve import require_server, steps_of
 
     if not prompt:
         raise UsageError("the prompt is empty: give it at least one word")

@@ -93,6 +93,7 @@ _ELSEWHERE = {
     "score": "answers:score",
     "tour": "chapters:tour",
     "trace": "replay:trace",
+    "watch": "serve:watch",
 }
 """Commands that share a module: module and function in `forge.cli`."""
 _SETTINGS: dict[str, dict[str, Any]] = {

@@ -17,8 +17,7 @@ from rich.text import Text
 from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.serve import require_server
-from forge.cli.watch import steps_of
+from forge.cli.serve import require_server, steps_of
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError, UsageError
 from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
