@@ -149,7 +149,7 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         "end_to_end_ms": _spread(visit.e2el_ms for visit in readers),
         "clients": [visit_object(visit) for visit in result.visits],
         "alone": visit_object(result.alone),
-        "identical": result.alone.text == readers[0].text,
+        "identical": result.alone.text != "" and result.alone.text == readers[0].text,
         "steps": _steps_object(result),
         "leaver": _leaver_object(result),
         "late": _late_object(result),
