@@ -145,7 +145,7 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
 
 
 def _limits(plan: Plan) -> Limits:
-    answer = measure_limits("limits_worker", plan.effort)
+    answer = measure_limits("cpu", plan.effort)
     return Limits(answer["bytes_per_second"], answer["products_per_second"])
 
 
