@@ -15,7 +15,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.views.blocks import BlockScreen
 from forge.views.generation import LiveGeneration
 from forge.views.picture import draw_busiest_step, picture_console, save_picture
-from forge.views.report import Report
+from forge.views.screen import Report
 from forge.views.terminal import ForgeConsole, print_lines
 from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
 

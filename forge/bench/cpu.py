@@ -145,7 +145,7 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
 
 
 def _limits(plan: Plan) -> Limits:
-    answer = measure_limits("limits_worker", plan.effort)
+    answer = measure_limits("cpu", plan.effort)
     return Limits(answer["bytes_per_second"], answer["products_per_second"])
 
 
@@ -276,7 +276,7 @@ def screen(facts: Facts) -> Iterator[Part]:
             if held := contender["weight_bytes"]:
                 share = held / model.weight_bytes
                 yield f"{contender['name']} keeps the weights in {size(held)}, {share:,.2f} x the file."
-    if notes := list(_notes(facts, peers)):
+    if notes := list(_notes(facts)):
         yield from (None, *notes)
 
 
@@ -350,7 +350,7 @@ def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
     yield sentence
 
 
-def _notes(facts: Facts, peers: list[str]) -> Iterator[Part]:
+def _notes(facts: Facts) -> Iterator[Part]:
     for skipped in facts["skipped"]:
         yield f"· {one_line(skipped['name'])}: {one_line(skipped['reason'])}"
     for entry in facts["figures"]:

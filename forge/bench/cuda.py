@@ -79,7 +79,7 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
     """
     facts: Facts = {"schema": SCHEMA, "model": plan.model, "limits": None, "contenders": {}, "steps": [], "loads": []}
     on_progress("what this GPU can do")
-    facts |= {"limits": measure_limits("cuda_limits_worker", plan.effort), "skipped": [], "interrupted": False}
+    facts |= {"limits": measure_limits("gpu", plan.effort), "skipped": [], "interrupted": False}
     yield facts
     with Runner(on_progress) as runner, model_file(plan, on_progress) as (path, vocab_size):
         facts["skipped"] = runner.skipped

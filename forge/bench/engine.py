@@ -6,22 +6,19 @@ from typing import Annotated
 import typer
 
 from forge.bench import kit
-from forge.cli import options
 from forge.cli.arguments import Takes, command, make, stated
+from forge.cli.options import RequestArgs, parse_numbers
 from forge.engine_args import EngineArgs
 from forge.experiments.batching import measure_ways
 from forge.option import check_needs
-from forge.views.report import Report
+from forge.views.screen import Report
 from forge.workload.ways import How
 
 
 @command
 def bench_engine(
     ctx: typer.Context,
-    requests: Annotated[int, typer.Option("--requests", "-n", help="How many requests.")] = 64,
-    prompt_tokens: options.PromptTokensOption = "16",
-    max_tokens: options.OutputTokensOption = "64",
-    seed: options.WorkloadSeedOption = 0,
+    asked: Annotated[RequestArgs, Takes("requests prompt_tokens max_tokens seed")],
     batch: Annotated[str, typer.Option(help="Sequences at once, with commas.")] = "4,16",
     *,
     engine: Annotated[
@@ -38,7 +35,7 @@ def bench_engine(
 
     [dim]forge bench engine -m hash --draft hash:0.8[/dim]
     """
-    sizes = options.parse_numbers(batch, "--batch", "4,16", "numbers of sequences")
+    sizes = parse_numbers(batch, "--batch", "4,16", "numbers of sequences")
     kit.at_least_one(reps=reps)
     values, names, spelled = stated(ctx, ctx.params)
     values["speculate"] = values["speculate"] or ("draft" if values["draft"] else "off")
@@ -48,4 +45,4 @@ def bench_engine(
     hows: tuple[How, ...] = ("static", "continuous", "speculative") if speculates else ("static", "continuous")
     ways: list[tuple[How, int]] = [("sequential", 1), *((how, size) for size in sizes for how in hows)]
     engine = replace(engine, speculate_fixed=speculates)
-    return measure_ways(engine, (requests, prompt_tokens, max_tokens, seed), ways, reps)
+    return measure_ways(engine, asked, ways, reps)

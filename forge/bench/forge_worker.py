@@ -3,6 +3,7 @@ engine.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class ForgeWorker(Worker):
     def replay(self, seconds: float) -> Mapping[str, Any]:
         """Measure the device's own seconds for the last step's CUDA graph; None if that step was launched kernel by
         kernel."""
-        from forge.bench.cuda_limits_worker import fastest, import_torch
+        from forge.bench.limits_worker import fastest, import_torch
 
         backend: Any = getattr(self._llm.model, "backend", None)  # a hash model has none
         graph = backend and backend.last_graph(self._storage)
@@ -77,16 +78,9 @@ class ForgeWorker(Worker):
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         """Set up the case. On a CPU, keep keys and values in the faster of int8 and the model's own KV dtype."""
         on_cpu, default = self._llm.device == "cpu", self._llm.kv_dtype
-        fastest: dict[str, float] = {}
-        for dtype in dict.fromkeys(("int8", default)) if on_cpu else (default,):
-            self._set_up(dtype, context, token_ids)
-            seconds = [self._step() for _ in range(TRIAL_STEPS[kind] if on_cpu else WARM_ROUNDS)]
-            fastest[dtype] = min(seconds) if on_cpu else seconds[-1]
-        best = min(fastest, key=lambda dtype: fastest[dtype])
-        if best != dtype:
-            self._set_up(best, context, token_ids)
-            self._step()
-        self._expected = fastest[best]
+        dtypes = dict.fromkeys(("int8", default)) if on_cpu else (default,)
+        steps = TRIAL_STEPS[kind] if on_cpu else WARM_ROUNDS
+        best = self._set_up_fastest(dtypes, partial(self._set_up, context, token_ids), steps)
         model = self._llm.model
         assert isinstance(model, Qwen3)
         execution = getattr(model.backend, "execution", None)
@@ -94,7 +88,7 @@ class ForgeWorker(Worker):
         how = f"{execution.mode}: {execution.reason}" if execution is not None else eager
         return {"setting": how, "seconds": self._expected}
 
-    def _set_up(self, kv_dtype: str, context: int, token_ids: list[list[int]]) -> None:
+    def _set_up(self, context: int, token_ids: list[list[int]], kv_dtype: str) -> None:
         """Fill a new cache with the first `context` tokens of every sequence, and make a batch of the rest."""
         model, sequences, blocks = self._llm.model, len(token_ids), -(-len(token_ids[0]) // BLOCK_SIZE)
         self._storage = None

@@ -21,8 +21,7 @@ from forge.option import flag_of
 from forge.views.formatting import ratio
 from forge.views.json_output import plain
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Part, report
+from forge.views.screen import Part, Report, report
 from forge.views.text import one_line
 from forge.workload.requests import PASSAGE
 

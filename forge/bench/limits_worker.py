@@ -1,11 +1,16 @@
-"""What this machine can do at most: bytes per second from memory, int8 multiplications per second.
+"""What this machine can do at most: bytes per second from memory, multiplications per second.
 
-Reading: every usable CPU sums its share of an array that is far larger than any cache and lies in huge pages. Two ways
-of walking it (one stream per thread, or four), because machines differ in which they like; the faster one counts.
+Reading on the processor: every usable CPU sums its share of an array that is far larger than any cache and lies in huge
+pages. Two ways of walking it (one stream per thread, or four), because machines differ in which they like; the faster
+one counts.
 
-Multiplying: forge's own tile of eight rows over weights and activations that never leave the first-level cache. It is
-what the dot-product instruction gives in this form when memory costs nothing, so it is the limit of forge's kernels and
-a close one of the processor's.
+Multiplying there: forge's own tile of eight rows over weights and activations that never leave the first-level cache.
+It is what the dot-product instruction gives in this form when memory costs nothing, so it is the limit of forge's
+kernels and a close one of the processor's.
+
+On a GPU: copying an array far larger than any cache onto another, read and write counted; finding the largest number of
+one, which only reads, as a decode step only reads its weights; and a large square product through cuBLAS in bfloat16.
+The fastest of many passes counts, because a limit is what is possible.
 """
 
 import threading
@@ -22,7 +27,7 @@ from forge.backends.cpu.packing import Q8, aligned_empty, huge_pages
 from forge.backends.cpu.processor import usable_cpus
 from forge.backends.cpu.tiles import GROUP, LINE, MAX_ROWS
 from forge.backends.cpu.vectors import LANES, call_tile
-from forge.bench.worker import serve_requests, timed
+from forge.bench.worker import Missing, serve_requests, timed
 
 TILE_COLUMNS = 512
 """Inputs of the tile: 8 kB of weights and 4 kB of activations, far less than any first-level data cache."""
@@ -55,8 +60,8 @@ def _repeat_tile(times, tile, weights, scales, x, x_scales, x_sums, out, groups,
         call_tile(tile, weights, scales, 0, x, x_scales, x_sums, out, groups, x_stride, out_stride, 0, 0, 0)
 
 
-def measure(array_bytes: int, seconds: float) -> Mapping[str, Any]:
-    """Measure both limits, each as the median of passes over about `seconds`."""
+def measure_cpu(array_bytes: int, seconds: float) -> Mapping[str, Any]:
+    """Measure this processor's limits, each as the median of passes over about `seconds`."""
     threads = usable_cpus()
     return {
         "threads": threads,
@@ -136,5 +141,49 @@ def _at_once(work: list[Callable[[], object]]) -> None:
         thread.join()
 
 
+def measure_gpu(array_bytes: int, seconds: float, side: int = 8192) -> Mapping[str, Any]:
+    """Measure this GPU's limits, each as the fastest pass over about `seconds`."""
+    torch = import_torch()
+    source = torch.ones(array_bytes // 2, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    left, right = (torch.randn(side, side, device="cuda").bfloat16() for _ in range(2))
+    words = source.view(torch.int64)
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}",
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+        "copy_bytes_per_second": 2 * source.nbytes / fastest(torch, lambda: target.copy_(source), seconds),
+        "read_bytes_per_second": source.nbytes / fastest(torch, lambda: words.max(), seconds),
+        "products_per_second": side**3 / fastest(torch, lambda: torch.mm(left, right), seconds),
+    }
+
+
+def import_torch():
+    """Return torch, if it sees a GPU. Raises `Missing`."""
+    try:
+        import torch
+    except Exception as error:  # a shared library that does not load raises what it likes
+        raise Missing(f"torch is not importable: {error}") from None
+    if not torch.cuda.is_available():
+        raise Missing(f"torch {torch.__version__} sees no GPU")
+    return torch
+
+
+def fastest(torch, work: Callable[[], object], seconds: float) -> float:
+    """Return the least seconds of one call of `work`, of passes over about `seconds`, by the device's own clock."""
+    best, spent = float("inf"), 0.0
+    work()
+    while spent < seconds:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(10):
+            work()
+        end.record()
+        end.synchronize()
+        taken = begin.elapsed_time(end) / 1e3
+        best, spent = min(best, taken / 10), spent + taken
+    return best
+
+
 if __name__ == "__main__":
-    serve_requests(SimpleNamespace(measure=measure))
+    serve_requests(SimpleNamespace(measure_cpu=measure_cpu, measure_gpu=measure_gpu))

@@ -13,9 +13,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from forge.bench.worker import Missing, Worker, plural, serve_requests, timed
+    from forge.bench.worker import Missing, Worker, import_peer, plural, serve_requests, timed
 else:
-    from worker import Missing, Worker, plural, serve_requests, timed
+    from worker import Missing, Worker, import_peer, plural, serve_requests, timed
 
     sys.path.pop(0)  # this folder's modules are not for others to find
 
@@ -54,16 +54,8 @@ class LlamaCppWorker(Worker):
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         self._past, self._token_ids = context, token_ids
-        trials = {}
-        for setting in product(KV_TYPES, (True, False) if len(token_ids) > 1 else (True,)):
-            self._set_up(setting)
-            trials[setting] = min(self._step() for _ in range(TRIAL_STEPS[kind]))
-        best = min(trials, key=lambda setting: trials[setting])
-        if best != setting:
-            self._set_up(best)
-            self._step()
-        self._expected = trials[best]
-        kv, unified = best
+        settings = product(KV_TYPES, (True, False) if len(token_ids) > 1 else (True,))
+        kv, unified = self._set_up_fastest(settings, self._set_up, TRIAL_STEPS[kind])
         buffers = "" if len(token_ids) == 1 else ", one KV buffer" if unified else ", a KV buffer per sequence"
         return {"setting": f"flash attention auto, ubatch {UBATCH}, {kv} KV{buffers}", "seconds": self._expected}
 
@@ -143,10 +135,7 @@ class LlamaCppWorker(Worker):
 
 def _library():
     """Import llama-cpp-python and silence its log. Raises `Missing` if it cannot be imported."""
-    try:
-        import llama_cpp as lib
-    except Exception as error:  # a shared library that does not load raises what it likes
-        raise Missing(f"pip install llama-cpp-python for {sys.executable} ({error})") from None
+    (lib,) = import_peer("llama-cpp-python", "llama_cpp")
     global _silence
     _silence = lib.llama_log_callback(lambda *_: None)  # must stay alive as long as the library
     lib.llama_log_set(_silence, ctypes.c_void_p(0))

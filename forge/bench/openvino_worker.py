@@ -8,13 +8,14 @@ between the matrices (8-bit activations need the latter), whichever is faster in
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from forge.bench.worker import Missing, Worker, plural, serve_requests, timed
+    from forge.bench.worker import Missing, Worker, import_peer, plural, serve_requests, timed
 else:
-    from worker import Missing, Worker, plural, serve_requests, timed
+    from worker import Missing, Worker, import_peer, plural, serve_requests, timed
 
     sys.path.pop(0)  # this folder's modules are not for others to find
 
@@ -34,11 +35,7 @@ class OpenVinoWorker(Worker):
     def load(self, model: str, threads: int, scratch: str, **others: Any) -> Mapping[str, Any]:
         if os.path.isdir(model):
             raise Missing("OpenVINO GenAI takes part with GGUF files only")
-        try:
-            import openvino
-            import openvino_genai
-        except Exception as error:  # a shared library that does not load raises what it likes
-            raise Missing(f"pip install openvino-genai for {sys.executable} ({error})") from None
+        openvino, openvino_genai = import_peer("openvino-genai", "openvino", "openvino_genai")
         self._openvino, self._library, self._threads, self._folder = openvino, openvino_genai, threads, scratch
         self._pipelines: dict[str, Any] = {}
         self._requests: list[Any] = []
@@ -55,13 +52,9 @@ class OpenVinoWorker(Worker):
         return {"description": f"{version}, {plural(threads)}, KV 8 bits", "seconds": seconds, "first_time": False}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
-        trials = {}
-        for setting in SETTINGS:
-            self._begin(setting, kind, context, token_ids)
-            trials[setting] = min(self._step() for _ in range(TRIAL_STEPS))
-        best = min(trials, key=lambda setting: trials[setting])
-        self._begin(best, kind, context, token_ids)
-        self._expected = trials[best]
+        begin = partial(self._begin, kind, context, token_ids)
+        best = self._set_up_fastest(SETTINGS, begin, TRIAL_STEPS)
+        begin(best)  # its context has grown with every step
         return {"setting": f"{best}, paged attention, 8-bit KV", "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
@@ -79,7 +72,7 @@ class OpenVinoWorker(Worker):
     def _options(self, setting: str) -> dict[str, Any]:
         return {"INFERENCE_NUM_THREADS": self._threads, **SETTINGS[setting]}
 
-    def _begin(self, setting: str, kind: str, context: int, token_ids: list[list[int]]) -> None:
+    def _begin(self, kind: str, context: int, token_ids: list[list[int]], setting: str) -> None:
         """Choose the setting's pipeline. For a decode, add the case's requests to it and fill their caches."""
         for request in self._requests:
             request.cancel()

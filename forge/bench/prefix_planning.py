@@ -10,6 +10,7 @@ from forge.cli.arguments import Takes
 from forge.cli.run_control import create_llm
 from forge.engine.engine import Engine
 from forge.engine_args import EngineArgs
+from forge.errors import UsageError
 from forge.views.formatting import plural
 from forge.views.screen import Part, Table, check, fill, title
 from forge.workload.judging import JudgeRun, run_requests
@@ -49,8 +50,10 @@ def bench_prefix_planning(
     engines = {name: llm.new_engine(prefix_planning=planning) for name, planning in (("off", False), ("on", True))}
     for contender in engines.values():
         run_requests(contender, maker.prompts(2, item_tokens))
-    shared = []
-    for length in (length for length in rubrics if length + item_tokens + 1 <= llm.max_model_len):
+    shared, most = [], llm.max_model_len - item_tokens - 1
+    if min(rubrics) > most:
+        raise UsageError(f"--rubric-tokens is at most {most}, what the model's context leaves")
+    for length in (length for length in rubrics if length <= most):
         say(f"{requests} requests, a rubric of {length} tokens")
         prompts = [
             [rubric + item for item in maker.prompts(requests, item_tokens)] for rubric in maker.prompts(reps, length)

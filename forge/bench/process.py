@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from forge.bench.cases import FORGE, Case
 from forge.errors import ForgeError, UsageError
@@ -146,10 +146,10 @@ class BenchProcess:
         return f"{last} (exit status {status})"
 
 
-def measure_limits(module: str, effort: Effort) -> dict[str, Any]:
+def measure_limits(of: Literal["cpu", "gpu"], effort: Effort) -> dict[str, Any]:
     """Return the machine's limits, measured in a process of its own."""
-    with BenchProcess(Launch("the limits", module)) as worker:
-        return worker.ask("measure", array_bytes=effort.array_bytes, seconds=effort.limit_seconds)
+    with BenchProcess(Launch("the limits", "limits_worker")) as worker:
+        return worker.ask(f"measure_{of}", array_bytes=effort.array_bytes, seconds=effort.limit_seconds)
 
 
 class Runner:

@@ -43,8 +43,7 @@ from forge.views.charts import row_of, throughput_plot
 from forge.views.formatting import count
 from forge.views.palette import ACCENT
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Part, Table, draw, fill, report, title, trouble
+from forge.views.screen import Part, Report, Table, draw, fill, report, title, trouble
 from forge.views.text import one_line
 from forge.workload.requests import RecordedRequest, recorded_requests
 

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from forge.bench.worker import Missing, Worker, one_line, plural, serve_requests, timed
+    from forge.bench.worker import Missing, Worker, import_peer, one_line, plural, serve_requests, timed
 else:
-    from worker import Missing, Worker, one_line, plural, serve_requests, timed
+    from worker import Missing, Worker, import_peer, one_line, plural, serve_requests, timed
 
     sys.path.pop(0)  # this folder's modules are not for others to find
 
@@ -35,11 +35,7 @@ class TransformersWorker(Worker):
     def load(self, model: str, device: str, threads: int | None = None, **others: Any) -> Mapping[str, Any]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        try:
-            import torch
-            import transformers
-        except Exception as error:  # a shared library that does not load raises what it likes
-            raise Missing(f"pip install torch transformers for {sys.executable} ({error})") from None
+        torch, transformers = import_peer("torch transformers", "torch", "transformers")
         transformers.Qwen3ForCausalLM  # noqa: B018 (imported on first use, which is no part of loading a file)
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()

@@ -21,12 +21,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, TypeVar
 
 WORTH_WARMING_SECONDS = 0.2
 """A step that takes longer is not repeated before it is timed: waking up costs it nothing that could be seen."""
 MOST_STEPS = 200
+_Setting = TypeVar("_Setting")
 
 
 class Missing(Exception):
@@ -49,8 +51,32 @@ class Worker:
     def memory(self) -> Mapping[str, Any]:
         return {"peak_bytes": peak_memory()}
 
+    def _set_up_fastest(
+        self, settings: Iterable[_Setting], set_up: Callable[[_Setting], object], steps: int
+    ) -> _Setting:
+        """Try each setting for some steps; return the one with the shortest step, which is set up again if another was
+        tried after it."""
+        shortest: dict[_Setting, float] = {}
+        for setting in settings:
+            set_up(setting)
+            shortest[setting] = min(self._step() for _ in range(steps))
+        best = min(shortest, key=lambda setting: shortest[setting])
+        if best != setting:
+            set_up(best)
+            self._step()
+        self._expected = shortest[best]
+        return best
+
     def _step(self) -> float:
         raise NotImplementedError
+
+
+def import_peer(package: str, *modules: str) -> list[Any]:
+    """Import a peer's modules. Raises `Missing`, which says how to install its `package`, if one cannot be imported."""
+    try:
+        return [import_module(module) for module in modules]
+    except Exception as error:  # a shared library that does not load raises what it likes
+        raise Missing(f"pip install {package} for {sys.executable} ({error})") from None
 
 
 def serve_requests(worker: object) -> None:

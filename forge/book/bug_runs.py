@@ -4,12 +4,11 @@ the bug unchecked. And how they are drawn: the rule, the mistake, what caught it
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from operator import eq
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.book.bugs import Bug, BugRequest
@@ -19,7 +18,7 @@ from forge.speculation.draft import DraftProposer
 from forge.speculation.leases import lease_model
 from forge.views.formatting import count, plural
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
-from forge.views.terminal import print_table
+from forge.views.screen import Part, labelled
 from forge.views.text import one_line
 
 if TYPE_CHECKING:
@@ -156,27 +155,15 @@ def bug_object(runs: BugRuns) -> dict[str, Any]:
     }
 
 
-def print_bug(console: Console, runs: BugRuns) -> None:
+def bug_screen(runs: BugRuns) -> Iterator[Part]:
+    """Draw the rule and the mistake, the three runs, where the first two texts part, and what caught the bug."""
     bug = runs.bug
-    console.print(Text.assemble(("What catches it? ", TITLE), (bug.name, QUIET)))
-    console.print()
-    print_table(console, _labelled(("the rule", bug.rule), ("the bug", bug.mistake), ("known from", bug.known)))
-    console.print()
-    print_table(console, _labelled(*zip(_NAMES, _findings(runs), strict=True)))
+    yield from (Text.assemble(("What catches it? ", TITLE), (bug.name, QUIET)), None)
+    yield labelled([("the rule", bug.rule), ("the bug", bug.mistake), ("known from", bug.known)])
+    yield from (None, labelled(zip(_NAMES, _findings(runs), strict=True)))
     for index in runs.different[:1]:
-        console.print()
-        print_table(console, _texts(console.width, runs.sound.texts[index], runs.unchecked.texts[index]))
-    console.print()
-    console.print(_verdict(runs))
-
-
-def _labelled(*rows: tuple[str, str | Text]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style=QUIET)
-    table.add_column()
-    for label, text in rows:
-        table.add_row(label, text)
-    return table
+        yield from (None, partial(_parted, runs.sound.texts[index], runs.unchecked.texts[index]))
+    yield from (None, _verdict(runs))
 
 
 def _findings(runs: BugRuns) -> Iterator[Text]:
@@ -198,14 +185,12 @@ def _findings(runs: BugRuns) -> Iterator[Text]:
     yield Text.assemble(("✗ ", TROUBLE), symptom) if unchecked.failure or runs.different else Text("nothing to be seen")
 
 
-def _texts(width: int, sound: str, unchecked: str) -> Table:
-    """Show where two texts part."""
+def _parted(sound: str, unchecked: str, width: int) -> Iterator[Part]:
+    """Draw two texts from shortly before the place where they part."""
     common = sum(takewhile(bool, map(eq, sound, unchecked)))
     common = sound.rfind(" ", 0, common) + 1  # where a word begins
     start = max(0, common - _LEAD)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style=QUIET)
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    rows: list[tuple[str | Text, str | Text]] = []
     for name, text, style in ((_NAMES[0], sound, ACCENT), (_NAMES[2], unchecked, TROUBLE)):
         shown = Text.assemble(
             "…" if start else "", one_line(text[start:common]) + " ", (one_line(text[common:]), style)
@@ -213,8 +198,8 @@ def _texts(width: int, sound: str, unchecked: str) -> Table:
         if not text[common:]:
             shown.append("(nothing more)", QUIET)
         shown.truncate(max(10, width - 14), overflow="ellipsis")
-        table.add_row(name, shown)
-    return table
+        rows.append((name, shown))
+    yield labelled(rows, wraps=())
 
 
 def _verdict(runs: BugRuns) -> Text:

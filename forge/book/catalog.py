@@ -1,21 +1,17 @@
 """Where the chapters are: `chapters/` of a checkout, or the package data of an installation. And the list of them, with
 how far the reader has come."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from forge.book.chapter import Chapter, parse_chapter
 from forge.book.progress import Progress
 from forge.errors import UsageError
-from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
-from forge.views.terminal import print_table
+from forge.views.palette import ACCENT, GOOD, QUIET
+from forge.views.screen import Part, Table, question
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,10 @@ class ChapterLine:
     """The reader has read it to its end at least once."""
 
     @property
+    def mark(self) -> str:
+        return "✓" if self.finished else ""
+
+    @property
     def state(self) -> str:
         if self.page is not None:
             return f"page {self.page} of {self.pages}"
@@ -114,17 +114,9 @@ def chapter_lines(entries: Sequence[Entry], progress: Progress) -> list[ChapterL
     return lines
 
 
-def print_chapters(console: Console, lines: Sequence[ChapterLine]) -> None:
-    console.print(Text(QUESTION, TITLE))
-    console.print()
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for justify in ("right", "left", "left", "left", "left"):
-        table.add_column(justify=justify)
-    for line in lines:
-        mark = Text("✓" if line.finished else "", GOOD)
-        command = Text(f"forge {line.command}", ACCENT, no_wrap=True)
-        table.add_row(str(line.number), mark, command, Text(line.title), Text(line.state, QUIET, no_wrap=True))
-    print_table(console, table)
+def chapters_screen(lines: Sequence[ChapterLine]) -> Iterator[Part]:
+    yield from question(QUESTION)
+    rows = [(str(line.number), line.mark, f"forge {line.command}", line.title, line.state) for line in lines]
+    yield Table(("",) * 5, rows, names=0, lefts=(1, 2, 3, 4), styles={1: GOOD, 2: ACCENT, 4: QUIET}, wraps=(3,))
     finished = sum(line.finished for line in lines)
-    console.print()
-    console.print(Text(f"{finished} of {len(lines)} finished. forge next goes on where you stopped.", QUIET))
+    yield from (None, f"{finished} of {len(lines)} finished. forge next goes on where you stopped.")

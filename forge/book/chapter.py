@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from forge.book.measured import check_expression, expressions_in, names_in
 from forge.book.source_code import Span
@@ -325,17 +326,17 @@ def _prose(lines: Sequence[str]) -> Iterator[Prose]:
 
 
 def _directive(words: Sequence[str], body: Sequence[str], line: int) -> Block:
-    kinds: dict[str, Callable[[Sequence[str], Sequence[str]], Block]]
+    kinds: dict[str, Callable[[Sequence[str]], Block]]
     kinds = {
-        "run": _run, "source": _source, "predict": _predict, "finding": _finding, "check": _check, "expect": _check,
-        "recap": _recap,
+        "run": partial(_run, words[1:]), "source": _source, "predict": _predict, "finding": _finding,
+        "check": partial(_check, True), "expect": partial(_check, False), "recap": _recap,
     }  # fmt: skip
     if not words or words[0] not in kinds:
         raise _WrongLine(line, f"unknown directive {' '.join(words)!r}; there are {', '.join(kinds)}")
     if words[0] != "run" and len(words) > 1:
         raise _WrongLine(line, f"{words[0]} takes no name")
     try:
-        block = kinds[words[0]](words, body)
+        block = kinds[words[0]](body)
         names_of(block)
     except ValueError as error:
         raise _WrongLine(line, str(error)) from None
@@ -344,7 +345,7 @@ def _directive(words: Sequence[str], body: Sequence[str], line: int) -> Block:
     return block
 
 
-def _run(words: Sequence[str], body: Sequence[str]) -> Run:
+def _run(names: Sequence[str], body: Sequence[str]) -> Run:
     commands: list[str] = []
     keys = {"if": "", "else": ""}
     for text in filter(str.strip, body):
@@ -355,7 +356,6 @@ def _run(words: Sequence[str], body: Sequence[str]) -> Run:
             commands.append(text)
     if len(commands) != 1 or shlex.split(commands[0])[:1] != ["forge"]:
         raise ValueError("a run is one command line that begins with forge")
-    _, *names = words
     if len(names) > 1 or not all(name.isidentifier() for name in names):
         raise ValueError("a run's name is one word")
     if bool(keys["if"]) != bool(keys["else"]):
@@ -365,7 +365,7 @@ def _run(words: Sequence[str], body: Sequence[str]) -> Run:
     return Run(names[0] if names else "", commands[0].strip(), keys["if"], keys["else"])
 
 
-def _source(words: Sequence[str], body: Sequence[str]) -> Source:
+def _source(body: Sequence[str]) -> Source:
     dotted = [text.strip() for text in body[:1]]
     if not dotted or not dotted[0]:
         raise ValueError("a source begins with a dotted name")
@@ -393,7 +393,7 @@ def _source(words: Sequence[str], body: Sequence[str]) -> Source:
     return Source(dotted[0], tuple(light), tuple(spans) or (Span(),), omitted)
 
 
-def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
+def _predict(body: Sequence[str]) -> Predict:
     keys: dict[str, list[str]] = {"question": []}
     choices: list[tuple[re.Match[str], list[str]]] = []
     outcomes: list[tuple[str | None, list[str]]] = []
@@ -441,7 +441,7 @@ def _choice(match: re.Match[str], why: Sequence[str]) -> Choice:
     return Choice(match["text"], condition, _paragraph(why))
 
 
-def _finding(words: Sequence[str], body: Sequence[str]) -> Finding:
+def _finding(body: Sequence[str]) -> Finding:
     outcomes: list[tuple[str | None, list[str]]] = []
     last: list[str] | None = None
     for text in body:
@@ -481,7 +481,7 @@ def _outcomes(parsed: Sequence[tuple[str | None, Sequence[str]]]) -> tuple[Outco
 _OF_A_CLAIM = {"if": "condition", "else": "unclaimed", "otherwise": "otherwise"}
 
 
-def _check(words: Sequence[str], body: Sequence[str]) -> Check:
+def _check(certain: bool, body: Sequence[str]) -> Check:
     claims: list[Claim] = []
     sentence: list[str] = []
     key = ""
@@ -505,12 +505,12 @@ def _check(words: Sequence[str], body: Sequence[str]) -> Check:
             raise ValueError("a claim's 'if: CONDITION' has an 'else: SENTENCE' for where it is not claimed")
         if claim.condition:
             check_expression(claim.condition)
-        if words[0] == "expect" and not claim.otherwise:
+        if not certain and not claim.otherwise:
             raise ValueError(f"what is said where this is not so? {claim.sentence!r} has no 'otherwise: SENTENCE'")
-    return Check(tuple(claims), certain=words[0] == "check")
+    return Check(tuple(claims), certain)
 
 
-def _recap(words: Sequence[str], body: Sequence[str]) -> Recap:
+def _recap(body: Sequence[str]) -> Recap:
     lines: list[str] = []
     commands: list[str] = []
     for text in filter(str.strip, body):

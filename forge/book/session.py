@@ -13,7 +13,7 @@ from forge.book.chapter import ANSWER, Block, Chapter, Claim, Finding, Outcome, 
 from forge.book.given import LoadMeter, OtherLoad
 from forge.book.measured import Touch, Unmeasured, evaluate, fill
 from forge.errors import UsageError
-from forge.views.report import Report
+from forge.views.screen import Report
 
 RunCommand = Callable[[str], Report]
 """Runs a command line and returns what it found. Raises `ForgeError` for one that cannot run."""

@@ -9,8 +9,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,8 +26,7 @@ from forge.trace.records import ItemRecord, StepRecord
 from forge.views.formatting import count, ms, plural
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE
-from forge.views.screen import Fitting, Hanging, Part, Table, draw
-from forge.views.terminal import print_hanging
+from forge.views.screen import Fitting, Hanging, Part, Table
 from forge.views.text import one_line, quoted, tail
 
 QUESTION = "Where does one request go?"
@@ -157,29 +157,29 @@ def _visit(url: str, prompt: str, max_tokens: int, model: str, steps_of: StepsOf
 
 def _stream(url: str, body: dict[str, Any]) -> tuple[float, tuple[tuple[float, bytes], ...]]:
     """Stream one request. Returns when it was sent, and each line of data with its time."""
+    with _post(url, PATH, body) as (sent, answer):
+        events = [(time.perf_counter(), line.strip()) for line in answer if line.strip()]
+    return sent, tuple(events)
+
+
+def _ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    with _post(url, path, body) as (_, answer):
+        return dict(json.loads(answer.read()))
+
+
+@contextmanager
+def _post(url: str, path: str, body: dict[str, Any]) -> Iterator[tuple[float, http.client.HTTPResponse]]:
+    """Send one request; yield when it was sent, and the answer to read. Raises `ForgeError` for any but a good one."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=PATIENCE_SECONDS)
     try:
         connection.connect()
         sent = time.perf_counter()
-        connection.request("POST", PATH, json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()
         if answer.status != http.client.OK:
             raise ForgeError(f"the server answers {answer.status}: {answer.read(200).decode(errors='replace')}")
-        events = [(time.perf_counter(), line.strip()) for line in answer if line.strip()]
-    except OSError as error:
-        raise ForgeError(f"{url}: {error}") from None
-    finally:
-        connection.close()
-    return sent, tuple(events)
-
-
-def _ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=PATIENCE_SECONDS)
-    try:
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-        return dict(json.loads(connection.getresponse().read()))
+        yield sent, answer
     except (OSError, ValueError) as error:
         raise ForgeError(f"{url}{path}: {error}") from None
     finally:
@@ -300,28 +300,32 @@ def _rows(item: ItemRecord) -> str:
     return f"{plural(item.num_tokens, 'row')}, for positions {item.start} to {item.start + item.num_tokens - 1}"
 
 
-def print_tour(console: Console, tour: Tour) -> None:
-    console.print(Text.assemble((QUESTION, TITLE), (f"  {tour.model}", QUIET)))
-    console.print()
+def tour_screen(tour: Tour) -> Iterator[Part]:
+    """Draw the stations, process by process, and the request's steps."""
+    yield from (Text.assemble((QUESTION, TITLE), (f"  {tour.model}", QUIET)), None)
     process = ""
     for number, station in enumerate(tour.stations, start=1):
         if station.process != process:
             process = station.process
             bar = _BAR if number > 1 else ""
-            console.print(Text.assemble((bar, QUIET), ("── ", QUIET), (process, f"{TITLE} {ACCENT}")))
-        head = Text.assemble((f"{number:>3} ", ACCENT), (station.title, TITLE))
-        if station.at_ms is not None:
-            moment = f"{ms(station.at_ms)} ms"
-            room = min(console.width, _WIDTH) - head.cell_len - len(moment)
-            head.append(" " * max(2, room)).append(moment, QUIET)
-        console.print(head)
-        for line in (Text(station.where, ACCENT), Text(station.text)):
-            _print_indented(console, line)
-    console.print()
-    draw(console, _picture(tour.steps, console.width))
-    console.print()
+            yield Text.assemble((bar, QUIET), ("── ", QUIET), (process, f"{TITLE} {ACCENT}"))
+        yield partial(_station_lines, number, station)
+    yield None
+    yield lambda width: _picture(tour.steps, width)
     first, last = ms(tour.first_text_ms), ms(tour.last_text_ms)
-    print_hanging(console, Text(f"The first text came after {first} ms, the last after {last} ms."), 0)
+    yield from (None, Hanging(Text(f"The first text came after {first} ms, the last after {last} ms."), 0))
+
+
+def _station_lines(number: int, station: Station, width: int) -> Iterator[Text]:
+    head = Text.assemble((f"{number:>3} ", ACCENT), (station.title, TITLE))
+    if station.at_ms is not None:
+        moment = f"{ms(station.at_ms)} ms"
+        head.append(" " * max(2, min(width, _WIDTH) - head.cell_len - len(moment))).append(moment, QUIET)
+    yield head
+    for text in (Text(station.where, ACCENT), Text(station.text)):
+        for line in text.wrap(Console(), max(20, min(width, _WIDTH) - len(_BAR))):
+            line.rstrip()
+            yield Text.assemble((_BAR, QUIET), line)
 
 
 def _picture(steps: Sequence[TourStep], width: int) -> Iterator[Part]:
@@ -338,9 +342,3 @@ def _picture(steps: Sequence[TourStep], width: int) -> Iterator[Part]:
     ]
     yield Hanging(Text(_PICTURE, TITLE), 0)
     yield Fitting([[table] for table in tables])
-
-
-def _print_indented(console: Console, text: Text) -> None:
-    for line in text.wrap(console, max(20, min(console.width, _WIDTH) - len(_BAR))):
-        line.rstrip()
-        console.print(Text.assemble((_BAR, QUIET), line))

@@ -21,7 +21,7 @@ import typer
 
 from forge.cli.completion import COMPLETIONS
 from forge.option import check_needs, flag_of
-from forge.views.report import Report
+from forge.views.screen import Report
 
 _Owner = TypeVar("_Owner")
 _CONTEXT = "ctx"

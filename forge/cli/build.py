@@ -22,7 +22,7 @@ from forge.exercises.screens import (
 )
 from forge.exercises.session import load_builds, next_entry, save_builds
 from forge.views.json_output import as_object
-from forge.views.report import Report
+from forge.views.screen import Report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:

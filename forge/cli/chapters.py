@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from forge.book.catalog import chapter_lines, entries, find, next_entry, print_chapters
+from forge.book.catalog import chapter_lines, chapters_screen, entries, find, next_entry
 from forge.book.chapter import Verdict
 from forge.book.command_line import Given, Syntax, each
 from forge.book.drawing import print_chapter
@@ -21,19 +21,20 @@ from forge.book.pager import Pager
 from forge.book.progress import Progress, load_progress, save_progress
 from forge.book.session import Session
 from forge.cli import completion, options
-from forge.cli.arguments import command
+from forge.cli.arguments import Takes, command
+from forge.cli.options import OutputArgs
 from forge.cli.run_control import INTERRUPTED, Found
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import flag_of
 from forge.views.formatting import plural
 from forge.views.json_output import plain
-from forge.views.report import Report
+from forge.views.screen import Report, draw, report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.book.catalog import Entry
     from forge.book.chapter import Chapter
-    from forge.engine_args import EngineArgs
 
 _MODEL_OF_BUGS = "tales"
 UNNOTICED = 1
@@ -75,7 +76,7 @@ _COUNTS = ("requests", "prompt_tokens", "max_tokens", "sequences")
 def chapters() -> Report:
     """List the chapters, and how far you have come."""
     lines = chapter_lines(entries(), load_progress())
-    return Report({"chapters": plain(lines)}, lambda console: print_chapters(console, lines))
+    return report({"chapters": plain(lines)}, lambda: chapters_screen(lines))
 
 
 @command
@@ -97,6 +98,34 @@ def glossary(
         return Report({"terms": [asdict(entry) for entry in every]}, lambda console: print_glossary(console, every))
     entry = find_term(term, every)
     return Report(asdict(entry), lambda console: print_term(console, entry))
+
+
+@command
+def tour(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the request says.")] = "Once upon a time",
+    max_tokens: Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Tokens to generate.", min=1)] = 8,
+    *,
+    engine_args: Annotated[EngineArgs, Takes("model")],
+    output: Annotated[OutputArgs, Takes("svg json")],
+) -> Found:
+    """Follow one request from HTTP to a token and back, with file and function at each station.
+
+    [dim]forge tour --svg tour.svg[/dim]
+    """
+    from forge.book.tour import take_tour, tour_screen
+    from forge.cli.serve import require_server, steps_of
+
+    if not prompt:
+        raise UsageError("the prompt is empty: give it at least one word")
+    require_server()
+    findings = take_tour(str(engine_args.model), prompt, max_tokens, lambda url: steps_of(url, None))
+    if output.svg is not None:
+        from forge.views.picture import picture_console, save_picture
+
+        console = picture_console()
+        draw(console, tour_screen(findings))
+        save_picture(console, output.svg, "forge tour")
+    return report(findings.as_json(), lambda: tour_screen(findings))
 
 
 def chapter(
@@ -212,10 +241,10 @@ _OF_A_BUG = ("bug", "device", "threads", *_NOT_GIVEN)
 """The options that a run with `--bug` takes: it has its own requests, on the bundled model."""
 
 
-def _run_bug(chapter: str, name: str, engine_args: "EngineArgs") -> Report:
+def _run_bug(chapter: str, name: str, engine_args: EngineArgs) -> Report:
     """Run one of a chapter's bugs, which compares texts of the bundled model, with the device and threads of
     `engine_args`."""
-    from forge.book.bug_runs import bug_object, print_bug, run_with_and_without
+    from forge.book.bug_runs import bug_object, bug_screen, run_with_and_without
     from forge.book.bugs import find_bug
     from forge.cli.run_control import create_llm
 
@@ -225,7 +254,7 @@ def _run_bug(chapter: str, name: str, engine_args: "EngineArgs") -> Report:
         del loading["threads"]  # which that device has none of
     runs = run_with_and_without(bug, lambda: create_llm(_MODEL_OF_BUGS, **{**loading, **bug.loading}))
     is_caught = runs.sound.failure is None and runs.caught_by is not None
-    return Report(bug_object(runs), lambda console: print_bug(console, runs), 0 if is_caught else UNNOTICED)
+    return report(bug_object(runs), lambda: bug_screen(runs), 0 if is_caught else UNNOTICED)
 
 
 def _check_bug_options(ctx: typer.Context) -> None:
@@ -265,7 +294,6 @@ def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
     Raises `UsageError`.
     """
     from forge.model.catalog import is_hash_model, resolve_model
-    from forge.workload.requests import Range
 
     models = [model for name in ("model", "draft") for model in each(values.get(name, ()))]
     for model in models:
@@ -274,9 +302,6 @@ def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     if texts.get("prompt") == "":
         raise UsageError("the prompt is empty: give it at least one word")
-    for name in ("prompt_tokens", "max_tokens"):
-        if not _is_whole(texts.get(name, "1")):
-            Range.parse(texts[name], flag_of(name))
     for name in _COUNTS:
         if _is_whole(texts.get(name, "")) and int(texts[name]) < 1:
             named = name if name == "max_tokens" else flag_of(name)  # which is an argument of some chapters

@@ -4,15 +4,14 @@ import secrets
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forge.cli import options
 from forge.cli.arguments import Takes, command, make, stated
-from forge.cli.arrivals import arriving, drive_arrivals
-from forge.cli.run_control import Found, create_llm, exit_status, run_label, warm_up
+from forge.cli.options import WORKLOAD, RequestArgs
+from forge.cli.run_control import Found, arriving, create_llm, drive_arrivals, exit_status, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
@@ -24,19 +23,17 @@ from forge.views.comparison import (
     Side,
     compare_runs,
     comparison_object,
-    print_comparison,
-    print_interrupted,
+    comparison_screen,
+    interrupted_screen,
     question_for,
 )
-from forge.views.report import Report
-from forge.views.screen import report
+from forge.views.screen import Report, draw, report
 from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.trace.records import StepRecord
 
-_WORKLOAD = "Requests"
 MANY = 32
 """Requests of a comparison that is about many and does not say how many."""
 DIFFERENT = 1
@@ -67,14 +64,13 @@ _OF_MANY = (
 class ManyArgs:
     """Options of a comparison that is about many requests."""
 
-    requests: int | None = option(None, "Run as many requests instead of one.", _WORKLOAD, flags="--requests -n")
-    prompt_tokens: str = option("16:64", "Tokens of each prompt: 16, or 16:256.", _WORKLOAD)
-    output_tokens: str | None = option(None, "Tokens of each output: 64, or 8:64.", _WORKLOAD, shown="MAX_TOKENS")
-    arrival: str = option("all", "When requests come: all at once, poisson:20 a second, or every:3 steps.", _WORKLOAD)
-    workload: Path | None = option(None, "Replay the arrivals and lengths of a run that --trace recorded.", _WORKLOAD)
-    batch: int | None = option(None, "Of many requests, how many run at once.", _WORKLOAD)
+    output_tokens: str | None = option(None, "Tokens of each output: 64, or 8:64.", WORKLOAD, shown="MAX_TOKENS")
+    batch: int | None = option(None, "Of many requests, how many run at once.", WORKLOAD)
     execution_class: str = option(
-        "prefill-only", "Class of a request of one token: prefill-only, or generation.", _WORKLOAD, flags="--class"
+        "prefill-only",
+        "Class of a request of one token: prefill-only, or generation.",
+        WORKLOAD,
+        flags="--class",
     )
 
 
@@ -94,6 +90,7 @@ def compare(
             rich_help_panel="Prompt",
         ),
     ] = None,
+    asked: Annotated[RequestArgs, Takes(without="max_tokens seed", unmade=True, requests=None, prompt_tokens="16:64")],
     many: Annotated[ManyArgs, Takes(unmade=True)],
     json: options.JsonOption = False,
 ) -> Found:
@@ -133,13 +130,13 @@ def compare(
             if side.result.interrupted:
                 break
     if sides[-1].result.interrupted:
-        print_interrupted(console, sides)
+        draw(console, interrupted_screen(sides))
         raise typer.Exit(exit_status(sides[-1].result))
     comparison = compare_runs(question, versus.option, *sides)
     shown = texts[0] if len(texts) == 1 else f"{len(texts)} prompts of {prompts}, each one step after the one before"
-    return Report(
+    return report(
         comparison_object(comparison),
-        lambda console: print_comparison(console, comparison, shown),
+        lambda: comparison_screen(comparison, shown),
         0 if comparison.identical else DIFFERENT,
     )
 
@@ -240,7 +237,7 @@ def _is_number_alone(ctx: typer.Context) -> bool:
 
 def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     """Many requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
-    from forge.views.request_sets import many_object, print_many
+    from forge.views.request_sets import many_object, many_screen
     from forge.workload.ways import identical, requests_in_common
 
     has_prompt = options.was_given(ctx, "prompt")
@@ -250,30 +247,28 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
         left["max_tokens"] = right["max_tokens"] = int(left["prompt"])
     workloads, labels, sides = zip(*(_serve_side(side, has_prompt) for side in (left, right)), strict=True)
     in_common = requests_in_common(*workloads)
-    return Report(
+    return report(
         many_object(versus.option, versus.names, sides, in_common),
-        lambda console: print_many(console, versus.option, versus.names, labels, workloads, sides, in_common),
+        lambda: many_screen(versus.option, versus.names, labels, workloads, sides, in_common),
         0 if identical(sides, in_common) else DIFFERENT,
     )
 
 
 def _serve_side(side: Mapping[str, Any], has_prompt: bool):
     """Load what this side asks for and serve its requests."""
-    from forge.workload.requests import Arrival, Range, Request, Workload, make_workload, recorded_workload
+    from forge.workload.requests import Range, Request, Workload
     from forge.workload.ways import measure_all
 
     number, length = side["requests"] or MANY, side["max_tokens"]
+    output_tokens = side["output_tokens"] or str(length)
+    Range.parse(output_tokens, "--output-tokens")
+    asked = make(RequestArgs, {**side, "seed": None}, requests=number, max_tokens=output_tokens)
     llm = create_llm(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}))
-    if side["workload"] is not None:
-        workload = recorded_workload(side["workload"], llm.tokenizer)
-    elif has_prompt:
+    if has_prompt and asked.workload is None:
         token_ids = tuple(llm.tokenizer.encode(options.read_prompt(side["prompt"])))
         workload = Workload((Request(token_ids, length),) * number)
     else:
-        prompt_range = Range.parse(side["prompt_tokens"], "--prompt-tokens")
-        output_range = Range.parse(side["output_tokens"] or str(length), "--output-tokens")
-        arrivals, priorities = Arrival.parse(side["arrival"]), side["order"] == "priority"
-        workload = make_workload(llm.tokenizer, number, prompt_range, output_range, arrivals, priorities=priorities)
+        workload = asked.made(llm.tokenizer, priorities=side["order"] == "priority")
     (measured,) = measure_all(llm, workload, [("continuous", llm.max_num_seqs)])
     return workload, run_label(llm), measured
 

@@ -2,39 +2,79 @@
 
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from rich.text import Text
 
 from forge.cli import machine, options
 from forge.cli.arguments import command
 from forge.errors import ForgeError
-from forge.views.report import Report
+from forge.views.formatting import size
+from forge.views.palette import GOOD, QUIET, TROUBLE
+from forge.views.screen import Part, Report, Table, question, report
+from forge.views.text import one_line
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
     from forge.model.backend import Backend
-    from forge.views.doctor import Finding
 
-TROUBLE = 1
+NEEDS_MENDING = 1
 """The exit status when something needs mending."""
 OLDEST_PYTHON = (3, 11)
 PACKAGE = "forge-llm"
+Level = Literal["ok", "note", "trouble"]
+_SIGNS = {"ok": ("✓", GOOD), "note": ("·", QUIET), "trouble": ("✗", TROUBLE)}
+_NARROW = 32
+"""Columns of a terminal that leaves no room for a table."""
 OPTIONAL = {"fastokens": "tokenizing is slower without it"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of this machine and its result."""
+
+    name: str
+    level: Level
+    text: str
 
 
 @command
 def doctor() -> Report:
     """Look over this machine: Python, CPU, memory, libraries, GPU, models. Exit status 1 if something needs mending."""
-    from forge.views.doctor import is_healthy, print_findings
-
     findings = list(_examine())
     facts = {"healthy": is_healthy(findings), "findings": findings}
-    return Report(facts, lambda console: print_findings(console, findings), 0 if is_healthy(findings) else TROUBLE)
+    return report(facts, lambda: screen(findings), 0 if is_healthy(findings) else NEEDS_MENDING)
 
 
-def _examine() -> "Iterator[Finding]":
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    return all(finding.level != "trouble" for finding in findings)
+
+
+def screen(findings: Sequence[Finding]) -> Iterator[Part]:
+    """Draw a line for each finding, and what is to be done next."""
+    yield from question("Can this machine run forge, and with what?")
+    cells = [_cells(finding) for finding in findings]
+    yield (
+        lambda width: (
+            map(Text(" ").join, cells) if width < _NARROW else [Table(("", "", ""), cells, names=3, wraps=(2,))]
+        )
+    )
+    broken = sum(finding.level == "trouble" for finding in findings)
+    verdict = 'Nothing needs mending. Try: forge generate --kv basic "Once upon a time" 32'
+    yield from (None, Text(f"{broken} of {len(findings)} need mending, marked ✗." if broken else verdict))
+
+
+def _cells(finding: Finding) -> list[Text]:
+    sign, style = _SIGNS[finding.level]
+    text = Text(one_line(finding.text), TROUBLE if finding.level == "trouble" else "")
+    return [Text(sign, style), Text(one_line(finding.name), QUIET), text]
+
+
+def _examine() -> Iterator[Finding]:
     yield from _system()
     yield from _libraries()
     yield from _devices()
@@ -42,10 +82,8 @@ def _examine() -> "Iterator[Finding]":
     yield from _tokenizer()
 
 
-def _system() -> "Iterator[Finding]":
+def _system() -> Iterator[Finding]:
     from forge.backends.cpu.processor import cgroup_quota, usable_cpus
-    from forge.views.doctor import Finding
-    from forge.views.formatting import size
 
     recent = sys.version_info >= OLDEST_PYTHON
     yield Finding(
@@ -66,12 +104,10 @@ def _system() -> "Iterator[Finding]":
         yield Finding("memory", "ok", f"{size(total)}" + (f", {size(available)} available" if available else ""))
 
 
-def _libraries() -> "Iterator[Finding]":
-    from forge.views.doctor import Finding
-
+def _libraries() -> Iterator[Finding]:
     for requirement in _requirements():
         name, version = requirement.name, _version(requirement.name)
-        level: Literal["ok", "note", "trouble"]
+        level: Level
         if version is None:
             level, text = ("note", f"not installed: {OPTIONAL[name]}") if name in OPTIONAL else ("trouble", "missing")
         elif requirement.specifier.contains(version, prereleases=True):
@@ -82,10 +118,9 @@ def _libraries() -> "Iterator[Finding]":
         yield Finding(name, level, text + cure)
 
 
-def _devices() -> "Iterator[Finding]":
+def _devices() -> Iterator[Finding]:
     from forge.backends.choices import DEFAULT_DEVICE
     from forge.backends.devices import create_backend
-    from forge.views.doctor import Finding
 
     try:
         backend = create_backend(DEFAULT_DEVICE)
@@ -101,10 +136,9 @@ def _devices() -> "Iterator[Finding]":
         yield _cuda(torch_version)
 
 
-def _choices(backend: "Backend") -> "Iterator[Finding]":
+def _choices(backend: "Backend") -> Iterator[Finding]:
     """Yield what the CPU backend chose by itself, and what a choice gained where forge/bench/RESULTS.md measured it."""
     from forge.backends.cpu.processor import usable_cpus
-    from forge.views.doctor import Finding
 
     yield Finding(
         "threads",
@@ -129,11 +163,10 @@ def _choices(backend: "Backend") -> "Iterator[Finding]":
             yield Finding("huge pages", "note", f"{mode}: {gain}; to have them: {cure}")
 
 
-def _kernels() -> "Finding":
+def _kernels() -> Finding:
     from forge.backends.cpu.compilation import cache_folder, cache_problem, shipped_folder
     from forge.backends.cpu.kernel_table import all_items
     from forge.backends.cpu.processor import FORCE_VARIABLE, runnable
-    from forge.views.doctor import Finding
 
     try:
         shipped, folder = shipped_folder(), cache_folder()
@@ -148,9 +181,7 @@ def _kernels() -> "Finding":
     return Finding("kernels", "ok", f"{choice}; {compiled} of {len(items)} are compiled, {origin}")
 
 
-def _cuda(torch_version: str) -> "Finding":
-    from forge.views.doctor import Finding
-
+def _cuda(torch_version: str) -> Finding:
     try:
         import torch
 
@@ -162,10 +193,8 @@ def _cuda(torch_version: str) -> "Finding":
         return Finding("cuda", "note", f"PyTorch {torch_version} does not load: {error}")
 
 
-def _models() -> "Iterator[Finding]":
+def _models() -> Iterator[Finding]:
     from forge.model.catalog import bundled_models, sha256
-    from forge.views.doctor import Finding
-    from forge.views.formatting import size
 
     for model in bundled_models():
         if not model.present:
@@ -197,12 +226,11 @@ def _published_digests(folder: Path) -> dict[str, str]:
     return digests
 
 
-def _tokenizer() -> "Iterator[Finding]":
+def _tokenizer() -> Iterator[Finding]:
     """Return which tokenizer the default model gets, and why not the fast one if it does not."""
     from forge.gguf import GGUFFile
     from forge.model.catalog import DEFAULT_MODEL, resolve_model
     from forge.tokenizer import Tokenizer
-    from forge.views.doctor import Finding
 
     try:
         with GGUFFile.open(resolve_model(DEFAULT_MODEL)) as file:

@@ -24,7 +24,7 @@ from forge.errors import INTERRUPTED, ForgeError, UsageError
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-    from forge.views.report import Report
+    from forge.views.screen import Report
 
 CLOSED_PIPE = 141
 """The exit status that a shell reports of a program that SIGPIPE ended."""
@@ -82,12 +82,18 @@ PANELS: dict[str, dict[str, str]] = {
 commands, of that name in `forge.cli.NAME`, or an experiment."""
 _ELSEWHERE = {
     "chapter": "chapters:chapter",
+    "classify": "answers:classify",
+    "embed": "answers:embed",
     "engines": "serve:engines",
     "glossary": "chapters:glossary",
     "next": "chapters:next_chapter",
     "review": "chapters:review",
-    "logprobs": "score:logprobs",
+    "logprobs": "answers:logprobs",
+    "rerank": "answers:rerank",
+    "score": "answers:score",
+    "tour": "chapters:tour",
     "trace": "replay:trace",
+    "watch": "serve:watch",
 }
 """Commands that share a module: module and function in `forge.cli`."""
 _SETTINGS: dict[str, dict[str, Any]] = {

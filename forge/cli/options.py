@@ -8,21 +8,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forge.cli.arguments import JSON_HELP, JsonOption, Takes, was_given  # noqa: F401
 from forge.engine.structured_output import StructuredOutput
-from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
 
-AnsweringEngine = Annotated[EngineArgs, Takes("model Model prefill_only_tokens prefill_only_memory", kv="prefix")]
-"""The engine of commands whose answers come from one forward pass each: what several inputs begin with is computed
-once."""
+if TYPE_CHECKING:
+    from forge.workload.requests import Arrival, Encoder, Range, Workload
 
-_OUTPUT, _WORKLOAD, _FORM = "Output", "Requests", "Structured output (one of these)"
+OUTPUT, WORKLOAD, _FORM = "Output", "Requests", "Structured output (one of these)"
 
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULT_MAX_TOKENS = 32
@@ -35,34 +33,46 @@ PromptArgument = Annotated[
 DefaultedPrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")]
 MaxTokens = Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Output tokens at most.")]
 
-TextsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="TEXT...", help="One text or several; - reads standard input.")
-]
-FileOption = Annotated[
-    str | None, typer.Option("--file", "-f", help="More texts, one to a line.", rich_help_panel="Texts")
-]
 
-PromptTokensOption = Annotated[
-    str,
-    typer.Option("--prompt-tokens", help="Tokens of each prompt: 16, or 16:256.", rich_help_panel=_WORKLOAD),
-]
-OutputTokensOption = Annotated[
-    str,
-    typer.Option("--max-tokens", help="Tokens of each output: 64, or 8:64.", rich_help_panel=_WORKLOAD),
-]
-WorkloadOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--workload",
-        metavar="FILE",
-        help="Replay the arrivals and lengths of a run that --trace recorded.",
-        rich_help_panel=_WORKLOAD,
-        dir_okay=False,
-    ),
-]
-WorkloadSeedOption = Annotated[
-    int, typer.Option("--seed", help="The same seed makes the same requests.", rich_help_panel=_WORKLOAD)
-]
+@dataclass(frozen=True)
+class RequestArgs:
+    """Many requests that are made up, or those of a recorded run. Raises `UsageError` for what cannot be made."""
+
+    requests: int = option(64, "How many requests.", WORKLOAD, flags="--requests -n", shown="one prompt")
+    arrival: str = option(
+        "all",
+        "all at once, poisson:20 (a second, by the clock on the wall), or every:3 (one in 3 steps).",
+        WORKLOAD,
+    )
+    prompt_tokens: str = option("16", "Tokens of each prompt: 16, or 16:256.", WORKLOAD)
+    max_tokens: str = option("64", "Tokens of each output: 64, or 8:64.", WORKLOAD)
+    seed: int = option(0, "The same seed makes the same requests.", WORKLOAD)
+    workload: Path | None = option(
+        None, "Replay the arrivals and lengths of a run that --trace recorded.", WORKLOAD, metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        from forge.workload.requests import recorded_requests
+
+        self._shape()
+        if self.workload is not None:
+            recorded_requests(self.workload)  # a wrong file is refused before a model is loaded
+
+    def made(self, tokenizer: "Encoder", priorities: bool = False) -> "Workload":
+        """Return the requests. priorities: each that is made up draws one."""
+        from forge.workload.requests import make_workload, recorded_workload
+
+        if self.workload is not None:
+            return recorded_workload(self.workload, tokenizer, self.seed)
+        return make_workload(tokenizer, self.requests, *self._shape(), priorities=priorities, seed=self.seed)
+
+    def _shape(self) -> "tuple[Range, Range, Arrival]":
+        """Parse the lengths of prompts and outputs, and how the requests arrive."""
+        from forge.workload.requests import Arrival, Range
+
+        lengths = ((self.prompt_tokens, "--prompt-tokens"), (self.max_tokens, "--max-tokens"))
+        prompts, outputs = (Range.parse(*length) for length in lengths)
+        return prompts, outputs, Arrival.parse(self.arrival)
 
 
 @dataclass(frozen=True)
@@ -70,12 +80,12 @@ class OutputArgs:
     """The options that say what a command shows of its run, and where it records it. Raises `UsageError` for what it
     cannot show."""
 
-    show: str | None = option(None, "blocks: where every token's key and value lies.", _OUTPUT)
-    pace: float = option(DEFAULT_PACE, "Steps per second that a terminal shows; 0 does not wait.", _OUTPUT)
-    trace: Path | None = option(None, "Record every step in this file, for forge replay.", _OUTPUT)
-    step: bool = option(False, "Stop after each step and wait for a key.", _OUTPUT)
-    svg: Path | None = option(None, "Save the final picture in this file.", _OUTPUT)
-    lines: bool = option(True, "In a pipe, a line for each step.", _OUTPUT)
+    show: str | None = option(None, "blocks: where every token's key and value lies.", OUTPUT)
+    pace: float = option(DEFAULT_PACE, "Steps per second that a terminal shows; 0 does not wait.", OUTPUT)
+    trace: Path | None = option(None, "Record every step in this file, for forge replay.", OUTPUT)
+    step: bool = option(False, "Stop after each step and wait for a key.", OUTPUT)
+    svg: Path | None = option(None, "Save the final picture in this file.", OUTPUT)
+    lines: bool = option(True, "In a pipe, a line for each step.", OUTPUT)
     json: bool = option(False, JSON_HELP)
 
     def __post_init__(self) -> None:

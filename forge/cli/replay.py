@@ -13,9 +13,9 @@ from forge.errors import UsageError, file_error
 from forge.trace.recorder import read_trace
 from forge.views.formatting import count
 from forge.views.history import History
-from forge.views.report import Report
-from forge.views.run_summary import print_serving, serving_object
+from forge.views.run_summary import serving_object, serving_screen
 from forge.views.scheduler import print_step_line, scheduler_lines
+from forge.views.screen import Report, draw, report
 from forge.views.stepper import Stepper, require_terminal
 from forge.views.summary import RunLabel
 from forge.views.terminal import can_redraw, open_console, open_error_console
@@ -72,11 +72,11 @@ def replay(
 
 
 def _story(history: "History", seq_id: int) -> "Report":
-    from forge.views.request_story import print_story, request_of
+    from forge.views.request_story import request_of, story_screen
     from forge.views.run_summary import request_object
 
     request = request_of(history.requests(), seq_id)
-    return Report(request_object(request), lambda console: print_story(console, request, history.records))
+    return report(request_object(request), lambda: story_screen(request, history.records))
 
 
 def _history(recorded: "Trace") -> "History":
@@ -99,7 +99,7 @@ def _show(console, history: History) -> None:
         for record in history.records:
             print_step_line(console, record)
     console.print()
-    print_serving(console, history, history.requests(), " · recorded")
+    draw(console, serving_screen(history, history.requests(), " · recorded"))
 
 
 @trace.command("export")

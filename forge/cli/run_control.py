@@ -1,33 +1,42 @@
 """Loading a model and driving a run, as every command does it: with a bar for a large model, and a Ctrl-C that is heard
 between two steps, so that what was generated is kept. Here too a run is recorded (`--trace`) and stepped through
-(`--step`), whichever command it is of.
+(`--step`), whichever command it is of. Last come several requests in one engine, each of which arrives while those
+before it are running.
 """
 
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import typer
 
 from forge.cli.options import model_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
-from forge.errors import INTERRUPTED, ForgeError
+from forge.errors import INTERRUPTED, ForgeError, UsageError
 from forge.trace.records import EndRecord
 from forge.views.progress import LoadingBar
-from forge.views.summary import RunLabel, RunResult
+from forge.views.summary import RunLabel, RunResult, RunsResult
 from forge.views.terminal import open_console, open_error_console
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from forge.engine.engine import Engine
     from forge.engine.outputs import RequestOutput
-    from forge.llm import LLM
+    from forge.llm import LLM, Prompt
     from forge.trace.pauses import Pauses
     from forge.trace.recorder import TraceHeader, TraceWriter
     from forge.trace.records import StepRecord
+    from forge.views.block_map import CacheFigures
+    from forge.views.blocks import BlockScreen
     from forge.views.history import History
+    from forge.workload.requests import Request
 
 Found = Any
 """A command's result: a `Report`, which the command line then shows; an exit status; or nothing."""
@@ -321,3 +330,94 @@ def interruption() -> Iterator[Callable[[], bool]]:
 
 def exit_status(*results: RunResult) -> int:
     return INTERRUPTED if any(result.interrupted and not result.left for result in results) else 0
+
+
+def arriving(llm: "LLM", prompt: "Prompt", params: "SamplingParams", step: int) -> "Request":
+    """Make a request that comes when this many steps have been made, or as soon as nothing else is left to do."""
+    from forge.workload.requests import Request
+
+    text, token_ids = (prompt, llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+    return Request(tuple(token_ids), params.max_tokens, step, sampling=params, prompt=text)
+
+
+def drive_arrivals(
+    llm: "LLM",
+    arrivals: "Sequence[Request]",
+    on_step: "Callable[[StepRecord], None]" = lambda record: None,
+    keep_logits: bool = False,
+) -> RunsResult:
+    """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens.
+
+    `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing. Raises
+    `UsageError` for a request that can never run.
+    """
+    from forge.workload.requests import Workload, WorkloadRun
+
+    run, logits = WorkloadRun(llm.engine, Workload(tuple(arrivals), "steps")), dict[int, "list[np.ndarray]"]()
+    if keep_logits:
+        llm.engine.on_logits.append(lambda seq_id, row: logits.setdefault(seq_id, []).append(row))
+    try:
+        driven = advance(llm, llm.engine, run, on_step)
+    finally:
+        llm.engine.on_logits.clear()
+        run.abort()
+    if run.refused:
+        raise UsageError(run.refused[0][1])
+    kept = tuple(tuple(logits[seq_id]) for seq_id in sorted(logits))
+    return RunsResult(run_label(llm), driven.records, driven.outputs, kept, driven.interrupted)
+
+
+def watch_arrivals(
+    llm: "LLM", arrivals: "Sequence[Request]", screen: "BlockScreen", pace: float, quiet: bool
+) -> RunsResult:
+    """Drive the arrivals with the blocks on the terminal, unless `quiet`, and remember the steps in `screen`."""
+    from forge.views.blocks import SilentBlocks, watch_blocks
+
+    llm.engine.report_blocks = True
+    screen.since = llm.engine.cache.stats()
+    try:
+        with SilentBlocks(screen) if quiet else watch_blocks(open_console(), screen, pace) as watch:
+            return whole(drive_arrivals(llm, arrivals, watch.step))
+    finally:
+        llm.engine.report_blocks = False
+
+
+TIMES = 3
+"""How often a run is timed; the fastest counts."""
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """Arrivals that were watched once and then timed."""
+
+    screen: "BlockScreen"
+    """The screen that showed the watched run."""
+    watched: RunsResult
+    timed: RunsResult
+    """The same without a view."""
+
+    @classmethod
+    def of(cls, llm: "LLM", arrivals: "Sequence[Request]", question: str, pace: float, quiet: bool) -> Self:
+        """Watch, which warms up, and then time. Each run begins with an empty prefix index."""
+        from forge.views.blocks import BlockScreen
+
+        screen, timed = BlockScreen(question), []
+        forget_prefixes(llm)
+        watched = watch_arrivals(llm, arrivals, screen, pace, quiet)
+        for _ in range(TIMES):
+            forget_prefixes(llm)
+            timed.append(whole(drive_arrivals(llm, arrivals)))
+        return cls(screen, watched, min(timed, key=lambda result: result.seconds))
+
+    @cached_property
+    def figures(self) -> "CacheFigures":
+        from forge.views.block_map import CacheFigures
+
+        return CacheFigures.of(self.watched.records, self.watched.outputs)
+
+
+def whole(result: RunsResult) -> RunsResult:
+    """Return a complete result, or end the command if Ctrl-C cut it short: half an experiment says nothing."""
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    return result

@@ -1,13 +1,11 @@
 """`forge trace-scheduler`: many requests at once, and what the scheduler decides in every step, with its reasons."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from forge.cli import options
 from forge.cli.arguments import Takes, command
-from forge.cli.options import OutputArgs
+from forge.cli.options import OUTPUT, WORKLOAD, OutputArgs, RequestArgs, parse_numbers
 from forge.cli.run_control import (
     INTERRUPTED,
     Found,
@@ -19,52 +17,36 @@ from forge.cli.run_control import (
 )
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.views.report import Report
-from forge.views.run_summary import print_serving, print_tenants, print_throughput, serving_object, tenant_objects
+from forge.option import option
+from forge.views.run_summary import serving_object, serving_screen, tenant_objects, tenants_screen, throughput_screen
+from forge.views.screen import Part, report
 from forge.views.terminal import can_redraw, open_console
 from forge.views.traffic import serving_view
-from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload, recorded_requests, recorded_workload
+from forge.workload.requests import WorkloadRun
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from forge.llm import LLM
     from forge.workload.requests import Workload
 
-_WORKLOAD = "Requests"
+
+@dataclass(frozen=True)
+class TenantArgs:
+    """To whom the requests belong, and whether a chart of the run is drawn."""
+
+    tenants: str | None = option(
+        None,
+        "Draft tokens a cycle of each tenant, 0 for none: 4,2,0 gives the requests in turn to three tenants.",
+        WORKLOAD,
+    )
+    chart: bool = option(False, "Draw the throughput over time.", OUTPUT)
 
 
 @command
 def trace_scheduler(
-    requests: Annotated[
-        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel=_WORKLOAD)
-    ] = 64,
-    arrival: Annotated[
-        str,
-        typer.Option(
-            "--arrival",
-            help="all at once, poisson:20 (a second, by the clock on the wall), or every:3 (one in 3 steps).",
-            rich_help_panel=_WORKLOAD,
-        ),
-    ] = "all",
-    prompt_tokens: options.PromptTokensOption = "16:64",
-    max_tokens: options.OutputTokensOption = "64",
-    seed: options.WorkloadSeedOption = 0,
-    workload: options.WorkloadOption = None,
-    *,
+    asked: Annotated[RequestArgs, Takes(prompt_tokens="16:64")],
     engine_args: Annotated[EngineArgs, Takes(kv="paged")],
     output: Annotated[OutputArgs, Takes(without="show pace")],
-    tenants: Annotated[
-        str | None,
-        typer.Option(
-            "--tenants",
-            help="Draft tokens a cycle of each tenant, 0 for none: 4,2,0 gives the requests in turn to three tenants.",
-            rich_help_panel=_WORKLOAD,
-        ),
-    ] = None,
-    chart: Annotated[
-        bool, typer.Option("--chart", help="Draw the throughput over time.", rich_help_panel="Output")
-    ] = False,
+    shared: TenantArgs,
 ) -> Found:
     """Run many requests at once and see who runs, who waits, and why.
 
@@ -73,23 +55,12 @@ def trace_scheduler(
     [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --preemption recompute --step[/dim]
     [dim]forge trace-scheduler --workload run.jsonl --max-num-seqs 4[/dim]
     """
-    limits = (
-        tuple(options.parse_numbers(tenants, "--tenants", "4,2,0", "numbers of draft tokens", 0)) if tenants else ()
-    )
-    prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
-    output_range = Range.parse(max_tokens, "--max-tokens")
-    arrivals = Arrival.parse(arrival)
-    if workload is not None:
-        recorded_requests(workload)  # a wrong file is refused before the model is loaded
+    limits: tuple[int, ...] = ()
+    if shared.tenants:
+        limits = tuple(parse_numbers(shared.tenants, "--tenants", "4,2,0", "numbers of draft tokens", 0))
     subscriber = StepSubscriber(output.trace, output.step)
     llm = create_llm(engine_args)
-    priorities = engine_args.order == "priority"
-    if workload is not None:
-        planned = recorded_workload(workload, llm.tokenizer, seed)
-    else:
-        planned = make_workload(
-            llm.tokenizer, requests, prompt_range, output_range, arrivals, priorities=priorities, seed=seed
-        )
+    planned = asked.made(llm.tokenizer, priorities=engine_args.order == "priority")
     planned = replace(
         planned,
         requests=tuple(
@@ -97,7 +68,7 @@ def trace_scheduler(
             for number, request in enumerate(planned.requests)
         ),
     )
-    return _run(llm, planned, subscriber, output, limits, chart)
+    return _run(llm, planned, subscriber, output, limits, shared.chart)
 
 
 def _run(
@@ -129,14 +100,10 @@ def _run(
         for tenant, limit in enumerate(tenants)
     ]
 
-    def draw(console: "Console") -> None:
-        print_serving(console, history, requests)
-        if chart:
-            print_throughput(console, history.records)
-        print_tenants(console, by_tenant)
+    def screen() -> Iterator[Part]:
+        yield from serving_screen(history, requests)
+        yield from throughput_screen(history.records) if chart else ()
+        yield from tenants_screen(by_tenant)
 
-    return Report(
-        serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)},
-        draw,
-        INTERRUPTED if driven.interrupted and not driven.left else 0,
-    )
+    facts = serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)}
+    return report(facts, screen, INTERRUPTED if driven.interrupted and not driven.left else 0)

@@ -10,9 +10,9 @@ from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
+from forge.cli.options import RequestArgs, parse_numbers
 from forge.cli.run_control import create_llm, run_label
 from forge.engine_args import EngineArgs
 from forge.option import option
@@ -24,10 +24,9 @@ from forge.views.formatting import count, ms, percent, plural, times
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT
 from forge.views.progress import progress_line
-from forge.views.report import Report
 from forge.views.request_sets import identity_text, workload_text
 from forge.views.run_summary import totals_object
-from forge.views.screen import Part, Table, question, report, sentences
+from forge.views.screen import Part, Report, Table, question, report, sentences
 from forge.views.summary import RunLabel
 from forge.workload.requests import Arrival, Range, Workload, WorkloadRun, make_workload
 from forge.workload.ways import Measured, identical, measure_all, speed_up
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from forge.llm import LLM
     from forge.workload.ways import How
 
-_WORKLOAD = "Requests"
 LOAD_SLOTS = 8
 LOAD_QUESTION = "What do requests notice as the load grows?"
 BATCHES = (1, 4, 16)
@@ -56,9 +54,8 @@ _WIDE = 94
 
 @dataclass(frozen=True)
 class BatchingArgs:
-    """The workload, and how much of it runs at once."""
+    """Other questions than what it buys to run requests together."""
 
-    requests: int = option(96, "How many requests.", _WORKLOAD, flags="--requests -n")
     budgets: str | None = option(
         None, "Long prompts that come while stories decode, with these tokens a step instead: 32,128,512.", "Scheduler"
     )
@@ -69,21 +66,17 @@ class BatchingArgs:
 
 @experiment(bugs=True)
 def batching(
-    asked: BatchingArgs,
-    prompt_tokens: options.PromptTokensOption = "16",
-    max_tokens: options.OutputTokensOption = "8:64",
-    seed: options.WorkloadSeedOption = 0,
-    *,
+    asked: Annotated[RequestArgs, Takes("requests prompt_tokens max_tokens seed", requests=96, max_tokens="8:64")],
+    instead: BatchingArgs,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
 ) -> Experiment:
-    if asked.budgets is not None:
-        limits = sorted({*options.parse_numbers(asked.budgets, "--budgets", "32,128")})
-        return Experiment(lambda: measure_budgets(engine, limits, seed))
-    if asked.loads is not None:
-        loads = sorted({*options.parse_numbers(asked.loads, "--loads", "50,80,95")})
-        return Experiment(lambda: measure_loads(engine, loads, asked.requests, seed))
-    sizes = asked.requests, prompt_tokens, max_tokens, seed
-    return Experiment(lambda: measure_ways(engine, sizes, ways_of(BATCHES), TURNS))
+    if instead.budgets is not None:
+        limits = sorted({*parse_numbers(instead.budgets, "--budgets", "32,128")})
+        return Experiment(lambda: measure_budgets(engine, limits, asked.seed))
+    if instead.loads is not None:
+        loads = sorted({*parse_numbers(instead.loads, "--loads", "50,80,95")})
+        return Experiment(lambda: measure_loads(engine, loads, asked.requests, asked.seed))
+    return Experiment(lambda: measure_ways(engine, asked, ways_of(BATCHES), TURNS))
 
 
 def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
@@ -97,17 +90,13 @@ def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
 
 def measure_ways(
     engine: EngineArgs,
-    asked: tuple[int, str, str, int],
+    asked: RequestArgs,
     ways: "Sequence[tuple[How, int]]",
     turns: int,
 ) -> Report:
-    """Load the model, run the workload that `asked` describes (requests, prompt tokens, output tokens, seed) in every
-    way, and report."""
-    number, prompt_tokens, max_tokens, seed = asked
-    prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
-    output_range = Range.parse(max_tokens, "--max-tokens")
+    """Load the model, run the requests in every way, and report."""
     llm = create_llm(engine)
-    workload = make_workload(llm.tokenizer, number, prompt_range, output_range, seed=seed)
+    workload = asked.made(llm.tokenizer)
     with progress_line() as progress:
         measured = measure_all(llm, workload, ways, turns, progress)
     label = run_label(llm)

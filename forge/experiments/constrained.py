@@ -29,8 +29,7 @@ from forge.views.formatting import count, plural
 from forge.views.generation import watching
 from forge.views.json_output import as_object, picked, plain
 from forge.views.palette import ACCENT, QUIET
-from forge.views.report import Report
-from forge.views.screen import Hanging, Part, Table, leads_on, question, report
+from forge.views.screen import Hanging, Part, Report, Table, leads_on, question, report
 from forge.views.screen import sentences as plain_sentences
 from forge.views.summary import RunLabel, RunResult
 from forge.views.terminal import open_console

@@ -28,8 +28,7 @@ from forge.views.formatting import count, ms, percent, plural, rate, size, two_d
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Part, Table, report, sentences, title
+from forge.views.screen import Part, Report, Table, report, sentences, title
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SHAPE_LAYERS = 8

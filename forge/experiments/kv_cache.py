@@ -18,8 +18,7 @@ from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, plural, size
 from forge.views.generation import run_parts
 from forge.views.json_output import as_object, climb_object, run_object
-from forge.views.report import Report
-from forge.views.screen import Part, leads_on, report, title
+from forge.views.screen import Part, Report, leads_on, report, title
 from forge.views.summary import Forward, RunResult
 
 MAX_TOKENS = 128

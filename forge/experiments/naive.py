@@ -28,8 +28,7 @@ from forge.views.formatting import count, ms, percent, plural
 from forge.views.generation import run_parts, watching
 from forge.views.json_output import climb_object, run_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.report import Report
-from forge.views.screen import Part, Table, leads_on, report, sentences, title
+from forge.views.screen import Part, Report, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
 from forge.views.terminal import open_console
 from forge.views.text import quoted

@@ -17,8 +17,7 @@ from forge.model.backend import Operand, OperationTime
 from forge.views.formatting import ms, plural, size, times
 from forge.views.json_output import as_object, picked
 from forge.views.palette import ACCENT, QUIET, TITLE
-from forge.views.report import Report
-from forge.views.screen import Part, Table, report, sentences, title
+from forge.views.screen import Part, Report, Table, report, sentences, title
 
 DEVICES = ("reference", "cpu")
 CONTEXT = 64

@@ -22,9 +22,8 @@ from forge.views.formatting import NOTHING, count, plural, size
 from forge.views.json_output import picked
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.progress import progress_line
-from forge.views.report import Report
 from forge.views.request_sets import judging_object, judging_screen, same_answers
-from forge.views.screen import Part, Table, report, title
+from forge.views.screen import Part, Report, Table, report, title
 from forge.views.summary import RunLabel
 from forge.workload.judging import JudgeRun, judge_prompts, run_requests
 

@@ -13,10 +13,9 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.arguments import Takes
-from forge.cli.arrivals import WatchedRun, arriving
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import create_llm
+from forge.cli.run_control import WatchedRun, arriving, create_llm
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -26,8 +25,7 @@ from forge.views.formatting import plural, share, size
 from forge.views.json_output import picked
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, TITLE
-from forge.views.report import Report
-from forge.views.screen import Part, leads_on, question, report, sentences, sides
+from forge.views.screen import Part, Report, leads_on, question, report, sentences, sides
 from forge.views.text import one_line, tail
 
 if TYPE_CHECKING:

@@ -11,10 +11,17 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.arguments import Takes
-from forge.cli.arrivals import WatchedRun, arriving, drive_arrivals, watch_arrivals, whole
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import create_llm, forget_prefixes
+from forge.cli.run_control import (
+    WatchedRun,
+    arriving,
+    create_llm,
+    drive_arrivals,
+    forget_prefixes,
+    watch_arrivals,
+    whole,
+)
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -25,8 +32,7 @@ from forge.views.formatting import count, plural
 from forge.views.json_output import as_object
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, sequence_style
-from forge.views.report import Report
-from forge.views.screen import Part, leads_on, question, report, sentences, sides
+from forge.views.screen import Part, Report, leads_on, question, report, sentences, sides
 from forge.views.summary import RunsResult
 from forge.views.text import neutralise, one_line, tail
 

@@ -14,8 +14,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.trace.records import TableRecord
 from forge.views.formatting import NOTHING, plural
 from forge.views.metrics import verdict
-from forge.views.report import Report
-from forge.views.screen import Part, Table, question, report
+from forge.views.screen import Part, Report, Table, question, report
 from forge.views.text import neutralise, one_line, tail
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,12 @@ from forge.views.forwards import curve_plot, shape_sentence
 from forge.views.generation import sample_texts
 from forge.views.json_output import as_object, climb_object, picked, run_object
 from forge.views.metrics import metrics_lines
-from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.palette import GOOD, TITLE, TROUBLE, sequence_style
 from forge.views.run_view import LiveView
+from forge.views.screen import Part, question, title
 from forge.views.screen import sides as side_by_side
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import can_redraw, print_table
+from forge.views.terminal import can_redraw
 from forge.views.text import one_line, quoted, short_name, tail
 
 if TYPE_CHECKING:
@@ -226,32 +227,27 @@ class ComparisonProgress(LiveView):
         return Group(Text(self._question, TITLE), Text(""), *plot)
 
 
-def print_comparison(console: Console, comparison: Comparison, prompt: str) -> None:
-    """Print question, prompt, table, picture and verdict. With several prompts there is no picture: no forward of
-    theirs has a shape of its own."""
-    console.print(Text(comparison.question, TITLE))
-    console.print(Text(one_line(tail(prompt, 200)), QUIET))
-    console.print()
+def comparison_screen(comparison: Comparison, prompt: str) -> Iterator[Part]:
+    """Draw question, prompt, table, picture and verdict. With several prompts there is no picture: no forward of theirs
+    has a shape of its own."""
+    yield from question(comparison.question, one_line(tail(prompt, 200)))
     sides = comparison.sides
-    print_table(console, comparison_table(sides))
+    yield comparison_table(sides)
     if not sides[0].others:
-        plot = curve_plot(
-            [side.name for side in sides], [side.result.forwards for side in sides], _num_points(sides), console.width
-        )
-        for line in [Text(""), *plot, *legend(comparison)]:
-            console.print(line)
-    console.print()
-    for line in verdict(comparison):
-        console.print(line)
+        names, forwards = [side.name for side in sides], [side.result.forwards for side in sides]
+        yield None
+        yield lambda width: curve_plot(names, forwards, max(map(len, forwards)), width)
+        yield from legend(comparison)
+    yield from (None, *verdict(comparison))
 
 
-def print_interrupted(console: Console, sides: Sequence[Side]) -> None:
-    """Print what there is of a comparison that Ctrl-C ended: each side's text and figures so far, without a verdict."""
+def interrupted_screen(sides: Sequence[Side]) -> Iterator[Part]:
+    """Draw what there is of a comparison that Ctrl-C ended: each side's text and figures so far, without a verdict."""
     for side in sides:
-        console.print(Text(one_line(side.name), TITLE))
-        for line in [*sample_texts(side.result, ""), *metrics_lines(side.result, console.width), Text("")]:
-            console.print(line)
-    console.print(Text("interrupted: two whole runs are needed for a comparison"))
+        yield from (title(one_line(side.name)), *sample_texts(side.result, ""))
+        yield partial(metrics_lines, side.result)
+        yield None
+    yield Text("interrupted: two whole runs are needed for a comparison")
 
 
 def comparison_table(sides: Sequence[Side]) -> Table:
@@ -323,10 +319,6 @@ def legend(comparison: Comparison) -> list[Text]:
         Text.assemble((f"━━ {short_name(side.name)}  ", sequence_style(index)), shape_sentence(side.result.forwards))
         for index, side in enumerate(comparison.sides)
     ]
-
-
-def _num_points(sides: Sequence[Side]) -> int:
-    return max(len(side.result.records) for side in sides)
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

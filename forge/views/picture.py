@@ -8,8 +8,9 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 
 from forge.errors import file_error
 from forge.views.history import History
-from forge.views.run_summary import print_serving
+from forge.views.run_summary import serving_screen
 from forge.views.scheduler import scheduler_lines
+from forge.views.screen import draw
 from forge.views.terminal import ForgeConsole
 
 WIDTH = 96
@@ -54,7 +55,7 @@ def save_serving(path: Path, history: History) -> None:
     if history.records:
         draw_busiest_step(console, history)
         console.print()
-    print_serving(console, history, history.requests())
+    draw(console, serving_screen(history, history.requests()))
     save_picture(console, path)
 
 

@@ -3,18 +3,16 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from forge.views.formatting import count, plural
 from forge.views.json_output import picked
 from forge.views.metrics import verdict
-from forge.views.palette import QUIET, TITLE
+from forge.views.palette import QUIET
 from forge.views.run_summary import totals_object
-from forge.views.screen import Part, title
+from forge.views.screen import Part, question, title
 from forge.views.screen import sides as side_by_side
 from forge.views.summary import RunLabel
-from forge.views.terminal import print_table
 from forge.views.text import one_line
 from forge.workload.judging import JudgeRun
 from forge.workload.requests import Workload
@@ -47,26 +45,22 @@ def many_object(option: str, names: Sequence[str], sides: Sequence[Measured], in
     }
 
 
-def print_many(
-    console: Console,
+def many_screen(
     option: str,
     names: Sequence[str],
     labels: Sequence[RunLabel],
     workloads: Sequence[Workload],
     sides: Sequence[Measured],
     in_common: int,
-) -> None:
-    """Print question, table and verdict."""
-    console.print(Text(_QUESTIONS.get(option, f"What does {option} change for many requests?"), TITLE))
+) -> Iterator[Part]:
+    """Draw question, table and verdict."""
     ran, requests = (
         " against ".join(dict.fromkeys(texts)) for texts in (map(str, labels), map(workload_text, workloads))
     )
-    console.print(Text(f"{ran} · {requests}", QUIET))
-    console.print()
+    asked = _QUESTIONS.get(option, f"What does {option} change for many requests?")
+    yield from question(asked, f"{ran} · {requests}")
     gains = {"throughput": sides[1].tokens_per_second / sides[0].tokens_per_second}
-    print_table(console, side_by_side(names, sides, *_WAY_ROWS, gains=gains))
-    console.print()
-    console.print(identity_text(sides, in_common))
+    yield from (side_by_side(names, sides, *_WAY_ROWS, gains=gains), None, identity_text(sides, in_common))
 
 
 _WAY_ROWS = (
@@ -140,7 +134,7 @@ def same_answers(runs: Sequence[JudgeRun]) -> bool:
 
 
 def judging_screen(
-    question: str,
+    asked: str,
     label: RunLabel,
     names: Sequence[str],
     runs: Sequence[JudgeRun],
@@ -149,7 +143,7 @@ def judging_screen(
 ) -> Iterator[Part]:
     """Draw the comparison of two runs of judge requests. concurrency: requests that run at a time; None for all."""
     requests = plural(len(runs[0].answers), "request")
-    yield title(question)
+    yield title(asked)
     at_a_time = " at once" if concurrency is None else f", {concurrency} at a time"
     yield f"{requests}{at_a_time}, {plural(prompt_tokens, 'prompt token')}"
     yield f"kv {label.kv} · {label.device} ({one_line(label.device_description)}) · {one_line(label.model)}"

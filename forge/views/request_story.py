@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.errors import UsageError
@@ -15,7 +13,7 @@ from forge.trace.timeline import RequestTimeline
 from forge.views.formatting import NOTHING, count, ms, plural
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.scheduler import finish_text
-from forge.views.terminal import print_table
+from forge.views.screen import Part, Table
 from forge.views.text import one_line, quoted
 
 QUESTION = "What happened to this request?"
@@ -35,6 +33,12 @@ class Event:
     kind: str
     """One of `_ORDER`."""
     text: str
+
+    @property
+    def steps(self) -> str:
+        """`3 to 7`; nothing for the arrival."""
+        span = f"{self.step} to {self.last_step}" if self.last_step > self.step else str(self.step)
+        return span if self.step else ""
 
 
 def request_of(requests: Sequence[RequestTimeline], seq_id: int) -> RequestTimeline:
@@ -86,28 +90,20 @@ def _computed(seq_id: int, records: Sequence[StepRecord]) -> Iterator[Event]:
         yield Event(steps[0][1].step, steps[-1][1].step, steps[0][1].started, "computes", text)
 
 
-def print_story(console: Console, request: RequestTimeline, records: Sequence[StepRecord]) -> None:
-    who = Text.assemble((f"seq {request.seq_id}", sequence_style(request.seq_id)))
+def story_screen(request: RequestTimeline, records: Sequence[StepRecord]) -> Iterator[Part]:
+    """Draw a line for each event, and what the request came to."""
+    who = Text.assemble((QUESTION, TITLE), (f"  seq {request.seq_id}", sequence_style(request.seq_id)))
     if request.request_id is not None:
         who.append(f" · request {one_line(request.request_id)}", QUIET)
-    console.print(Text.assemble((QUESTION, TITLE), "  ", who))
-    console.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET)
-    table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("steps", no_wrap=True)
-    table.add_column("", no_wrap=True, style=TITLE)
-    table.add_column("", overflow="fold")
+    yield from (who, None)
     events = story_of(request, records)
-    for event in events:
-        steps = "" if event.step == 0 else str(event.step)
-        steps += f" to {event.last_step}" if event.last_step > event.step else ""
-        table.add_row(ms((event.seconds - events[0].seconds) * 1e3), steps, event.kind, Text(event.text))
-    print_table(console, table)
-    console.print()
+    rows = [(ms((event.seconds - events[0].seconds) * 1e3), event.steps, event.kind, event.text) for event in events]
+    yield Table(("ms", "steps", "", ""), rows, names=0, lefts=(1, 2, 3), styles={2: TITLE}, wraps=(3,))
     again = f", {count(request.tokens_recomputed)} of them for a second time" if request.tokens_recomputed else ""
     cached = f"; {plural(request.tokens_cached, 'token')} came from the cache" if request.tokens_cached else ""
     preempted = f"was preempted {plural(request.times_preempted, 'time')}"
-    console.print(
+    yield None
+    yield Text(
         f"The first token came {_after(request.time_to_first_token_ms)}, the last {_after(request.end_to_end_ms)}. "
         f"It waited {plural(request.steps_waited, 'step')}, {preempted}, and took "
         f"{plural(request.tokens_computed, 'row')}{again}{cached}."

@@ -6,8 +6,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.errors import UsageError
@@ -16,20 +14,18 @@ from forge.trace.records import StepRecord
 from forge.trace.timeline import RequestTimeline
 from forge.trace.totals import STARVED, Percentiles, Totals, totals_of
 from forge.views.charts import sparkline, throughput_plot
-from forge.views.formatting import NOTHING, count, ms, percent, plural, rate
+from forge.views.formatting import NOTHING, count, percent, plural, rate
 from forge.views.history import History
 from forge.views.json_output import as_object, cycles_object, picked, speculation_object
 from forge.views.metrics import draft_facts, flowing
-from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.report import Report
+from forge.views.palette import ACCENT, QUIET, sequence_style
 from forge.views.scheduler import chart_series
-from forge.views.screen import Part, question, report
-from forge.views.screen import Table as FactTable
+from forge.views.screen import Part, Report, Table, labelled, question, report, title
 from forge.views.summary import RunLabel
-from forge.views.terminal import new_table, print_table
 from forge.views.text import one_line
 
-_LONGEST_WAITS = 3
+_MOST_TOLD = 3
+"""Waits and preemptions that are explained."""
 _CHART_WIDTH = 60
 _WIDE = 64
 """Columns from which the table of times has room for whole names."""
@@ -96,23 +92,17 @@ def step_object(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def print_serving(console: Console, history: History, requests: Sequence[RequestTimeline], note: str = "") -> None:
-    """Print the closing table of a run, its charts, and the longest waits with their reasons."""
+def serving_screen(history: History, requests: Sequence[RequestTimeline], note: str = "") -> Iterator[Part]:
+    """Draw the closing table of a run, its charts, and the longest waits with their reasons."""
     if not history.records:
-        console.print(Text("No step ran."))
+        yield Text("No step ran.")
         return
     totals = totals_of(history.records, requests)
-    console.print(Text("What did the run come to?", TITLE))
-    console.print(Text(f"{history.label}{note}", QUIET))
-    console.print()
-    for line in flowing(total_facts(totals, history.records), console.width):
-        console.print(line)
-    console.print()
-    print_table(console, times_table(totals, console.width))
-    console.print()
-    for line in charts_over_time(history, console.width):
-        console.print(line)
-    print_reasons(console, requests)
+    yield from question("What did the run come to?", f"{history.label}{note}")
+    yield lambda width: flowing(total_facts(totals, history.records), width)
+    yield from (None, lambda width: [times_table(totals, width)], None)
+    yield lambda width: charts_over_time(history, width)
+    yield from _reasons(requests)
 
 
 Tenants = Sequence[tuple[int, Sequence[RequestTimeline]]]
@@ -140,18 +130,16 @@ def tenant_objects(tenants: Tenants) -> list[dict[str, Any]]:
     return facts
 
 
-def print_tenants(console: Console, tenants: Tenants) -> None:
-    """Print a row per tenant; nothing if there are no tenants."""
-    if not tenants:
-        return
-    table = new_table(None, "--k", "requests", "drafted", "accepted", "", "ms per token")
-    for tenant in tenant_objects(tenants):
-        share = NOTHING if tenant["acceptance"] is None else percent(tenant["acceptance"])
-        figures = (tenant[name] for name in ("num_speculative_tokens", "requests", "proposed", "accepted"))
-        table.add_row(*map(count, figures), share, ms(tenant["time_per_output_token_ms"]))
-    console.print()
-    console.print(Text("Each tenant's draft tokens", TITLE))
-    print_table(console, table)
+def tenants_screen(tenants: Tenants) -> Iterator[Part]:
+    """Draw a row per tenant; nothing if there are no tenants."""
+    if tenants:
+        columns = ["--k: {num_speculative_tokens:count}", "requests: {requests:count}", "drafted: {proposed:count}"]
+        columns += [
+            "accepted: {accepted:count}",
+            ": {acceptance:percent}",
+            "ms per token: {time_per_output_token_ms:ms}",
+        ]
+        yield from (None, title("Each tenant's draft tokens"), Table.of(tenant_objects(tenants), *columns, names=0))
 
 
 def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str, str]]:
@@ -204,16 +192,11 @@ def preemptions_text(totals: Totals) -> str:
 def times_table(totals: Totals, width: int) -> Table:
     """Build a table of percentiles of the requests' times; on a narrow screen with short names."""
     narrow = width < _WIDE
-    table = new_table("ms" if narrow else "milliseconds")
-    for name in ("p50", "p90", "p99", "max"):
-        table.add_column(name, justify="right", min_width=5 if narrow else 8, no_wrap=True)
-    for title, name in ((_SHORT[name], name) for _, name in _TIMES) if narrow else _TIMES:
-        percentiles: Percentiles | None = getattr(totals, name)
-        values = (
-            (percentiles.p50, percentiles.p90, percentiles.p99, percentiles.maximum) if percentiles else (None,) * 4
-        )
-        table.add_row(Text(title, QUIET), *(ms(value) for value in values))
-    return table
+    names = {name: _SHORT[name] if narrow else long for long, name in _TIMES}
+    heading, room = ("ms", 5) if narrow else ("milliseconds", 8)
+    columns = (f"{f'p{share}':>{room}}: {{times.p{share}:ms}}" for share in (50, 90, 99))
+    rows = [{"name": shown, "times": getattr(totals, name)} for name, shown in names.items()]
+    return Table.of(rows, f"{heading}: {{name}}", *columns, f"{'max':>{room}}: {{times.maximum:ms}}", styles={0: QUIET})
 
 
 def charts_over_time(history: History, width: int) -> list[Text]:
@@ -231,41 +214,29 @@ def charts_over_time(history: History, width: int) -> list[Text]:
     return lines
 
 
-def print_throughput(console: Console, records: Sequence[StepRecord]) -> None:
-    """Print the throughput over the time of a run, drawn from the moments of its tokens."""
-    if not records:
-        return
-    began = records[0].started
-    times = [record.ended - began for record in records for _ in record.tokens]
-    console.print()
-    console.print(Text("Throughput over time", TITLE))
-    for line in throughput_plot(times, records[-1].ended - began, console.width, ACCENT):
-        console.print(line)
+def throughput_screen(records: Sequence[StepRecord]) -> Iterator[Part]:
+    """Draw the throughput over the time of a run, from the moments of its tokens."""
+    if records:
+        began, seconds = records[0].started, records[-1].ended - records[0].started
+        times = [record.ended - began for record in records for _ in record.tokens]
+        yield from (None, title("Throughput over time"), lambda width: throughput_plot(times, seconds, width, ACCENT))
 
 
-def print_reasons(console: Console, requests: Sequence[RequestTimeline]) -> None:
-    """Print which sequences waited longest and which was preempted most, and why."""
+def _reasons(requests: Sequence[RequestTimeline]) -> Iterator[Part]:
+    """Draw which sequences waited longest and which was preempted most, and why."""
     waited = [(wait.seconds, request.seq_id, wait) for request in requests for wait in request.waits]
     waited.sort(key=lambda waiting: (-waiting[0], waiting[1]))
-    told = [(seq_id, explain_wait(wait, seq_id)) for _, seq_id, wait in waited[:_LONGEST_WAITS]]
-    _print_told(console, "The longest waits", told)
+    yield from _told("The longest waits", [(seq_id, explain_wait(wait, seq_id)) for _, seq_id, wait in waited])
     victim = max(requests, key=lambda request: request.times_preempted, default=None)
-    if victim is not None and victim.preemptions:
-        told = [(victim.seq_id, explain_preempted(preemption)) for preemption in victim.preemptions[:_LONGEST_WAITS]]
-        _print_told(console, "Preempted most often", told)
+    if victim is not None:
+        told = [(victim.seq_id, explain_preempted(preemption)) for preemption in victim.preemptions]
+        yield from _told("Preempted most often", told)
 
 
-def _print_told(console: Console, title: str, told: Sequence[tuple[int, str]]) -> None:
-    if not told:
-        return
-    console.print()
-    console.print(Text(title, TITLE))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for seq_id, line in told:
-        table.add_row(Text(f"seq {seq_id}", sequence_style(seq_id)), Text(one_line(line)))
-    print_table(console, table)
+def _told(heading: str, told: Sequence[tuple[int, str]]) -> Iterator[Part]:
+    if told:
+        rows = [(Text(f"seq {seq_id}", sequence_style(seq_id)), one_line(line)) for seq_id, line in told]
+        yield from (None, title(heading), labelled(rows[:_MOST_TOLD]))
 
 
 _PARTS = {"plan": "schedule_ms", "forward": "forward_ms", "choose": "sample_ms"}
@@ -286,7 +257,7 @@ def costs(history: History) -> Report:
 def _costs_screen(classes: list[dict[str, Any]], label: str) -> Iterator[Part]:
     yield from question("Where did the time of the steps go?", f"{label}, milliseconds per step")
     columns = (f"{name}: {{milliseconds.{name}:ms}}" for name in (*_PARTS, "rest", "whole"))
-    yield FactTable.of(classes, "class: {class}", "steps: {steps:count}", *columns)
+    yield Table.of(classes, "class: {class}", "steps: {steps:count}", *columns)
 
 
 VIEWS: dict[str, Callable[[History], Report]] = {"costs": costs}

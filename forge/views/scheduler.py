@@ -48,7 +48,7 @@ def scheduler_lines(history: History, index: int, width: int, height: int) -> li
     if len(items) + min(len(reasons), _MOST_REASONS) > room:
         items = []
     reasons = shortened(reasons, room - len(items))
-    lines = [*head, items_line(record, width), *items, *reasons, *charts]
+    lines = [*head, items_line(record), *items, *reasons, *charts]
     return [_cut(line, width) for line in lines[:height]]
 
 
@@ -100,7 +100,7 @@ def queue_lines(history: History, record: StepRecord, moment: Moment, width: int
     return lines
 
 
-def items_line(record: StepRecord, width: int) -> Text:
+def items_line(record: StepRecord) -> Text:
     """Format a plan: `this step: decode 11 seqs · prefill 31 [0:64] of 200`, and on a GPU how and when it was
     launched."""
     line = Text.assemble(("this step: ", TITLE), " · ".join(work_texts(record)))

@@ -4,6 +4,9 @@
 
 is a table with a row for each item. A column is a heading and a template; a template's fields are keys or attributes of
 the item (`{totals.first_token.p50:ms}`), shown as `formatting.formatted` says.
+
+A command returns its facts and such a screen as one `Report` and prints nothing itself. Its caller decides what becomes
+of it: the command line draws it or writes its facts as JSON, a chapter does the one and reads the other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +19,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from forge.views.formatting import formatted, times
+from forge.views.json_output import to_json
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
-from forge.views.report import Report
 from forge.views.terminal import new_table, print_hanging, print_table
 from forge.views.text import one_line, short_name
 
@@ -49,7 +52,7 @@ def fill(template: str, value: Any, **formats: Callable[..., str]) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under headings; it draws itself. The first `names` columns stand to the left."""
+    """Rows of cells under headings, if there are any; it draws itself. The first `names` columns stand to the left."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str | Text]]
@@ -58,8 +61,8 @@ class Table:
     """Column → style."""
     lefts: Sequence[int] = ()
     """Columns beside those that stand to the left too."""
-    wraps: bool = False
-    """Whether cells may be broken where the screen is too narrow."""
+    wraps: bool | Sequence[int] = False
+    """Whether cells, or those of some columns, may be broken where the screen is too narrow."""
 
     @classmethod
     def of(
@@ -87,9 +90,10 @@ class Table:
         return cls([heading for heading, _, _ in parts], rows, **more)
 
     def rich(self) -> RichTable:
-        table = new_table()
+        table = new_table() if any(self.headings) else RichTable(box=None, show_header=False, pad_edge=False)
         for number, heading in enumerate(self.headings):
-            style, wraps = (self.styles or {}).get(number), self.wraps
+            style = (self.styles or {}).get(number)
+            wraps = self.wraps if isinstance(self.wraps, bool) else number in self.wraps
             table.add_column(heading, style=style, no_wrap=not wraps, overflow="fold")
             table.columns[number].justify = "left" if number < self.names or number in self.lefts else "right"
         for row in self.rows:
@@ -110,6 +114,11 @@ class Fitting:
     def parts(self, console: Console) -> "list[Part]":
         fitting = (group for group in self.groups if all(table.fits(console) for table in group))
         return [part for table in next(fitting, self.groups[-1]) for part in (None, table)]
+
+
+def labelled(rows: Iterable[tuple[str | Text, str | Text]], wraps: Sequence[int] = (1,)) -> Table:
+    """Build a table without headings: a name in grey, and what is said of it. wraps: which columns may be broken."""
+    return Table(("", ""), [*rows], names=2, styles={0: QUIET}, wraps=wraps)
 
 
 def sides(names: Sequence[str], items: Sequence[Any], *rows: str, gains: Mapping[str, float | None] = {}) -> RichTable:
@@ -186,6 +195,22 @@ def draw(console: Console, parts: "Iterable[Part]") -> None:
         else:
             line = Text(part, QUIET) if isinstance(part, str) else part or Text()
             console.print(line, soft_wrap=line.overflow == "ignore")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A command's result: for JSON, for the screen, and as an exit status."""
+
+    facts: Mapping[str, Any]
+    """The facts that `--json` prints, and that a chapter's text may name. Nothing in them is rounded."""
+    draw: Callable[[Console], None]
+    """Draws it at the width that the console has now; may be called again at another."""
+    status: int = 0
+    """The exit status."""
+
+    def as_json(self) -> "Report":
+        """Return the same findings, drawn as one JSON object."""
+        return Report(self.facts, lambda console: console.print(to_json(self.facts), soft_wrap=True), self.status)
 
 
 def report(facts: Mapping[str, Any], screen: "Callable[[], Iterable[Part]]", status: int = 0) -> Report:

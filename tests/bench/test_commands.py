@@ -6,7 +6,7 @@ import pytest
 
 from forge.bench.kit import Figure, benchmark
 from forge.cli.bench import names
-from forge.cli.main import command_named
+from forge.cli.main import command_named, main
 from forge.errors import INTERRUPTED
 from forge.views.screen import Table, title
 from forge.views.terminal import open_console
@@ -70,3 +70,10 @@ def test_ctrl_c_keeps_what_there_is_and_ends_the_run():
     report = run(measure, json=True)
     assert report.facts["figures"] == [1] and report.facts["interrupted"] and closed
     assert report.status == INTERRUPTED
+
+
+def test_nothing_is_said_to_be_identical_where_nothing_was_compared(capfd):
+    assert main(("bench", "oneshot", "-m", "hash", "--only", "packing", "--reps", "1", "--prompt-tokens", "8")) == 0
+    assert "same tokens" not in capfd.readouterr().out
+    assert main(("bench", "prefix-planning", "-m", "hash", "--rubric-tokens", "1000000")) == 2
+    assert "--rubric-tokens is at most" in capfd.readouterr().err

@@ -63,7 +63,7 @@ def test_processes_take_turns(scripted, model):
 
 def test_the_machine_is_measured_before_and_after(scripted, model):
     result, script = scripted(plan(model, peers=()), seconds={"forge": [1.0, 1.0]})
-    assert script.log[0][1] == script.log[-1][1] == "measure"
+    assert script.log[0][1] == script.log[-1][1] == "measure_cpu"
     assert result["limits"]["before"] and result["limits"]["after"]
 
 

@@ -56,7 +56,7 @@ class Scripted:
 
 
 ANSWERS = {
-    "measure": LIMITS,
+    "measure_gpu": LIMITS,
     "load": {"description": "it", "seconds": 1.5, "read_bytes": 10**9, "kv_bytes": 10**5},
     "prepare": {"setting": "graph", "seconds": 0.1},
     "turn": {"seconds": [0.004, 0.002, 0.003], "top_tokens": [7]},
@@ -83,7 +83,7 @@ def test_each_process_has_the_gpu_to_itself_from_loading_to_its_last_request(pla
     result, script = measured(plan, monkeypatch)
 
     asked = ["load", "prepare", "turn", "turn", "requests"]
-    assert script.asked[0][1] == "measure"
+    assert script.asked[0][1] == "measure_gpu"
     assert script.asked[1:7] == [("forge", do) for do in [*asked[:-1], "replay", "requests"]]
     assert script.asked[7:9] == [("forge over HTTP", "load"), ("forge over HTTP", "requests")]
     assert script.asked[9:] == [("transformers", do) for do in asked]

@@ -87,7 +87,7 @@ def test_on_a_cpu_forge_keeps_keys_and_values_in_the_faster_kv_dtype(tmp_path, m
     loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="cpu")
     kept = []
     set_up = worker._set_up
-    monkeypatch.setattr(worker, "_set_up", lambda dtype, *rest: (kept.append(dtype), set_up(dtype, *rest)))
+    monkeypatch.setattr(worker, "_set_up", lambda *case: (kept.append(case[-1]), set_up(*case)))
     monkeypatch.setattr(worker, "_step", lambda: 1.0 if kept[-1] == faster else 2.0)
 
     prepared = worker.prepare("decode", 16, [list(range(17)), list(range(1, 18))])

@@ -11,7 +11,7 @@ from forge.book.drawing import draw_block, draw_source, draw_title, lines_of
 from forge.book.given import OtherLoad
 from forge.book.session import Guess, Session
 from forge.book.source_code import Excerpt, Span
-from forge.views.report import Report
+from forge.views.screen import Report
 from tests.views.records import piped, terminal, written
 
 TEXT = """# 3 · T

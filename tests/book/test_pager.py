@@ -14,7 +14,7 @@ from forge.book.progress import Progress, load_progress, save_progress
 from forge.book.session import Session
 from forge.errors import UsageError
 from forge.views.keys import EOF, RESIZE
-from forge.views.report import Report
+from forge.views.screen import Report
 from tests.views.records import terminal, written
 
 TEXT = """# 1 · T

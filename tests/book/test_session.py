@@ -5,7 +5,7 @@ from forge.book.drawing import draw_block
 from forge.book.given import OtherLoad
 from forge.book.session import Guess, Session, closeness, parse_guess
 from forge.errors import UsageError
-from forge.views.report import Report
+from forge.views.screen import Report
 from tests.views.records import piped, written
 
 RUN = Run("a", "forge naive --only run")

@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 
 from forge.book.source_code import PACKAGE
-from forge.book.tour import ENGINE, HTTP, Visit, print_tour, tour_of
+from forge.book.tour import ENGINE, HTTP, Visit, tour_of, tour_screen
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
+from forge.views.screen import draw
 from tests.small_models import write_small_qwen3
 from tests.views.records import piped, written
 
@@ -66,7 +67,7 @@ def test_a_real_request_passes_through_the_engines_stations(toured):
 def test_the_poster_fits_and_its_times_never_go_back(toured, width):
     tour, _ = toured
     console = piped(width)
-    print_tour(console, tour)
+    draw(console, tour_screen(tour))
     lines = written(console).splitlines()
     assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
     assert lines[0] == "Where does one request go?  small"

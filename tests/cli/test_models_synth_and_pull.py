@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 import typer
 
-from forge.cli.models import pull
-from forge.cli.models_synth import synth
+from forge.cli.models import pull, synthesize
 from forge.errors import UsageError
 from forge.gguf import GGUFFile
 from forge.model.config import Qwen3Config
@@ -23,7 +22,7 @@ def models(capfd, tmp_path, monkeypatch) -> Callable[..., str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     app = typer.Typer()
-    app.command("synth")(synth)
+    app.command("synth")(synthesize)
     app.command("pull")(pull)
 
     def run(*args: str) -> str:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from forge.cli.main import main
+from forge.experiments.cluster.failure import num_identical
 
 COMMAND = ("cluster", "--only", "run", "--json")
 
@@ -47,3 +48,7 @@ def test_too_few_requests_are_refused(capfd):
 def test_an_unknown_router_is_refused(capfd):
     assert main(("cluster", "--only", "run", "--router", "best")) == 2
     assert "unknown router 'best'" in capfd.readouterr().err
+
+
+def test_requests_that_fail_both_times_are_not_identical():
+    assert num_identical(["a", "b", "c", ""], ["a", "x", "", ""]) == 1

@@ -1,5 +1,7 @@
 """The serving chapter's screen, from visits made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from forge.experiments.serving import clients_object, screen
@@ -49,6 +51,12 @@ def test_another_story_alone_is_said_and_is_a_fact():
     facts = clients_object(result, "tales", "prefix")
     draw(console, screen(result, facts))
     assert not facts["identical"] and "✗ the first client's story is another one alone" in written(console)
+
+
+def test_two_requests_without_a_text_are_not_the_same_story():
+    result = crowded(alone=visit("reads", 20, text=""))
+    result = replace(result, visits=tuple(replace(silent, text="") for silent in result.visits))
+    assert not clients_object(result, "tales", "prefix")["identical"]
 
 
 def test_times_are_the_clients_own():

@@ -8,11 +8,12 @@ from forge.views.comparison import (
     Side,
     compare_runs,
     comparison_object,
-    print_comparison,
+    comparison_screen,
     question_for,
     verdict,
 )
 from forge.views.forwards import curve_plot, shape_sentence
+from forge.views.screen import draw
 from tests.views.records import climbing, flat, piped, run_of, step, terminal, written
 
 
@@ -32,7 +33,7 @@ def comparison_of(left, right, left_logits=None, right_logits=None):
 
 def shown(comparison, width=80):
     console = piped(width)
-    print_comparison(console, comparison, "Once upon a time")
+    draw(console, comparison_screen(comparison, "Once upon a time"))
     return written(console)
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from forge.errors import UsageError
-from forge.views.request_story import print_story, request_of, story_of
+from forge.views.request_story import request_of, story_of, story_screen
+from forge.views.screen import draw
 from tests.trace.runs import crowded
 from tests.views.records import piped, written
 from tests.views.test_scheduler import history
@@ -36,7 +37,7 @@ def test_a_preempted_request_waits_after_it_lost_its_place():
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_screen_fits_and_says_what_it_came_to(width):
     console = piped(width)
-    print_story(console, PREEMPTED, RUN.steps)
+    draw(console, story_screen(PREEMPTED, RUN.steps))
     shown = written(console)
     assert max(map(len, shown.splitlines())) <= width
     assert shown.startswith("What happened to this request?") and "for a second time" in " ".join(shown.split())

@@ -11,13 +11,14 @@ from forge.trace.explain import explain
 from forge.trace.records import Execution, FinishRecord, ItemRecord, SpecCycle, StepRecord, TokenVerdict, WaitRecord
 from forge.views.history import History
 from forge.views.picture import save_serving
-from forge.views.run_summary import print_serving, serving_object
+from forge.views.run_summary import serving_object, serving_screen
 from forge.views.scheduler import (
     prefill_text,
     reason_lines,
     scheduler_lines,
     step_line,
 )
+from forge.views.screen import draw
 from forge.views.terminal import open_console
 from forge.views.traffic import serving_view
 from tests.trace.runs import crowded
@@ -130,7 +131,7 @@ def test_guesses_are_shown_with_their_acceptance_and_the_rollback_in_both_caches
     for text in shown(record):
         assert "decode 1 seq + 4 draft tokens" in text and "small 1 of 4; KV 9 > 14 > 11; 0.50 + 1.0 ms" in text
     console, own = piped(), history((*RUN.steps[:3], record))
-    print_serving(console, own, own.requests())
+    draw(console, serving_screen(own, own.requests()))
     assert "small drafted 1 of 4 accepted (25 %; by position 100 0 0 0), 0.50 ms" in written(console)
     found = serving_object(LABEL, own.records, own.requests())
     assert found["speculation"][0]["accepted"] == 1
@@ -189,7 +190,7 @@ def test_a_live_view_draws_and_leaves_nothing():
 def test_the_closing_table_says_what_the_run_came_to():
     console = piped()
     own = history()
-    print_serving(console, own, own.requests())
+    draw(console, serving_screen(own, own.requests()))
     text = written(console)
     for part in ("steps", "throughput", "time to first token", "p99", "preemptions", "fragmentation", "longest waits"):
         assert part in text
@@ -198,7 +199,7 @@ def test_the_closing_table_says_what_the_run_came_to():
 
 def test_no_step_is_no_trouble():
     console = piped()
-    print_serving(console, History(LABEL), ())
+    draw(console, serving_screen(History(LABEL), ()))
     assert "No step ran" in written(console)
     assert serving_object(LABEL, (), ())["totals"] is None
 
@@ -232,7 +233,7 @@ def test_fragmentation_and_sharing_are_in_step_lines_the_closing_table_and_json(
     own = history((*RUN.steps[:3], replace(RUN.steps[3], cache=cache)))
     assert "fragmentation 25 %  shared 25 %" in step_line(own.records[3])
     console = piped()
-    print_serving(console, own, own.requests())
+    draw(console, serving_screen(own, own.requests()))
     assert "shared 6 % on average, 25 % at most" in written(console)
     found = serving_object(LABEL, own.records, own.requests())
     assert found["steps"][3]["sharing"] == 0.25 and found["totals"]["sharing_max"] == 0.25

@@ -16,8 +16,7 @@ from forge.engine_args import EngineArgs
 from forge.views.charts import bar
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT
-from forge.views.report import Report
-from forge.views.screen import Part, Table, question, report
+from forge.views.screen import Part, Report, Table, question, report
 
 QUESTION = "How far does a drawn text follow the likeliest one?"
 TEMPERATURES = (0.1, 0.4, 0.7, 1.0, 1.3)

@@ -22,8 +22,7 @@ from forge.views.formatting import count, percent, plural
 from forge.views.metrics import verdict
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Part, Table, leads_on, question, report, title
+from forge.views.screen import Part, Report, Table, leads_on, question, report, title
 
 if TYPE_CHECKING:
     from forge.cluster.local import LocalRun, Talk

@@ -23,8 +23,7 @@ from forge.views.formatting import count
 from forge.views.json_output import as_object
 from forge.views.metrics import verdict
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Part, Table, question, report
+from forge.views.screen import Part, Report, Table, question, report
 
 DECODING, DECODED = 4, 120
 """Sequences that decode, and the tokens of each."""

@@ -17,8 +17,7 @@ from typing import Any
 from forge.errors import ForgeError
 from forge.server.server_process import ServerProcess
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Part, check, fill, question, report, sentences, title
+from forge.views.screen import Part, Report, check, fill, question, report, sentences, title
 
 STREAMS = WHOLE = 6
 MAX_TOKENS = 1500
@@ -64,7 +63,7 @@ def measure_failure(replicas: int) -> Report:
             after, pauses = _ask_all(server, kill=True)
             began = time.perf_counter()
             _wait(lambda: _metric(server.url, "forge:replicas_reachable") == replicas)
-            identical = sum(text == text_after for text, text_after in zip(before, after, strict=True))
+            identical = num_identical(before, after)
             failure = Failure(
                 True,
                 STREAMS,
@@ -77,6 +76,11 @@ def measure_failure(replicas: int) -> Report:
                 time.perf_counter() - began,
             )
     return report(asdict(failure), lambda: screen(failure), 1 if failure.lost else 0)
+
+
+def num_identical(before: list[str], after: list[str]) -> int:
+    """Count the requests with the same text both times; one that failed, which has none, is not among them."""
+    return sum(text != "" and text == later for text, later in zip(before, after, strict=True))
 
 
 def _ask_all(server: ServerProcess, kill: bool) -> tuple[list[str], list[float]]:

@@ -7,8 +7,7 @@ from typing import Any
 from forge.cluster.simulation import SimulationOptions, SimulationResult, StepTime, simulate
 from forge.views.formatting import count
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Part, Table, question, report
+from forge.views.screen import Part, Report, Table, question, report
 from forge.workload.conversations import TraceShape
 
 REPLICAS = (2, 8, 32)

@@ -26,8 +26,7 @@ from forge.views.formatting import ms, plural, size, times
 from forge.views.forwards import spaced
 from forge.views.json_output import as_object, to_json
 from forge.views.palette import ACCENT
-from forge.views.report import Report
-from forge.views.screen import Part, Table, leads_on, report, sentences, title
+from forge.views.screen import Part, Report, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
 from forge.views.text import one_line
 
@@ -93,7 +92,7 @@ def _report(measured: "Measured | None", *results: RunResult) -> Report:
 
 
 def _measure(text: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Report:
-    from forge.bench.cuda_limits_worker import measure
+    from forge.bench.limits_worker import measure_gpu
     from forge.model.qwen3 import Qwen3
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -108,7 +107,7 @@ def _measure(text: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Re
             continue
         backend.uses_graphs = captured
         results.append((name, mark, _warm_run(on_gpu, text, params)))
-    limits = measure(LIMIT_BYTES, LIMIT_SECONDS)
+    limits = measure_gpu(LIMIT_BYTES, LIMIT_SECONDS)
     matrices = backend.matrices
     measured = Measured(
         str(run_label(on_gpu)),

@@ -10,17 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from forge.bench.cases import BLOCK_SIZE
+from forge.bench.cases import BLOCK_SIZE, CUDA_STEPS, Case
 from forge.model.config import Qwen3Config
 
 SHAPE = "qwen3-0.6b"
 """The published model whose steps are worked out, in bfloat16."""
 BYTES = 2
 """Bytes of a weight, a key's number and an activation: bfloat16."""
-TABLE = ((1, 160), (4, 160), (16, 160), (64, 160), (1, 2048), (64, 2048))
-"""Rows and contexts of the decodes."""
-PROMPTS = (128, 512)
-"""Tokens of the prefills."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +70,7 @@ class PlannedStep:
 def planned_steps(config: Qwen3Config) -> tuple[PlannedStep, ...]:
     """Plan the steps that `forge bench cuda` measures."""
     counted = _Counted(config) if find_spec("torch") and find_spec("triton") else None
-    decodes = [
-        _planned(f"decode{rows}@{context}", f"decode {rows} @ {context:,}", config, counted, rows, context, 1)
-        for rows, context in TABLE
-    ]
-    return *decodes, *(_planned(f"prefill{n}", f"prefill {n}", config, counted, 1, 0, n) for n in PROMPTS)
+    return tuple(_planned(case, config, counted) for case in CUDA_STEPS)
 
 
 def num_weights(config: Qwen3Config) -> int:
@@ -88,23 +80,20 @@ def num_weights(config: Qwen3Config) -> int:
     return config.num_layers * layer + config.vocab_size * config.hidden_size
 
 
-def _planned(
-    name: str, title: str, config: Qwen3Config, counted: "_Counted | None", sequences: int, context: int, new: int
-) -> PlannedStep:
-    """Plan a step of `sequences` that have `context` tokens and add `new` ones; a prompt needs the logits of its last
-    token."""
+def _planned(case: Case, config: Qwen3Config, counted: "_Counted | None") -> PlannedStep:
+    """Plan one step; a prompt needs the logits of its last token."""
     head = config.vocab_size * config.hidden_size
-    layers, rows = num_weights(config) - head, sequences * new
-    seen = sequences * (new * context + new * (new + 1) // 2)  # pairs of a row and a key
-    held = sequences * context * 2 * config.key_value_size * config.num_layers
+    layers, rows, new = num_weights(config) - head, case.tokens_per_step, case.tokens
+    seen = case.sequences * (new * case.context + new * (new + 1) // 2)  # pairs of a row and a key
+    held = case.sequences * case.context * 2 * config.key_value_size * config.num_layers
     return PlannedStep(
-        name,
-        title,
+        case.name,
+        case.title,
         rows,
-        context,
+        case.context,
         BYTES * (layers + head + held),
-        2 * (layers * rows + head * sequences) + 4 * config.query_size * config.num_layers * seen,
-        counted.launches(sequences, context, new) if counted is not None else None,
+        2 * (layers * rows + head * case.sequences) + 4 * config.query_size * config.num_layers * seen,
+        counted.launches(case) if counted is not None else None,
     )
 
 
@@ -118,16 +107,15 @@ class _Counted:
         self._found: Counter[str] = Counter()
         self._model = weightless_model(config, GGMLType.BF16, lambda launch: self._found.update([launch.label]))
 
-    def launches(self, sequences: int, context: int, new: int) -> dict[str, int]:
+    def launches(self, case: Case) -> dict[str, int]:
         from forge.backends.cuda.ahead_of_time import CountedProducts
         from forge.backends.cuda.backend import CudaBackend
         from forge.bench.forge_worker import batch_of
 
-        length = context + new
-        blocks = -(-length // BLOCK_SIZE)
+        blocks = -(-case.length // BLOCK_SIZE)
         model, backend = self._model, self._model.backend
-        batch = batch_of([[0] * new] * sequences, context, blocks)
-        layout = model.kv_layout(sequences * blocks, BLOCK_SIZE, "bfloat16")
+        batch = batch_of([[0] * case.tokens] * case.sequences, case.context, blocks)
+        layout = model.kv_layout(case.sequences * blocks, BLOCK_SIZE, "bfloat16")
         self._found.clear()
         assert isinstance(backend, CudaBackend)
         with CountedProducts(self._found):

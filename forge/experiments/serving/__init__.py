@@ -17,8 +17,7 @@ from rich.text import Text
 from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.serve import require_server
-from forge.cli.watch import steps_of
+from forge.cli.serve import require_server, steps_of
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError, UsageError
 from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
@@ -31,8 +30,7 @@ from forge.views.json_output import as_object
 from forge.views.metrics import flowing, verdict
 from forge.views.palette import ACCENT, QUIET
 from forge.views.progress import progress_line
-from forge.views.report import Report
-from forge.views.screen import Hanging, Part, Table, question, report
+from forge.views.screen import Hanging, Part, Report, Table, question, report
 from forge.views.summary import RunLabel
 from forge.views.terminal import can_redraw, open_console
 from forge.views.text import one_line
@@ -151,7 +149,7 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         "end_to_end_ms": _spread(visit.e2el_ms for visit in readers),
         "clients": [visit_object(visit) for visit in result.visits],
         "alone": visit_object(result.alone),
-        "identical": result.alone.text == readers[0].text,
+        "identical": result.alone.text != "" and result.alone.text == readers[0].text,
         "steps": _steps_object(result),
         "leaver": _leaver_object(result),
         "late": _late_object(result),

@@ -20,8 +20,7 @@ from forge.llm import LLM, Prompt
 from forge.speculation.draft import DraftProposer
 from forge.trace.records import SpecCycle, StepRecord
 from forge.views.palette import GOOD, QUIET, TROUBLE
-from forge.views.report import Report
-from forge.views.screen import Hanging, Part, question, report
+from forge.views.screen import Hanging, Part, Report, question, report
 from forge.views.text import one_line
 from forge.workload.requests import PASSAGE
 

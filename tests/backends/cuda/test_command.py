@@ -7,7 +7,7 @@ import pytest
 from forge import llm as llm_module
 from forge.backends import devices
 from forge.backends.cuda import backend as backend_module
-from forge.bench import cuda_limits_worker
+from forge.bench import limits_worker
 from forge.cli.main import main
 from forge.experiments import cuda
 from tests.backends.cuda.test_graphs import StandIn
@@ -33,7 +33,7 @@ def on_a_gpu_of_sorts(monkeypatch, device):
     monkeypatch.setattr(devices, "is_large_gpu", lambda device: False)
     monkeypatch.setattr(backend_module, "CudaBackend", OnCpu)
     monkeypatch.setattr(backend_module, "Graphs", StandIn)
-    monkeypatch.setattr(cuda_limits_worker, "measure", lambda *_: LIMITS)
+    monkeypatch.setattr(limits_worker, "measure_gpu", lambda *_: LIMITS)
     monkeypatch.setattr(cuda, "planned_steps", lambda config: ())  # it takes a while, and has tests of its own
 
 
