@@ -1,11 +1,13 @@
 """From a client's body to what the engine takes: token ids and `SamplingParams`, within the server's limits."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
+
+from pydantic import ValidationError
 
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
@@ -13,7 +15,7 @@ from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
 from forge.grammar.thinking import thinks
 from forge.grammar.vocabulary import Vocabulary
 from forge.server.engine_client import Prompt
-from forge.server.errors import ApiError
+from forge.server.errors import ApiError, validation_error
 from forge.server.fields import UNSUPPORTED_IN_MESSAGES, check_supported, unsupported
 from forge.server.schema import (
     ChatRequest,
@@ -28,8 +30,7 @@ from forge.server.schema import (
     TokenizeRequest,
 )
 from forge.server.settings import Limits
-from forge.server.structured import param_of, parts_of, structured_output
-from forge.server.tools import shown_call, shown_tools
+from forge.server.structured import param_of, parts_of, shown_call, shown_tools, structured_output
 from forge.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
@@ -358,6 +359,26 @@ def _num_chars(message: Message) -> int:
     if isinstance(message.content, list):
         return sum([len(text) for part in message.content if isinstance(text := part.get("text"), str)])
     return len(message.content or "")
+
+
+def chat_from(fields: Mapping[str, Any]) -> ChatRequest:
+    """Build the chat that another API's body is translated to. Raises `ApiError`."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]) from None
+
+
+def text_parts(content: Any, kinds: Collection[str], param: str, refusal: str) -> Any:
+    """Return another API's content as a chat message has it. Raises `ApiError` for parts of none of these `kinds`.
+    refusal: the message, with a place for the kind."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in kinds:
+            raise ApiError(f"{param}: {refusal.format(str(kind)[:40])}", param=param)
+    return [{"type": "text", "text": part.get("text")} for part in content]
 
 
 def special_of(body: Sampling | TokenizeRequest) -> dict[str, Any]:

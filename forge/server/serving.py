@@ -25,9 +25,9 @@ from forge.server.app import create_app
 from forge.server.engine_client import EngineClient, ProcessClient, ShuttingDown
 from forge.server.exchange import Exchanges, WithRequestId, access
 from forge.server.http_protocol import HttpProtocol
-from forge.server.keys import Keys
 from forge.server.messages import Ready
 from forge.server.metrics import ThroughputLine
+from forge.server.middleware import Keys
 from forge.server.service import Service
 from forge.server.settings import AccessLog, Settings, is_loopback
 from forge.trace.records import StepRecord

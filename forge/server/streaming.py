@@ -25,6 +25,11 @@ def event(value: Any) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """Write `value` as a server-sent event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 class EventStream(Response):
     """Sends what `events` yields, each piece as soon as it comes. A piece that ends with `DONE` is the last one; the
     answer ends where the events do without it, too.

@@ -9,8 +9,7 @@ import urllib.request
 import pytest
 
 from forge.server.exchange import CLIENT_LEFT, OTHER_ROUTE, Exchanges, WithRequestId, current_exchange
-from forge.server.http_metrics import HttpMetrics, process_families
-from forge.server.metrics import text_of
+from forge.server.metrics import HttpMetrics, process_families, text_of
 from tests.server.conftest import Server
 
 

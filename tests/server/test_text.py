@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge import SamplingParams
-from forge.server.reasoning import ReasoningSplitter, split_reasoning
+from forge.server.splitting import ReasoningSplitter, split_reasoning
 from tests.server.conftest import Server
 from tests.small_models import write_small_qwen3
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.server.tools import ToolCallSplitter, split_tool_calls
+from forge.server.splitting import ToolCallSplitter, split_tool_calls
 
 NAMES = {"weather", "time"}
 ROME, NOON = '{"city": "Rome"}', '{"at": "no}<on\\"", "in": [{}]}'

@@ -1,132 +1,93 @@
-"""Tool calls: what a body says of them, the form that they put on the answer, and how they are read from its text.
+"""An answer's text told apart as it grows: thinking, content, tool calls.
 
-A call is text, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, which the model's chat template has asked for.
-With `tool_choice` `required` or a name the answer is nothing but calls, by their schemas. With `auto` it is free, and
-what looks like a call but is none stays text; a tool with `strict`, and `parallel_tool_calls: false`, make a grammar
-that leaves the text free and keeps a call once begun to its form.
+It does not matter how the text is cut: what may be the beginning of a tag is held back.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
-from forge.engine.structured_output import StructuredOutput
-from forge.errors import UsageError
-from forge.grammar.tool_calls import BEGIN, END, tool_call_grammar
-from forge.server.errors import ApiError
-from forge.server.reasoning import partial_tag
-from forge.server.schema import ChatRequest, Conversation, Function, NamedTool
+from forge.grammar.compiler import BEGIN_CALL, END_CALL
+from forge.grammar.thinking import CLOSE, OPEN
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL)
 """The beginning of a call, up to its arguments."""
-_ANYTHING = {"type": "object"}
-_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-@dataclass(frozen=True)
-class ToolUse:
-    """The tools of one request, and how they may be used."""
+class ReasoningSplitter:
+    """Splits text, as it comes, into reasoning and answer, without the tags and the blank lines beside them.
 
-    functions: tuple[Function, ...]
-    """The functions that may be called."""
-    is_required: bool
-    is_parallel: bool
-    """Whether more than one call may come."""
+    Only an answer that begins with `<think>` has reasoning; one whose prompt ended with the tag begins inside it. What
+    may be the beginning of a tag is held back, so it does not matter how the text is cut.
+    """
 
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(function.name for function in self.functions)
+    def __init__(self, inside: bool = False):
+        self._state = "reasoning" if inside else "undecided"
+        self._held = ""
+        self._at_start = True
+        """Blank lines at the beginning of a part are left out."""
 
-    def constrains(self) -> bool:
-        """Return whether the calls need a grammar."""
-        return self.is_required or not self.is_parallel or any(function.strict for function in self.functions)
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the (reasoning, answer) that `text` makes certain."""
+        self._held += text
+        reasoning = ""
+        if self._state == "undecided":
+            start = self._held.lstrip()
+            if start.startswith(OPEN):
+                self._state, self._held = "reasoning", start[len(OPEN) :]
+            elif OPEN.startswith(start):
+                return "", ""
+            else:
+                self._state, self._at_start = "answer", False
+        if self._state == "reasoning":
+            before, tag, after = self._held.partition(CLOSE)
+            if not tag:
+                return self._reasoning_so_far(), ""
+            reasoning = (before.lstrip("\n") if self._at_start else before).rstrip("\n")
+            self._state, self._held, self._at_start = "answer", after, True
+        return reasoning, self._answer_so_far()
 
-    def schema_of(self, function: Function) -> Mapping[str, Any]:
-        """Return the schema that a function's arguments must keep to: any object, unless its own is enforced."""
-        if not (self.is_required or function.strict):
-            return _ANYTHING
-        return arguments_schema(function)
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back: nothing follows."""
+        held, self._held = self._held, ""
+        if self._state == "reasoning":
+            return held.lstrip("\n") if self._at_start else held, ""
+        return "", held
 
-    def structured(self, answer: Mapping[str, Any] | None) -> StructuredOutput:
-        """Return the form of the answer. answer: the schema of an answer without calls, if it has one. Raises
-        `ApiError`."""
-        callables = [(function.name, self.schema_of(function)) for function in self.functions]
-        how = {"required": self.is_required, "parallel": self.is_parallel}
-        try:
-            return StructuredOutput(grammar=tool_call_grammar(callables, **how, answer=answer))
-        except (UsageError, ValueError, RecursionError) as error:
-            raise ApiError(str(error), param="tools") from None
+    def _reasoning_so_far(self) -> str:
+        if self._at_start:
+            self._held = self._held.lstrip("\n")
+        if not self._held:
+            return ""
+        length = len(self._held) - partial_tag(self._held, CLOSE)
+        while length and self._held[length - 1] == "\n":  # they may stand before the closing tag
+            length -= 1
+        return self._release(length)
 
-    def schemas(self) -> Iterator[tuple[str, StructuredOutput]]:
-        """Return for every function whose schema counts its name and the schema alone, so that a wrong one can be
-        named."""
-        for function in self.functions:
-            if function.parameters is not None and (self.is_required or function.strict):
-                yield function.name, StructuredOutput(json=arguments_schema(function))
+    def _answer_so_far(self) -> str:
+        if self._at_start:
+            self._held = self._held.lstrip("\n")
+        return self._release(len(self._held))
 
-
-def tool_use(body: Any) -> ToolUse | None:
-    """Return the tools of a body; None if no tool may be called. Raises `ApiError` for tools that are wrong or a choice
-    that is not theirs."""
-    if not isinstance(body, ChatRequest):
-        return None
-    choice = body.tool_choice
-    if not body.tools:
-        if choice == "required" or isinstance(choice, NamedTool):
-            raise ApiError("tool_choice asks for a call and there are no tools: give tools", param="tool_choice")
-        return None
-    functions = [tool.function for tool in body.tools]
-    _check(functions)
-    if choice == "none":
-        return None
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        functions = [function for function in functions if function.name == name]
-        if not functions:
-            raise ApiError(f"tool_choice names {name[:64]!r}, which is not in tools", param="tool_choice")
-        return ToolUse(tuple(functions), True, False)
-    return ToolUse(tuple(functions), choice == "required", body.parallel_tool_calls is not False)
+    def _release(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        if text:
+            self._at_start = False
+        return text
 
 
-def arguments_schema(function: Function) -> Mapping[str, Any]:
-    """Return the schema of a function's arguments: always an object."""
-    if function.parameters is None:
-        return _NOTHING
-    kind = function.parameters.get("type", "object")
-    if kind != "object":
-        raise ApiError(f"tools: the parameters of {function.name} must be of type object", param="tools")
-    return {"type": "object", **function.parameters}
+def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
+    """Return the (reasoning, answer) of a whole text."""
+    splitter = ReasoningSplitter(inside)
+    parts = [splitter.push(text), splitter.finish()]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
 
-def shown_tools(body: Conversation) -> list[dict[str, Any]] | None:
-    """Return the tools as the chat template lists them."""
-    if not body.tools or body.tool_choice == "none":
-        return None
-    return [
-        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
-        for tool in body.tools
-    ]
-
-
-def shown_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call of an earlier answer as templates take it: its arguments an object, if they are one."""
-    function = dict(call["function"])
-    if isinstance(function["arguments"], str):
-        arguments = _parsed(function["arguments"])
-        function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
-    return {**call, "function": function}
-
-
-def _check(functions: list[Function]) -> None:
-    names: set[str] = set()
-    for function in functions:
-        if function.name in names:
-            raise ApiError(f"tools: {function.name} is there twice", param="tools")
-        names.add(function.name)
-        arguments_schema(function)
+def partial_tag(text: str, tag: str) -> int:
+    """Return the length of the longest end of `text` with which the tag begins."""
+    return next((length for length in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:length])), 0)
 
 
 class ToolCallSplitter:
@@ -174,20 +135,20 @@ class ToolCallSplitter:
         beginning of a call is none."""
         held, self._held = self._held, ""
         if self._state == "head":
-            return "" if is_cut else self._space + BEGIN + held
-        if is_cut and (length := partial_tag(held, BEGIN)) > 1:
+            return "" if is_cut else self._space + BEGIN_CALL + held
+        if is_cut and (length := partial_tag(held, BEGIN_CALL)) > 1:
             held = held[:-length].rstrip()
         if self._state == "text" and (held.strip() or not self.num_calls):
             return self._content(held)
         return ""
 
     def _text(self) -> str:
-        before, tag, after = self._held.partition(BEGIN)
+        before, tag, after = self._held.partition(BEGIN_CALL)
         if tag:
             kept = before.rstrip()
             self._state, self._held, self._space = "head", after, before[len(kept) :]
             return self._content(kept)
-        kept = before[: len(before) - partial_tag(before, BEGIN)].rstrip()
+        kept = before[: len(before) - partial_tag(before, BEGIN_CALL)].rstrip()
         self._held = before[len(kept) :]
         return self._content(kept)
 
@@ -200,19 +161,19 @@ class ToolCallSplitter:
     def _head(self) -> tuple[str, list[dict[str, Any]]]:
         """Read the name of a call, which comes first; a call in another order is read when it is whole."""
         begun = _HEAD.match(self._held)
-        name = _parsed(begun[1]) if begun else None
+        name = parsed(begun[1]) if begun else None
         if begun and isinstance(name, str) and name in self._names:
             self._state, self._held = "arguments", self._held[begun.end() :]
             return "", [self._call(name, "")]
-        inside, tag, after = self._held.partition(END)
+        inside, tag, after = self._held.partition(END_CALL)
         if not tag:
             return "", []
         self._state, self._held = "text", after
-        call = _parsed(inside)
+        call = parsed(inside)
         arguments = call.get("arguments") if isinstance(call, dict) else None
         if isinstance(call, dict) and call.get("name") in self._names and isinstance(arguments, dict):
             return "", [self._call(call["name"], json.dumps(arguments, ensure_ascii=False))]
-        return self._content(self._space + BEGIN + inside + END), []
+        return self._content(self._space + BEGIN_CALL + inside + END_CALL), []
 
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
         function = {"name": name, "arguments": arguments}
@@ -248,7 +209,7 @@ class ToolCallSplitter:
         return len(self._held)
 
     def _tail(self) -> None:
-        _, tag, after = self._held.partition(END)
+        _, tag, after = self._held.partition(END_CALL)
         if tag:
             self._state, self._held = "text", after
 
@@ -272,7 +233,7 @@ def split_tool_calls(text: str, names: Collection[str], is_cut: bool = False) ->
     return content + splitter.finish(is_cut), calls
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
     """Parse JSON; return None for what is none."""
     try:
         return json.loads(text)
