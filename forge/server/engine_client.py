@@ -249,7 +249,7 @@ class EngineClient(ABC):
         self._keys, self._numbers = count(), count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
-        self._subscribers: set[asyncio.Queue[StepRecord | None]] = set()
+        self._feed: Callable[[StepRecord | None], None] | None = None
         self._dirty: set[Generation] = set()
         self._streams: set[Generation] = set()
         self._last_flush = 0.0
@@ -371,23 +371,16 @@ class EngineClient(ABC):
             self._num_asked -= num_requests
             del self._questions[number]
 
-    async def records(self, most: int = 256) -> AsyncIterator[StepRecord]:
-        """Yield whole records of the steps from now on. A reader that is more than `most` behind misses some."""
-        queue: asyncio.Queue[StepRecord | None] = asyncio.Queue(most)
-        self._subscribers.add(queue)
-        self._send(Watch(True))
-        try:
-            while (record := await queue.get()) is not None:
-                yield record
-        finally:
-            self._subscribers.discard(queue)
-            if not self._subscribers and self.on_record is None and not self.dead:
-                self._send(Watch(False))
+    def watch(self, feed: Callable[[StepRecord | None], None] | None) -> None:
+        """Give whole records of the steps from now on to `feed`, and None after the last; None ends that."""
+        self._feed = feed
+        if not self.dead and (feed is not None or self.on_record is None):
+            self._send(Watch(feed is not None))
 
     def end_records(self) -> None:
-        """End the iteration of every reader of `records`."""
-        for queue in self._subscribers:
-            offer(queue, None)
+        """Say that there are no more records."""
+        if self._feed is not None:
+            self._feed(None)
 
     # Updates
 
@@ -427,10 +420,9 @@ class EngineClient(ABC):
         if update.gauges is not None:
             self.gauges = update.gauges
         for record in update.records:
-            for queue in self._subscribers:
-                offer(queue, record)
-            if self.on_record is not None:
-                self.on_record(record)
+            for take in (self._feed, self.on_record):
+                if take is not None:
+                    take(record)
 
     def _take_end(self, key: int, output: RequestOutput, fault: Fault | None) -> None:
         place = self._generations.pop(key, None)
@@ -638,25 +630,12 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.dead, self._question = True, None
         self.gauges = Gauges()
-        for generation, _ in self._generations.values():
-            generation.fail(EngineDead())
         if not self._is_leaving:
             self.on_death(sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked)
             self.died.set()
-        self._generations.clear()
-        self._streams.clear()
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(EngineDead())
+        self.abort_all(EngineDead())
         self.end_records()
 
 
 def _error_of(fault: Fault) -> ForgeError:
     return RequestFailed(fault.message) if fault.internal else UsageError(fault.message)
-
-
-def offer(queue: asyncio.Queue[Any], item: Any) -> None:
-    """Append `item`, dropping the oldest entry if the queue is full."""
-    if queue.full():
-        queue.get_nowait()
-    queue.put_nowait(item)

@@ -437,15 +437,8 @@ class EngineServer:
 
     def _current_gauges(self) -> Gauges:
         queues, stats = self.engine.scheduler.queues, self.engine.cache.stats()
-        return Gauges(
-            queues.waiting,
-            queues.running,
-            queues.swapped,
-            stats.used_blocks,
-            stats.num_blocks,
-            stats.prefix_queries,
-            stats.prefix_hits,
-        )
+        pool = (stats.used_blocks, stats.num_blocks, stats.prefix_queries, stats.prefix_hits)
+        return Gauges(queues.waiting, queues.running, queues.swapped, *pool)
 
 
 def fault_of(error: Exception) -> Fault:
@@ -457,19 +450,13 @@ def fault_of(error: Exception) -> Fault:
 
 
 def _summary(record: StepRecord) -> StepSummary:
-    decoding = sum([item.phase == "decode" for item in record.items])
+    cycles = [cycle for cycle in record.cycles if cycle.proposed]
     return StepSummary(
         (record.ended - record.started) * 1e3,
         record.ended,
         sum([item.num_tokens for item in record.items if item.phase != "decode"]),
-        decoding,
+        sum([item.phase == "decode" for item in record.items]),
         len(record.tokens),
         len(record.preempted),
-        tuple(
-            [
-                (cycle.proposer, len(cycle.proposed), cycle.num_accepted, cycle.won)
-                for cycle in record.cycles
-                if cycle.proposed
-            ]
-        ),
+        tuple([(cycle.proposer, len(cycle.proposed), cycle.num_accepted, cycle.won) for cycle in cycles]),
     )
