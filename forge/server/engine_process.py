@@ -227,7 +227,8 @@ class EngineServer:
         elif isinstance(command, Watch):
             self._watched = command.is_on
         elif isinstance(command, AskTasks):
-            self._begin_group(command)
+            group = self._groups[command.number] = _Group(command.number, missing=len(command.requests))
+            self._asked.extend([(group, token_ids, task) for token_ids, task in command.requests])
         elif isinstance(command, Withdraw):
             if command.number in self._groups:
                 self._end_group(self._groups[command.number], Fault("the client has left"))
@@ -303,10 +304,6 @@ class EngineServer:
     def _answer_timeline(self, request_id: str) -> dict[str, Any] | None:
         """Return what happened to a request; None if it is not known (any more)."""
         return self._log.timeline(request_id)
-
-    def _begin_group(self, question: AskTasks) -> None:
-        group = self._groups[question.number] = _Group(question.number, missing=len(question.requests))
-        self._asked.extend([(group, token_ids, task) for token_ids, task in question.requests])
 
     def _queue_asked(self) -> None:
         """Queue requests of questions, `_TOKENS_BETWEEN_STEPS` or little more. A refused one ends its question."""

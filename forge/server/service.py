@@ -171,12 +171,5 @@ class Service:
 
 def _fingerprint(ready: Ready) -> str:
     """Return OpenAI's `system_fingerprint`: the same as long as one seed gives the same answer."""
-    facts = (
-        __version__,
-        ready.model_name,
-        ready.device,
-        ready.device_description,
-        ready.vocab_size,
-        ready.max_model_len,
-    )
-    return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
+    model = (ready.model_name, ready.device, ready.device_description, ready.vocab_size, ready.max_model_len)
+    return f"fp_{hashlib.sha256(repr((__version__, *model)).encode()).hexdigest()[:10]}"
