@@ -13,7 +13,7 @@ from forge import __version__
 from forge.engine.outputs import RequestOutput
 from forge.server.engine_client import EngineClient, EngineDead, Generation
 from forge.server.errors import ApiError, install_handlers
-from forge.server.exchange import Exchanges
+from forge.server.exchange import Exchange, Exchanges
 from forge.server.messages import Ready
 from forge.server.messages_api import add_messages
 from forge.server.metrics import CONTENT_TYPE, grammar_family, process_families, text_of
@@ -78,7 +78,11 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
             expose_headers=["x-request-id"],
         )
     routes = [route.path for route in app.routes if isinstance(route, APIRoute)]
-    app.state.exchanges = Exchanges(app, settings.access_log, routes, service.http.take)
+
+    def count(exchange: Exchange) -> None:
+        service.http.take(exchange.route, exchange.method, exchange.status, exchange.seconds)
+
+    app.state.exchanges = Exchanges(app, settings.access_log, routes, count)
     return app
 
 

@@ -16,15 +16,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.server.messages import Gauges, StepSummary
 from forge.trace.speculation_summary import DraftTotals
-
-if TYPE_CHECKING:
-    from forge.server.exchange import Exchange
 
 _TTFT = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
@@ -255,11 +251,10 @@ class HttpMetrics:
         self._durations: dict[str, Histogram] = {}
         self._num_refused = 0
 
-    def take(self, exchange: "Exchange") -> None:
-        method = exchange.method if exchange.method in _METHODS else "other"
-        labels = f'handler="{exchange.route}",method="{method}"'
-        self._requests[f'{labels},status="{exchange.status}"'] += 1
-        self._durations.setdefault(labels, Histogram(_DURATIONS)).observe(exchange.seconds)
+    def take(self, route: str, method: str, status: int, seconds: float) -> None:
+        labels = f'handler="{route}",method="{method if method in _METHODS else "other"}"'
+        self._requests[f'{labels},status="{status}"'] += 1
+        self._durations.setdefault(labels, Histogram(_DURATIONS)).observe(seconds)
 
     def take_refused_connection(self) -> None:
         self._num_refused += 1
