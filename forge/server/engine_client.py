@@ -24,25 +24,7 @@ from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Logprobs
 from forge.errors import ForgeError, UsageError
-from forge.server.messages import (
-    Abort,
-    Answer,
-    Ask,
-    AskTasks,
-    Fault,
-    Gauges,
-    Inbox,
-    LoadFailed,
-    Ready,
-    StepSummary,
-    Submit,
-    Update,
-    Watch,
-    Withdraw,
-    frame,
-    pause_between_events,
-    prompt_id,
-)
+from forge.server import messages
 from forge.server.metrics import Metrics
 from forge.server.resumption import SeenStream, StreamPosition
 from forge.trace.records import StepRecord
@@ -237,8 +219,8 @@ class EngineClient(ABC):
     def __init__(self) -> None:
         self._device = ""
         """The device that the engine computes on."""
-        self.gauges = Gauges()
-        self.on_step: Callable[[StepSummary], None] = lambda step: None
+        self.gauges = messages.Gauges()
+        self.on_step: Callable[[messages.StepSummary], None] = lambda step: None
         self.on_end: Callable[[Generation, RequestOutput], None] = lambda generation, output: None
         self.on_record: Callable[[StepRecord], None] | None = None
         """Called with every step's whole record, for `--live`."""
@@ -267,7 +249,7 @@ class EngineClient(ABC):
         """Leave the loop."""
 
     @abstractmethod
-    def new_metrics(self, model_name: str, ready: Ready) -> Metrics:
+    def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
         """Create the counters of the engine's work."""
 
     @abstractmethod
@@ -316,10 +298,10 @@ class EngineClient(ABC):
         generation = Generation(request_id, prompts, params, stream)
         for index, prompt in enumerate(generation.prompts):
             key = next(self._keys)
-            own_id = request_id if len(generation.prompts) == 1 else prompt_id(request_id, index)
+            own_id = request_id if len(generation.prompts) == 1 else messages.prompt_id(request_id, index)
             generation.keys.append(key)
             self._generations[key] = generation, index
-            self._send(Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
+            self._send(messages.Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
         if stream:
             self._streams.add(generation)
         return generation
@@ -330,7 +312,7 @@ class EngineClient(ABC):
         for key in unfinished:
             del self._generations[key]
             if not self.dead:
-                self._send(Abort(key))
+                self._send(messages.Abort(key))
         self._streams.discard(generation)
         generation.fail(error or RequestFailed("the request was aborted"))
 
@@ -344,21 +326,21 @@ class EngineClient(ABC):
     async def ask(self, subject: str, *arguments: Any) -> Any:
         """Return the engine's answer, which it gives between two steps. Raises `UsageError` if the question is wrong,
         `RequestFailed` if the engine fails at it, and `EngineDead`."""
-        return await self._answer_to(Ask(next(self._numbers), subject, arguments), 1)
+        return await self._answer_to(messages.Ask(next(self._numbers), subject, arguments), 1)
 
     async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
         """Return the results of prefill-only requests, each a prompt's tokens and a task. Raises as `ask` does. If the
         caller is cancelled, the requests end before the next step."""
-        question = AskTasks(next(self._numbers), requests)
+        question = messages.AskTasks(next(self._numbers), requests)
         try:
             results: list[Any] = await self._answer_to(question, len(requests))
             return results
         except BaseException:
             if not self.dead:
-                self._send(Withdraw(question.number))
+                self._send(messages.Withdraw(question.number))
             raise
 
-    async def _answer_to(self, question: Ask | AskTasks, num_requests: int) -> Any:
+    async def _answer_to(self, question: messages.Ask | messages.AskTasks, num_requests: int) -> Any:
         if self.dead:
             raise EngineDead
         number = question.number
@@ -375,7 +357,7 @@ class EngineClient(ABC):
         """Give whole records of the steps from now on to `feed`, and None after the last; None ends that."""
         self._feed = feed
         if not self.dead and (feed is not None or self.on_record is None):
-            self._send(Watch(feed is not None))
+            self._send(messages.Watch(feed is not None))
 
     def end_records(self) -> None:
         """Say that there are no more records."""
@@ -384,7 +366,7 @@ class EngineClient(ABC):
 
     # Updates
 
-    def _take_in(self, update: Update) -> None:
+    def _take_in(self, update: messages.Update) -> None:
         find, dirty = self._generations.get, self._dirty
         for key in update.accepted:
             if key in self._generations:
@@ -424,13 +406,13 @@ class EngineClient(ABC):
                 if take is not None:
                     take(record)
 
-    def _take_end(self, key: int, output: RequestOutput, fault: Fault | None) -> None:
+    def _take_end(self, key: int, output: RequestOutput, fault: messages.Fault | None) -> None:
         place = self._generations.pop(key, None)
         if place is None:
             return
         generation, index = place
         if fault is None and any(sample.finish_reason == "error" for sample in output.outputs):
-            fault = Fault("the engine could not finish this request", internal=True)
+            fault = messages.Fault("the engine could not finish this request", internal=True)
         self.on_end(generation, output)
         if fault is not None:
             self.abort(generation, _error_of(fault))
@@ -440,7 +422,7 @@ class EngineClient(ABC):
             self._streams.discard(generation)
             generation.wake()
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _take_answer(self, answer: messages.Answer) -> None:
         future = self._questions.get(answer.number)
         if future is None or future.done():
             return
@@ -453,7 +435,7 @@ class EngineClient(ABC):
         """Wake the streams' readers, now or when the next events are due."""
         if not self._dirty or self._flush_timer is not None:
             return
-        due = self._last_flush + pause_between_events(len(self._streams), self._device)
+        due = self._last_flush + messages.pause_between_events(len(self._streams), self._device)
         wait = due - time.perf_counter()
         if wait <= 0:
             self._flush()
@@ -516,20 +498,20 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         )
         self.process.start()
         theirs.close()
-        self._inbox = Inbox()
+        self._inbox = messages.Inbox()
 
-    def wait_until_ready(self) -> Ready:
+    def wait_until_ready(self) -> messages.Ready:
         """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
         while True:
             data = self._socket.recv(1 << 20)
             if not data:
                 raise EngineDead
             for message in self._inbox.feed(data):
-                if isinstance(message, LoadFailed):
+                if isinstance(message, messages.LoadFailed):
                     error = ForgeError(message.message)
                     error.exit_code = message.exit_code
                     raise error
-                ready: Ready = message
+                ready: messages.Ready = message
                 self._device = ready.device
                 return ready
 
@@ -538,7 +520,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         self._socket.setblocking(False)
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
         if self.on_record is not None:
-            self._transport.write(frame(Watch(True)))
+            self._transport.write(messages.frame(messages.Watch(True)))
 
     async def restart(self) -> None:
         """Start the engine's process again after it died. Raises the `ForgeError` of one that does not load."""
@@ -577,7 +559,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
 
         Thread(target=end, daemon=True).start()
 
-    def new_metrics(self, model_name: str, ready: Ready) -> Metrics:
+    def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
         """Create the counters of this engine's work."""
         return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
 
@@ -598,21 +580,21 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
             return False
         if self._question is None:
             self._question = next(self._numbers), time.monotonic()
-            self._send(Ask(self._question[0], "alive"))
+            self._send(messages.Ask(self._question[0], "alive"))
         return time.monotonic() - self._question[1] < patience
 
     def _send(self, command: Any) -> None:
         """Send `command` in one piece with all other commands of this turn of the loop."""
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._write)
-        self._commands.append(frame(command))
+        self._commands.append(messages.frame(command))
 
     def _write(self) -> None:
         commands, self._commands = self._commands, []
         if not self.dead and self._transport is not None:
             self._transport.write(b"".join(commands))
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _take_answer(self, answer: messages.Answer) -> None:
         if self._question is not None and answer.number == self._question[0]:
             self._question = None
         super()._take_answer(answer)
@@ -629,7 +611,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.dead, self._question = True, None
-        self.gauges = Gauges()
+        self.gauges = messages.Gauges()
         if not self._is_leaving:
             self.on_death(sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked)
             self.died.set()
@@ -637,5 +619,5 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         self.end_records()
 
 
-def _error_of(fault: Fault) -> ForgeError:
+def _error_of(fault: messages.Fault) -> ForgeError:
     return RequestFailed(fault.message) if fault.internal else UsageError(fault.message)
