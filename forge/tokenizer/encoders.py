@@ -330,13 +330,16 @@ class Encoders:
         try:
             fast = self._build_fast(reference)
         except ImportError:
-            return self._give_up_fast("fastokens is not installed")
+            reason = "fastokens is not installed"
         except Exception as error:  # a foreign package: whatever it refuses, the reference takes
-            return self._give_up_fast(f"fastokens does not load this vocabulary: {error}")
-        difference = first_difference(fast, reference)
-        if difference is not None:
-            return self._give_up_fast(f"fastokens is not the reference's equal: {difference}")
-        return fast
+            reason = f"fastokens does not load this vocabulary: {error}"
+        else:
+            difference = first_difference(fast, reference)
+            if difference is None:
+                return fast
+            reason = f"fastokens is not the reference's equal: {difference}"
+        self._give_up_fast(reason)
+        return None
 
     def _give_up_fast(self, reason: str) -> None:
         self._fast, self.fallback_reason = None, " ".join(reason.split())[:300]
