@@ -20,7 +20,7 @@ from itertools import count
 from threading import Thread
 from typing import Any
 
-from forge.engine.outputs import RequestOutput
+from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Logprobs
 from forge.errors import ForgeError, UsageError
@@ -73,6 +73,13 @@ class Delta:
     """One for each token, or none at all."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+    @classmethod
+    def of(cls, sample: CompletionOutput) -> "Delta":
+        """Return a whole choice that has ended as one delta."""
+        logprobs = [entry for entry in sample.logprobs or () if entry is not None]
+        ids = list(sample.token_ids)
+        return cls(sample.index, sample.text, ids, logprobs, sample.finish_reason, sample.stop_reason)
 
 
 @dataclass(frozen=True)

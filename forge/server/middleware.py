@@ -79,17 +79,11 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class Draining:
-    """Whether the server is closing: it finishes the requests that it has and takes no new ones."""
-
-    def __init__(self) -> None:
-        self.begun = False
-
-
 class Gate:
     """Admission control: refuses connections and requests beyond the server's limits."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys, draining: Draining):
+    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys, draining: asyncio.Event):
+        """draining: set when the server is closing: it finishes the requests that it has and takes no new ones."""
         self._app, self._keys = app, keys
         self._limits = settings.limits
         self._hosts = None
@@ -106,7 +100,7 @@ class Gate:
                 headers = dict(scope["headers"])
                 self._check_host(headers.get(b"host", b"").decode("latin-1"))
                 self._check_key(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
-            if self._draining.begun and scope["method"] == "POST":
+            if self._draining.is_set() and scope["method"] == "POST":
                 raise ShuttingDown
             receive = await self._with_body(scope, receive)
         except ForgeError as error:

@@ -44,6 +44,7 @@ LONG_WORK = 8_192
 
 
 _Result = TypeVar("_Result")
+_Ids = TypeVar("_Ids", list[int], list[int] | None, dict[int, float])
 
 
 class Cut(NamedTuple):
@@ -212,8 +213,11 @@ class RequestReader:
             raise ApiError(f"{param} is empty: give it at least one token", param=param)
         if len(token_ids) > self.max_model_len:
             raise self.too_long(f"{len(token_ids)} tokens", param)
-        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param=param)
+        return self._known_ids(token_ids, param)
+
+    def _known_ids(self, token_ids: _Ids, param: str, prefix: str = "") -> _Ids:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            raise ApiError(f"{prefix}token ids lie between 0 and {self.vocab_size - 1}", param=param)
         return token_ids
 
     def too_long(self, length: str, param: str) -> ApiError:
@@ -293,8 +297,8 @@ class RequestReader:
             "seed": None if body.seed is None else body.seed % 2**64,
             "stop": self._texts((body.stop,) if isinstance(body.stop, str) else body.stop, "stop"),
             "bad_words": self._texts(body.bad_words, "bad_words"),
-            "stop_token_ids": self._ids(body.stop_token_ids, "stop_token_ids"),
-            "allowed_token_ids": self._ids(body.allowed_token_ids, "allowed_token_ids"),
+            "stop_token_ids": self._known_ids(body.stop_token_ids, "stop_token_ids"),
+            "allowed_token_ids": self._known_ids(body.allowed_token_ids, "allowed_token_ids"),
             "n": n,
             **({} if "structured" in fields else {"structured": structured_output(body)}),
             **fields,
@@ -328,11 +332,6 @@ class RequestReader:
             raise ApiError(f"a string of {param} has between 1 and {longest} characters", param=param)
         return tuple(texts or ())
 
-    def _ids(self, token_ids: list[int] | None, param: str) -> list[int] | None:
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param=param)
-        return token_ids
-
     def _bias(self, bias: dict[str, float] | None) -> dict[int, float] | None:
         if bias is None:
             return None
@@ -340,9 +339,7 @@ class RequestReader:
             by_token = {int(token_id): value for token_id, value in bias.items()}
         except ValueError:
             raise ApiError("the keys of logit_bias are token ids", param="logit_bias") from None
-        if by_token and not 0 <= min(by_token) <= max(by_token) < self.vocab_size:
-            raise ApiError(f"logit_bias: token ids lie between 0 and {self.vocab_size - 1}", param="logit_bias")
-        return by_token
+        return self._known_ids(by_token, "logit_bias", "logit_bias: ")
 
     def _check_logprobs(self, number: int | None, param: str) -> None:
         if number is not None and number > self.limits.max_logprobs:

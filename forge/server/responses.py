@@ -14,7 +14,7 @@ from forge.server.engine_client import Delta, Generation, Prompt
 from forge.server.errors import ApiError, to_api_error
 from forge.server.requests import beside_the_loop
 from forge.server.schema import ChatRequest, CompletionRequest, OpenAiRequest
-from forge.server.splitting import ReasoningSplitter, ToolCallSplitter, split_reasoning, split_tool_calls
+from forge.server.splitting import ReasoningSplitter, ToolCallSplitter
 from forge.server.streaming import DONE, event
 from forge.server.strict_json import to_json
 from forge.server.structured import tool_use
@@ -297,16 +297,6 @@ def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) ->
     return second if first is None else {name: first[name] + second[name] for name in second}
 
 
-def _reason_of_calls(reason: str | None) -> str | None:
-    """Return why an answer with tool calls ended: for them, unless it was cut."""
-    return "tool_calls" if reason == "stop" else reason
-
-
-def _is_cut(end: CompletionOutput | Delta) -> bool:
-    """Return whether a choice would have gone on."""
-    return end.finish_reason != "stop" or isinstance(end.stop_reason, str)
-
-
 def ends_in_thinking(prompt: Prompt) -> bool:
     """Return whether a prompt ends inside the thinking part."""
     return prompt.text is not None and prompt.text.rstrip().endswith("<think>")
@@ -339,20 +329,15 @@ class ChatShape(Shape):
         return (self._choice(sample) for output in outputs for sample in output.outputs)
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
-        reasoning, answer = split_reasoning(sample.text, self._in_reasoning)
-        message: dict[str, Any] = {"role": "assistant", "content": answer, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        reason: str | None = sample.finish_reason
-        if self._callable:
-            content, calls = split_tool_calls(answer, self._callable, _is_cut(sample))
-            message["content"] = content or (None if calls else "")
-            if calls:
-                message["tool_calls"] = calls
-                reason = _reason_of_calls(reason)
-        logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
-        choice = {"index": sample.index, "message": message, "logprobs": logprobs}
-        choice |= self._end(reason, sample.stop_reason)
+        """Join the chunks of a choice that has ended."""
+        parts = [chunk["choices"][0] for chunk in self.delta(Delta.of(sample))]
+        fields = {name: value for part in parts for name, value in part["delta"].items()}
+        calls = [{name: call[name] for name in call if name != "index"} for call in fields.pop("tool_calls", ())]
+        message = {"role": "assistant", "content": None if calls else "", "refusal": None, **fields}
+        if calls:
+            message["tool_calls"] = calls
+        choice = {"index": sample.index, "message": message, "logprobs": parts[0]["logprobs"]}
+        choice |= {name: parts[-1][name] for name in ("finish_reason", "stop_reason")}
         if self.body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         return choice
@@ -376,7 +361,7 @@ class ChatShape(Shape):
         if self._callable:
             answer, calls = calling.push(answer)
             if delta.finish_reason is not None:
-                answer += calling.finish(_is_cut(delta))
+                answer += calling.finish(delta.finish_reason != "stop" or isinstance(delta.stop_reason, str))
         named = (("reasoning_content", reasoning), ("content", answer), ("tool_calls", calls))
         fields = {name: value for name, value in named if value}
         logprobs = self._logprobs(delta.token_ids, delta.logprobs) if delta.logprobs else None
@@ -388,7 +373,8 @@ class ChatShape(Shape):
                 chunks[-1]["choices"][0]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
             chunks.append(self._chunk(delta.choice, {}))
-            reason = _reason_of_calls(delta.finish_reason) if calling.num_calls else delta.finish_reason
+            is_for_calls = calling.num_calls and delta.finish_reason == "stop"  # and not cut
+            reason = "tool_calls" if is_for_calls else delta.finish_reason
             chunks[-1]["choices"][0] |= self._end(reason, delta.stop_reason)
         return chunks
 
@@ -465,9 +451,7 @@ class EventWriter(Answer):
         return body
 
     def written(self, outputs: Sequence[RequestOutput]) -> bytes:
-        sample = outputs[0].outputs[0]
-        logprobs = [entry for entry in sample.logprobs or () if entry is not None]
-        self.push(Delta(0, sample.text, list(sample.token_ids), logprobs, sample.finish_reason, sample.stop_reason))
+        self.push(Delta.of(outputs[0].outputs[0]))
         self.finish(outputs)
         return to_json(self.answer(outputs))
 

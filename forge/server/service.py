@@ -1,5 +1,6 @@
 """What the endpoints share: the engine's client, the limits, and the ways to submit a request and to answer it."""
 
+import asyncio
 import hashlib
 import os
 import secrets
@@ -18,7 +19,7 @@ from forge.server.errors import ApiError
 from forge.server.exchange import current_exchange
 from forge.server.messages import Ready
 from forge.server.metrics import HttpMetrics
-from forge.server.middleware import Draining, Keys
+from forge.server.middleware import Keys
 from forge.server.requests import RequestReader
 from forge.server.responses import Answer, ChatShape, ends_in_thinking
 from forge.server.resumption import parse_event_id, shown_id
@@ -36,7 +37,8 @@ class Service:
         self.client, self.ready, self.settings = client, ready, settings
         self.limits = settings.limits
         self.started = int(time.time())
-        self.draining = Draining()
+        self.draining = asyncio.Event()
+        """Set when the server is closing."""
         self.keys = Keys(settings.api_key, settings.api_key_file)
         self.http = HttpMetrics()
         self.has_room_for_connections: Callable[[], bool] = lambda: True
@@ -122,7 +124,7 @@ class Service:
     def check_ready(self) -> None:
         """Raise an error if a new request would be refused."""
         self.client.check_ready()
-        if self.draining.begun:
+        if self.draining.is_set():
             raise ShuttingDown
         if self.client.num_unfinished >= self.limits.max_queue:
             raise ApiError(f"{self.client.num_unfinished} prompts are waiting", 503, code="queue_full", retry_after=1)

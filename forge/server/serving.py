@@ -232,7 +232,7 @@ class _Ending:
             self._hurry.set()
             self._end_by_force(_END_BY_FORCE)
             return
-        self._service.draining.begun = True
+        self._service.draining.set()
         self._end_by_force(self._grace + _END_BY_FORCE)
         self._task = asyncio.create_task(self._end())
 

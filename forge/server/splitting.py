@@ -78,13 +78,6 @@ class ReasoningSplitter:
         return text
 
 
-def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
-    """Return the (reasoning, answer) of a whole text."""
-    splitter = ReasoningSplitter(inside)
-    parts = [splitter.push(text), splitter.finish()]
-    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
-
-
 def partial_tag(text: str, tag: str) -> int:
     """Return the length of the longest end of `text` with which the tag begins."""
     return next((length for length in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:length])), 0)
@@ -223,14 +216,6 @@ def _joined(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             joined.append(entry)
     return joined
-
-
-def split_tool_calls(text: str, names: Collection[str], is_cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
-    """Return the (content, tool calls) of a whole text. is_cut: as for `ToolCallSplitter.finish`."""
-    splitter = ToolCallSplitter(names)
-    content, entries = splitter.push(text)
-    calls = [{name: value for name, value in entry.items() if name != "index"} for entry in entries]
-    return content + splitter.finish(is_cut), calls
 
 
 def parsed(text: str) -> Any:
