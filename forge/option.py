@@ -102,6 +102,8 @@ _MADE_UP = (
     "prefix_reuse", "request_rate",
 )  # fmt: skip
 """Options of requests that are made up, and not replayed from a record."""
+_LENGTHS = ("prompt_tokens", "output_tokens", "arrival", "workload")
+"""Options of `forge compare` about requests whose lengths are not given."""
 NEEDS: tuple[Need, ...] = (
     Need("block_size", "kv", _CACHED, _POOL),
     Need("num_blocks", "kv", _CACHED, _POOL),
@@ -150,17 +152,12 @@ NEEDS: tuple[Need, ...] = (
     Need("turns", "compared", _is_given, _COMPARED),
     Need("peer_model", "peer", _is_given, "--peer URL"),
     Need("return_draft_at", "revoke_draft_at", _is_given, "--revoke-draft-at"),
-    Need("prompt_tokens", "planned", lambda planned: not planned, ""),
-    *(Need(option, "planned", lambda planned: not planned, "") for option in ("output_tokens", "arrival", "workload")),
-    *(
-        Need(option, "prompted", lambda prompted: not prompted, "")
-        for option in ("output_tokens", "arrival", "workload")
-    ),
-    Need("prompt_tokens", "prompted", lambda prompted: not prompted, ""),
+    *(Need(option, "planned", _is_not_given, "") for option in _LENGTHS),
+    *(Need(option, "prompted", _is_not_given, "") for option in _LENGTHS),
     Need("requests", "prompts", _is_not_given, ""),
-    Need("prompts", "many", lambda many: not many, ""),
+    Need("prompts", "many", _is_not_given, ""),
     Need("execution_class", "planned", bool, "it as --class generation vs prefill-only"),
-    *(Need(option, "many", lambda many: not many, "") for option in _ONE_PROMPT),
+    *(Need(option, "many", _is_not_given, "") for option in _ONE_PROMPT),
 )
 """All rules."""
 _OF_COMPARE = {

@@ -33,7 +33,7 @@ LIBRARIES = ("numpy", "numba", "hypothesis", "pytest", "gguf", "tokenizers", "ll
 
 TESTS: dict[str, tuple[str, ...]] = {
     "forge.cache": ("cache",),
-    "forge.grammar.tool_calls": ("server/test_tool_parts.py", "server/test_tools.py"),
+    "forge.grammar.compiler": ("grammar", "server/test_tool_parts.py", "server/test_tools.py"),
     "forge.cluster.routers": ("cluster/test_routers.py", "cluster/test_simulation.py"),
     "forge.engine": (
         *("engine/test_engine.py", "engine/test_scheduler.py", "engine/test_scheduler_scenarios.py"),

@@ -290,7 +290,7 @@ def _stations(visit: Visit) -> Iterator[Station]:
     )  # fmt: skip
     events = [(moment, line) for moment, line in visit.events if line.startswith(b"data: {")]
     yield Station(
-        HTTP, "Events are written", "forge.server.app._events",
+        HTTP, "Events are written", "forge.server.responses.Shape._chunks",
         f"{plural(len(events), 'event')} of {count(sum(len(line) for _, line in events) // len(events))} bytes each; "
         "the last line is data: [DONE].", after(visit.events[-1][0]),
     )  # fmt: skip

@@ -179,7 +179,8 @@ class _Cursor:
             raise self.error(field, f"unknown {kind_name} {number}", offset) from None
 
     def take(self, nbytes: int, field: str) -> bytes:
-        self._need(nbytes, field)
+        if nbytes > self.remaining:
+            raise self.error(field, f"{nbytes} bytes cannot fit in {self.room}; the file is cut short or damaged")
         start = self.position
         self.position += nbytes
         return bytes(self.buffer[start : self.position])
@@ -211,10 +212,6 @@ class _Cursor:
         if maximum is not None and length > maximum:
             raise self.error(f"{field} length", f"{length} bytes; at most {maximum} are allowed", offset)
         return self.decoded(self.take(length, field), field, offset + 8)
-
-    def _need(self, nbytes: int, field: str) -> None:
-        if nbytes > self.remaining:
-            raise self.error(field, f"{nbytes} bytes cannot fit in {self.room}; the file is cut short or damaged")
 
     def decoded(self, data: bytes, field: str, offset: int) -> str:
         try:

@@ -11,6 +11,7 @@ read most of, and one that leaves the most text with no choice (`Matcher.forced`
 import json
 import re
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
@@ -49,6 +50,7 @@ _LARK = re.compile(r"^[ \t]*(%llguidance\b|start\s*:)", re.MULTILINE)
 """A pattern that GBNF never matches. The library's own expression takes time that grows with the square of the empty
 lines."""
 _MAX_MESSAGE = 300
+BEGIN_CALL, END_CALL, _NEWLINE = "<tool_call>", "</tool_call>", "\n"
 TOO_DEEP = "it is nested too deeply: make it simpler"
 
 
@@ -232,3 +234,41 @@ def refusal(structured: StructuredOutput, message: str) -> UsageError:
         line = "oneOf whose cases may hold together is not supported; take anyOf"
     kinds = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
     return UsageError(f"the {kinds[structured.kind]} is refused: {line[:_MAX_MESSAGE]}")
+
+
+def tool_call_grammar(
+    functions: Sequence[tuple[str, Mapping[str, Any]]],
+    *,
+    required: bool,
+    parallel: bool,
+    answer: Mapping[str, Any] | None = None,
+) -> str:
+    """Return a Lark grammar of tool calls as Qwen3 writes them (Hermes's format): JSON between `<tool_call>` and
+    `</tool_call>`.
+
+    Where a call must come, the output is one or more calls. Where one may come, the output is text in which
+    `<tool_call>` begins a call, so that the text stays free and a call once begun is whole; or it is JSON by a schema
+    instead of text. functions: the name of each, and the schema of its arguments. required: at least one call, and
+    nothing but calls. parallel: more than one may come. answer: the schema of what comes where no call does; None for
+    any text."""
+    rules = [f"call_{index}: {_lark_call(*function)}" for index, function in enumerate(functions)]
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
+    calls = f"{_lark_text(BEGIN_CALL)} call" + (f" ({_lark_text(_NEWLINE + BEGIN_CALL)} call)*" if parallel else "")
+    if required:
+        rules.append(f"start: {calls}")
+    elif answer is not None:
+        rules += [f"start: answer | {calls}", f"answer: {_lark_json(answer)}"]
+    else:
+        rules += [f"start: {'(begin call)* TEXT' if parallel else 'begin call | TEXT'}"]
+        rules += [f"begin[lazy]: TEXT {_lark_text(BEGIN_CALL)}", r"TEXT: /(.|\n)*/"]
+    return "%llguidance {}\n" + "\n".join(rules)
+
+
+def _lark_call(name: str, schema: Mapping[str, Any]) -> str:
+    """Return the rules of what follows `<tool_call>`."""
+    head = f'\n{{"name": "{name}", "arguments": '
+    return f"{_lark_text(head)} {_lark_json(schema)} {_lark_text('}' + _NEWLINE + END_CALL)}"
+
+
+def _lark_json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_FORM}, ensure_ascii=False)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -220,8 +220,7 @@ class SandboxedCompiler:
     def __call__(self, structured: StructuredOutput) -> Grammar:
         """Compile a grammar. Raises `UsageError` for one that is wrong, or exceeds a limit."""
         check_size(structured)
-        sandbox = _shared_sandbox(os.getpid(), _ByFingerprint(self._compiler.vocabulary))
-        waiter = sandbox.check(structured)
+        waiter = _shared_sandbox(self._compiler.vocabulary).check(structured)
         try:
             self._compiler.load()  # while the process starts
             affordable = waiter.result()
@@ -231,21 +230,13 @@ class SandboxedCompiler:
         return self._compiler(replace(affordable, thinking=structured.thinking))
 
 
-@dataclass(frozen=True)
-class _ByFingerprint:
-    """A vocabulary that equals another with the same tokens."""
-
-    vocabulary: Vocabulary = field(compare=False)
-    fingerprint: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fingerprint", self.vocabulary.fingerprint)
+_SANDBOXES: dict[tuple[int, str], GrammarSandbox] = {}
+"""The shared sandboxes, by process (a forked one cannot use its parent's) and vocabulary."""
 
 
-@cache
-def _shared_sandbox(pid: int, key: _ByFingerprint) -> GrammarSandbox:
-    """Return the sandbox of a vocabulary. pid: a forked process cannot use its parent's."""
-    return GrammarSandbox(lambda: key.vocabulary)
+def _shared_sandbox(vocabulary: Vocabulary) -> GrammarSandbox:
+    """Return the sandbox of all vocabularies with these tokens."""
+    return _SANDBOXES.setdefault((os.getpid(), vocabulary.fingerprint), GrammarSandbox(lambda: vocabulary))
 
 
 def _outcome(answer: dict[str, Any], num_jobs: int) -> StructuredOutput | UsageError | CompilersBusy:

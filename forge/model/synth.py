@@ -196,20 +196,19 @@ def synthetic_config(
     return config
 
 
-def _published(num_layers: int, hidden_size: int, intermediate_size: int, num_attention_heads: int) -> Qwen3Config:
-    return synthetic_config(
+SHAPES: dict[str, Qwen3Config] = {
+    name: synthetic_config(
         num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_attention_heads=num_attention_heads,
         num_key_value_heads=8,
     )
-
-
-SHAPES: dict[str, Qwen3Config] = {
-    "qwen3-0.6b": _published(28, 1024, 3072, 16),
-    "qwen3-1.7b": _published(28, 2048, 6144, 16),
-    "qwen3-4b": _published(36, 2560, 9728, 32),
+    for name, num_layers, hidden_size, intermediate_size, num_attention_heads in (
+        ("qwen3-0.6b", 28, 1024, 3072, 16),
+        ("qwen3-1.7b", 28, 2048, 6144, 16),
+        ("qwen3-4b", 36, 2560, 9728, 32),
+    )
 }
 """The dense Qwen3 models with tied embeddings, as published (https://huggingface.co/Qwen)."""
 

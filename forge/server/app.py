@@ -13,23 +13,15 @@ from forge import __version__
 from forge.engine.outputs import RequestOutput
 from forge.server.engine_client import EngineClient, EngineDead, Generation
 from forge.server.errors import ApiError, install_handlers
-from forge.server.exchange import Exchanges
-from forge.server.http_metrics import process_families
+from forge.server.exchange import Exchange, Exchanges
 from forge.server.messages import Ready
 from forge.server.messages_api import add_messages
-from forge.server.metrics import CONTENT_TYPE, grammar_family, text_of
+from forge.server.metrics import CONTENT_TYPE, grammar_family, process_families, text_of
 from forge.server.middleware import Gate
 from forge.server.requests import DEFAULT_TOKENS, LONG_WORK, beside_the_loop, special_of
-from forge.server.responses import ChatShape, CompletionShape, size_of, usage_object
+from forge.server.responses import Answer, CompletionShape, usage_object
 from forge.server.responses_api import add_responses
-from forge.server.resumption import shown_id
-from forge.server.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from forge.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from forge.server.scores import add_scores
 from forge.server.service import Service
 from forge.server.settings import Settings
@@ -86,7 +78,11 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
             expose_headers=["x-request-id"],
         )
     routes = [route.path for route in app.routes if isinstance(route, APIRoute)]
-    app.state.exchanges = Exchanges(app, settings.access_log, routes, service.http.take)
+
+    def count(exchange: Exchange) -> None:
+        service.http.take(exchange.route, exchange.method, exchange.status, exchange.seconds)
+
+    app.state.exchanges = Exchanges(app, settings.access_log, routes, count)
     return app
 
 
@@ -98,27 +94,18 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         model = reader.accept(body)
         cut = reader.cut_of(body, DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
         prompts = await reader.prompts(body.prompt, **special_of(body), cut=cut)
-        params = await service.compiled(reader.completion_params(body, prompts), body, request)
-        shape = CompletionShape(request_id, model, service.tokenizer, body, prompts, service.fingerprint)
+        params = reader.completion_params(body, prompts)
         # The prompt's log probabilities are there when it has ended: such a stream has one chunk per choice.
         piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
-        if piecemeal and (seen := service.seen_of(body, request)) is not None:
-            shape = CompletionShape(shown_id(seen), model, service.tokenizer, body, prompts, service.fingerprint)
-            generation = await service.resume(seen, prompts, params, body)
-        else:
-            generation = service.submit(request_id, prompts, params, body, piecemeal)
-        if not body.stream:
-            return await service.answer(generation, request, shape)
-        return await service.stream(generation, (_events if piecemeal else _whole_events)(shape, generation))
+        shown, generation = await service.begin(request_id, prompts, params, body, request, piecemeal)
+        shape = CompletionShape(shown, model, service.tokenizer, body, prompts, service.fingerprint)
+        return await service.respond(generation, request, shape, bool(body.stream))
 
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        request_id = service.id_of(body, "chatcmpl")
-        shape, generation = await service.begin_chat(request_id, body, request)
-        if not body.stream:
-            return await service.answer(generation, request, shape)
-        return await service.stream(generation, _events(shape, generation))
+        shape, generation = await service.begin_chat(service.id_of(body, "chatcmpl"), body, request)
+        return await service.respond(generation, request, shape)
 
     @app.post("/generate", responses=_STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -128,12 +115,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         cut = reader.cut_of(body, DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
         prompt = await reader.one_prompt(body.prompt, **special_of(body), cut=cut)
         max_tokens = reader.max_tokens(body.max_tokens, DEFAULT_TOKENS, len(prompt.token_ids), "max_tokens")
-        params = await service.compiled(reader.params(body, 1, max_tokens), body, request)
-        generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
-        if not body.stream:
-            await service.whole(generation, request)
-            return JsonAnswer(await _native_body(service, generation))
-        return await service.stream(generation, _native_events(service, generation))
+        params = reader.params(body, 1, max_tokens)
+        _, generation = await service.begin(request_id, [prompt], params, body, request, bool(body.stream))
+        return await service.respond(generation, request, _NativeAnswer(service))
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
@@ -242,64 +226,28 @@ def _describe(app: FastAPI) -> None:
         document["components"]["schemas"].pop(name, None)
 
 
-async def _events(shape: CompletionShape | ChatShape, generation: Generation) -> AsyncIterator[bytes]:
-    position = generation.position
-    begin = b"".join(map(event, shape.begin(generation.params.n)))
-    if begin and (position is None or position.seen is None):
-        yield begin if position is None else position.mark(begin)
-    async for deltas in generation.updates():
-        if position is None:
-            piece = b"".join([event(chunk) for delta in deltas for chunk in shape.delta(delta)])
-        else:
-            chunks = [chunk for delta in deltas for chunk in position.new_chunks(delta, shape.delta(delta))]
-            piece = position.mark(b"".join(map(event, chunks)))
-        if generation.has_nothing_more:
-            yield piece + await _last_events(shape, generation)
-            return
-        if piece:
-            yield piece
-    yield await _last_events(shape, generation)
+class _NativeAnswer(Answer):
+    """All of a request's choices with the milliseconds of each token, and what happened to it."""
 
+    def __init__(self, service: Service):
+        self._service = service
+        self._timeline: dict[str, Any] = {}
 
-async def _whole_events(shape: CompletionShape, generation: Generation) -> AsyncIterator[bytes]:
-    """Yield a chunk for each choice, when all have ended."""
-    outputs = await generation.finished()
-    choices = shape.choices(outputs)
-    for _ in range(len(generation.prompts) * generation.params.n):
-        yield await beside_the_loop(size_of(outputs), lambda: event(shape.chunk_of([next(choices)])))
-    yield await _last_events(shape, generation)
+    async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        timeline = await self._service.client.ask("timeline", outputs[0].request_id)
+        self._timeline = timeline or {"samples": [], "events": []}  # without one its engine has died since
+        return await super().whole(outputs)
 
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        async for deltas in generation.updates():
+            for delta in deltas:
+                yield event({"index": delta.choice, "text": delta.text, "token_ids": delta.token_ids})
+        yield b"data: " + await self.whole(await generation.finished()) + b"\n\n" + DONE
 
-async def _last_events(shape: CompletionShape | ChatShape, generation: Generation) -> bytes:
-    """Return what follows the last choice's end: usage, if requested, and the mark of the end."""
-    outputs = await generation.finished()
-    return event(shape.usage_chunk(outputs)) + DONE if shape.usage_wanted else DONE
-
-
-async def _native_events(service: Service, generation: Generation) -> AsyncIterator[bytes]:
-    async for deltas in generation.updates():
-        for delta in deltas:
-            yield event({"index": delta.choice, "text": delta.text, "token_ids": delta.token_ids})
-    yield b"data: " + await _native_body(service, generation) + b"\n\n" + DONE
-
-
-async def _native_body(service: Service, generation: Generation) -> bytes:
-    """Return all of a request's choices with the milliseconds of each token, and what happened to it."""
-    outputs = await generation.finished()
-    timeline = await service.client.ask("timeline", generation.request_id)
-    if timeline is None:  # its engine has died since
-        timeline = {"samples": [], "events": []}
-    return await beside_the_loop(size_of(outputs), lambda: to_json(_native_object(service, outputs, timeline)))
-
-
-def _native_object(service: Service, outputs: Sequence[RequestOutput], timeline: dict[str, Any]) -> dict[str, Any]:
-    samples = outputs[0].outputs
-    steps: list[list[dict[str, Any]]] = [sample["tokens"] for sample in timeline["samples"]] or [[] for _ in samples]
-    return {
-        "id": outputs[0].request_id,
-        "model": service.reader.model_names[0],
-        "seed": outputs[0].seed,
-        "choices": [
+    def written(self, outputs: Sequence[RequestOutput]) -> bytes:
+        (output,), service, timeline = outputs, self._service, self._timeline
+        steps = [sample["tokens"] for sample in timeline["samples"]] or [[] for _ in output.outputs]
+        choices = [
             {
                 "index": sample.index,
                 "text": sample.text,
@@ -312,11 +260,11 @@ def _native_object(service: Service, outputs: Sequence[RequestOutput], timeline:
                 "time_to_first_token_ms": sample.metrics.time_to_first_token_ms,
                 "end_to_end_ms": sample.metrics.end_to_end_ms,
             }
-            for sample in samples
-        ],
-        "why": [f"step {happened['step']}: {happened['why']}" for happened in timeline["events"]],
-        "usage": usage_object(outputs),
-    }
+            for sample in output.outputs
+        ]
+        head = {"id": output.request_id, "model": service.reader.model_names[0], "seed": output.seed}
+        why = [f"step {happened['step']}: {happened['why']}" for happened in timeline["events"]]
+        return to_json({**head, "choices": choices, "why": why, "usage": usage_object(outputs)})
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:

@@ -20,29 +20,11 @@ from itertools import count
 from threading import Thread
 from typing import Any
 
-from forge.engine.outputs import RequestOutput
+from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Logprobs
 from forge.errors import ForgeError, UsageError
-from forge.server.messages import (
-    Abort,
-    Answer,
-    Ask,
-    AskTasks,
-    Fault,
-    Gauges,
-    Inbox,
-    LoadFailed,
-    Ready,
-    StepSummary,
-    Submit,
-    Update,
-    Watch,
-    Withdraw,
-    frame,
-    pause_between_events,
-    prompt_id,
-)
+from forge.server import messages
 from forge.server.metrics import Metrics
 from forge.server.resumption import SeenStream, StreamPosition
 from forge.trace.records import StepRecord
@@ -91,6 +73,13 @@ class Delta:
     """One for each token, or none at all."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+    @classmethod
+    def of(cls, sample: CompletionOutput) -> "Delta":
+        """Return a whole choice that has ended as one delta."""
+        logprobs = [entry for entry in sample.logprobs or () if entry is not None]
+        ids = list(sample.token_ids)
+        return cls(sample.index, sample.text, ids, logprobs, sample.finish_reason, sample.stop_reason)
 
 
 @dataclass(frozen=True)
@@ -237,8 +226,8 @@ class EngineClient(ABC):
     def __init__(self) -> None:
         self._device = ""
         """The device that the engine computes on."""
-        self.gauges = Gauges()
-        self.on_step: Callable[[StepSummary], None] = lambda step: None
+        self.gauges = messages.Gauges()
+        self.on_step: Callable[[messages.StepSummary], None] = lambda step: None
         self.on_end: Callable[[Generation, RequestOutput], None] = lambda generation, output: None
         self.on_record: Callable[[StepRecord], None] | None = None
         """Called with every step's whole record, for `--live`."""
@@ -249,7 +238,7 @@ class EngineClient(ABC):
         self._keys, self._numbers = count(), count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
-        self._subscribers: set[asyncio.Queue[StepRecord | None]] = set()
+        self._feed: Callable[[StepRecord | None], None] | None = None
         self._dirty: set[Generation] = set()
         self._streams: set[Generation] = set()
         self._last_flush = 0.0
@@ -267,7 +256,7 @@ class EngineClient(ABC):
         """Leave the loop."""
 
     @abstractmethod
-    def new_metrics(self, model_name: str, ready: Ready) -> Metrics:
+    def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
         """Create the counters of the engine's work."""
 
     @abstractmethod
@@ -316,10 +305,10 @@ class EngineClient(ABC):
         generation = Generation(request_id, prompts, params, stream)
         for index, prompt in enumerate(generation.prompts):
             key = next(self._keys)
-            own_id = request_id if len(generation.prompts) == 1 else prompt_id(request_id, index)
+            own_id = request_id if len(generation.prompts) == 1 else messages.prompt_id(request_id, index)
             generation.keys.append(key)
             self._generations[key] = generation, index
-            self._send(Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
+            self._send(messages.Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
         if stream:
             self._streams.add(generation)
         return generation
@@ -330,7 +319,7 @@ class EngineClient(ABC):
         for key in unfinished:
             del self._generations[key]
             if not self.dead:
-                self._send(Abort(key))
+                self._send(messages.Abort(key))
         self._streams.discard(generation)
         generation.fail(error or RequestFailed("the request was aborted"))
 
@@ -344,21 +333,21 @@ class EngineClient(ABC):
     async def ask(self, subject: str, *arguments: Any) -> Any:
         """Return the engine's answer, which it gives between two steps. Raises `UsageError` if the question is wrong,
         `RequestFailed` if the engine fails at it, and `EngineDead`."""
-        return await self._answer_to(Ask(next(self._numbers), subject, arguments), 1)
+        return await self._answer_to(messages.Ask(next(self._numbers), subject, arguments), 1)
 
     async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
         """Return the results of prefill-only requests, each a prompt's tokens and a task. Raises as `ask` does. If the
         caller is cancelled, the requests end before the next step."""
-        question = AskTasks(next(self._numbers), requests)
+        question = messages.AskTasks(next(self._numbers), requests)
         try:
             results: list[Any] = await self._answer_to(question, len(requests))
             return results
         except BaseException:
             if not self.dead:
-                self._send(Withdraw(question.number))
+                self._send(messages.Withdraw(question.number))
             raise
 
-    async def _answer_to(self, question: Ask | AskTasks, num_requests: int) -> Any:
+    async def _answer_to(self, question: messages.Ask | messages.AskTasks, num_requests: int) -> Any:
         if self.dead:
             raise EngineDead
         number = question.number
@@ -371,27 +360,20 @@ class EngineClient(ABC):
             self._num_asked -= num_requests
             del self._questions[number]
 
-    async def records(self, most: int = 256) -> AsyncIterator[StepRecord]:
-        """Yield whole records of the steps from now on. A reader that is more than `most` behind misses some."""
-        queue: asyncio.Queue[StepRecord | None] = asyncio.Queue(most)
-        self._subscribers.add(queue)
-        self._send(Watch(True))
-        try:
-            while (record := await queue.get()) is not None:
-                yield record
-        finally:
-            self._subscribers.discard(queue)
-            if not self._subscribers and self.on_record is None and not self.dead:
-                self._send(Watch(False))
+    def watch(self, feed: Callable[[StepRecord | None], None] | None) -> None:
+        """Give whole records of the steps from now on to `feed`, and None after the last; None ends that."""
+        self._feed = feed
+        if not self.dead and (feed is not None or self.on_record is None):
+            self._send(messages.Watch(feed is not None))
 
     def end_records(self) -> None:
-        """End the iteration of every reader of `records`."""
-        for queue in self._subscribers:
-            offer(queue, None)
+        """Say that there are no more records."""
+        if self._feed is not None:
+            self._feed(None)
 
     # Updates
 
-    def _take_in(self, update: Update) -> None:
+    def _take_in(self, update: messages.Update) -> None:
         find, dirty = self._generations.get, self._dirty
         for key in update.accepted:
             if key in self._generations:
@@ -427,18 +409,17 @@ class EngineClient(ABC):
         if update.gauges is not None:
             self.gauges = update.gauges
         for record in update.records:
-            for queue in self._subscribers:
-                offer(queue, record)
-            if self.on_record is not None:
-                self.on_record(record)
+            for take in (self._feed, self.on_record):
+                if take is not None:
+                    take(record)
 
-    def _take_end(self, key: int, output: RequestOutput, fault: Fault | None) -> None:
+    def _take_end(self, key: int, output: RequestOutput, fault: messages.Fault | None) -> None:
         place = self._generations.pop(key, None)
         if place is None:
             return
         generation, index = place
         if fault is None and any(sample.finish_reason == "error" for sample in output.outputs):
-            fault = Fault("the engine could not finish this request", internal=True)
+            fault = messages.Fault("the engine could not finish this request", internal=True)
         self.on_end(generation, output)
         if fault is not None:
             self.abort(generation, _error_of(fault))
@@ -448,7 +429,7 @@ class EngineClient(ABC):
             self._streams.discard(generation)
             generation.wake()
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _take_answer(self, answer: messages.Answer) -> None:
         future = self._questions.get(answer.number)
         if future is None or future.done():
             return
@@ -461,7 +442,7 @@ class EngineClient(ABC):
         """Wake the streams' readers, now or when the next events are due."""
         if not self._dirty or self._flush_timer is not None:
             return
-        due = self._last_flush + pause_between_events(len(self._streams), self._device)
+        due = self._last_flush + messages.pause_between_events(len(self._streams), self._device)
         wait = due - time.perf_counter()
         if wait <= 0:
             self._flush()
@@ -524,20 +505,20 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         )
         self.process.start()
         theirs.close()
-        self._inbox = Inbox()
+        self._inbox = messages.Inbox()
 
-    def wait_until_ready(self) -> Ready:
+    def wait_until_ready(self) -> messages.Ready:
         """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
         while True:
             data = self._socket.recv(1 << 20)
             if not data:
                 raise EngineDead
             for message in self._inbox.feed(data):
-                if isinstance(message, LoadFailed):
+                if isinstance(message, messages.LoadFailed):
                     error = ForgeError(message.message)
                     error.exit_code = message.exit_code
                     raise error
-                ready: Ready = message
+                ready: messages.Ready = message
                 self._device = ready.device
                 return ready
 
@@ -546,7 +527,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         self._socket.setblocking(False)
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
         if self.on_record is not None:
-            self._transport.write(frame(Watch(True)))
+            self._transport.write(messages.frame(messages.Watch(True)))
 
     async def restart(self) -> None:
         """Start the engine's process again after it died. Raises the `ForgeError` of one that does not load."""
@@ -585,7 +566,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
 
         Thread(target=end, daemon=True).start()
 
-    def new_metrics(self, model_name: str, ready: Ready) -> Metrics:
+    def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
         """Create the counters of this engine's work."""
         return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
 
@@ -606,21 +587,21 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
             return False
         if self._question is None:
             self._question = next(self._numbers), time.monotonic()
-            self._send(Ask(self._question[0], "alive"))
+            self._send(messages.Ask(self._question[0], "alive"))
         return time.monotonic() - self._question[1] < patience
 
     def _send(self, command: Any) -> None:
         """Send `command` in one piece with all other commands of this turn of the loop."""
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._write)
-        self._commands.append(frame(command))
+        self._commands.append(messages.frame(command))
 
     def _write(self) -> None:
         commands, self._commands = self._commands, []
         if not self.dead and self._transport is not None:
             self._transport.write(b"".join(commands))
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _take_answer(self, answer: messages.Answer) -> None:
         if self._question is not None and answer.number == self._question[0]:
             self._question = None
         super()._take_answer(answer)
@@ -637,26 +618,13 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.dead, self._question = True, None
-        self.gauges = Gauges()
-        for generation, _ in self._generations.values():
-            generation.fail(EngineDead())
+        self.gauges = messages.Gauges()
         if not self._is_leaving:
             self.on_death(sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked)
             self.died.set()
-        self._generations.clear()
-        self._streams.clear()
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(EngineDead())
+        self.abort_all(EngineDead())
         self.end_records()
 
 
-def _error_of(fault: Fault) -> ForgeError:
+def _error_of(fault: messages.Fault) -> ForgeError:
     return RequestFailed(fault.message) if fault.internal else UsageError(fault.message)
-
-
-def offer(queue: asyncio.Queue[Any], item: Any) -> None:
-    """Append `item`, dropping the oldest entry if the queue is full."""
-    if queue.full():
-        queue.get_nowait()
-    queue.put_nowait(item)

@@ -25,28 +25,7 @@ from forge.engine.token_filter import vocabulary_bytes
 from forge.errors import ForgeError, UsageError
 from forge.grammar.work_estimate import estimate
 from forge.llm import LLM
-from forge.server.messages import (
-    Abort,
-    Answer,
-    Ask,
-    AskTasks,
-    Fault,
-    Gauges,
-    Inbox,
-    LoadFailed,
-    Outbox,
-    Ready,
-    Refusal,
-    RequestEnd,
-    SampleEnd,
-    StepSummary,
-    Submit,
-    Update,
-    Watch,
-    Withdraw,
-    frame,
-    pause_between_events,
-)
+from forge.server import messages
 from forge.server.request_log import RequestLog
 from forge.trace.records import FinishRecord, StepRecord
 
@@ -70,26 +49,26 @@ def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None
     logging.basicConfig(format="%(levelname)s %(message)s")
     try:
         llm = LLM(model, **options)
-        connection.sendall(frame(ready_message(llm)))
+        connection.sendall(messages.frame(ready_message(llm)))
         llm.trust_grammars()  # while the other process makes its application
         gc.freeze()  # a model's objects stay: no collection has to look at them
         EngineServer(llm, connection).run()
     except ForgeError as error:
-        connection.sendall(frame(LoadFailed(str(error), error.exit_code)))
+        connection.sendall(messages.frame(messages.LoadFailed(str(error), error.exit_code)))
     except MemoryError:
         message = "out of memory: take a smaller model, or a smaller --max-model-len"
-        connection.sendall(frame(LoadFailed(message, ForgeError.exit_code)))
+        connection.sendall(messages.frame(messages.LoadFailed(message, ForgeError.exit_code)))
     except (BrokenPipeError, ConnectionResetError):
         pass  # the server has ended
     finally:
         connection.close()
 
 
-def ready_message(llm: LLM) -> Ready:
+def ready_message(llm: LLM) -> messages.Ready:
     spec = llm.tokenizer.spec
     spec = replace(spec, tokens=tuple(spec.tokens), merges=tuple(spec.merges))  # a file's own are read as they are used
     longest = min(llm.max_model_len, llm.engine.cache.max_sequence_length)
-    return Ready(
+    return messages.Ready(
         llm.model_name,
         llm.kv,
         llm.device,
@@ -125,7 +104,7 @@ class _Request:
     stream: bool
     silent: set[int]
     """The samples whose first token is yet to come."""
-    fault: Fault | None = None
+    fault: messages.Fault | None = None
     """Why a sample of it ended as an error."""
 
 
@@ -148,8 +127,8 @@ class EngineServer:
         self.engine: Engine = llm.engine
         self._socket = connection
         connection.setblocking(False)
-        self._inbox, self._outbox = Inbox(), Outbox(connection)
-        self._update = Update()
+        self._inbox, self._outbox = messages.Inbox(), messages.Outbox(connection)
+        self._update = messages.Update()
         self._urgent = False
         """Whether a client waits for what the update has."""
         self._last_sent = 0.0
@@ -165,10 +144,10 @@ class EngineServer:
         self._asked: deque[tuple[_Group, list[int], Any]] = deque()
         """Requests of questions that are not queued yet."""
         self._watched = False
-        self._gauges: Gauges | None = None
+        self._gauges: messages.Gauges | None = None
         self._log = RequestLog(self.engine.timeline)
         self._open = True
-        self._compiling: list[tuple[Submit, Future[Any]]] = []
+        self._compiling: list[tuple[messages.Submit, Future[Any]]] = []
         """Requests that wait for their grammar, which is compiled on another thread."""
         self._compilers = {slow: ThreadPoolExecutor(1, "forge-grammars") for slow in (False, True)}
         """Two threads, so that grammars that take long do not hold up the others."""
@@ -209,32 +188,33 @@ class EngineServer:
                 except Exception as error:
                     self._answer_for(command, fault_of(error))
 
-    def _answer_for(self, command: Any, fault: Fault) -> None:
+    def _answer_for(self, command: Any, fault: messages.Fault) -> None:
         """Report a failed command to the client that waits for its result."""
-        if isinstance(command, Submit):
-            self._update.refused.append(Refusal(command.key, fault))
-        elif isinstance(command, Ask | AskTasks):
-            self._update.answers.append(Answer(command.number, None, fault))
+        if isinstance(command, messages.Submit):
+            self._update.refused.append(messages.Refusal(command.key, fault))
+        elif isinstance(command, messages.Ask | messages.AskTasks):
+            self._update.answers.append(messages.Answer(command.number, None, fault))
 
-    def _carry_out(self, command: Submit | Abort | Ask | AskTasks | Withdraw | Watch) -> None:
-        if isinstance(command, Submit):
+    def _carry_out(self, command: messages.Command) -> None:
+        if isinstance(command, messages.Submit):
             self._submit(command)
-        elif isinstance(command, Abort):
+        elif isinstance(command, messages.Abort):
             if (request := self._requests.get(command.key)) is not None:
                 self.engine.abort(request.request_id)
                 self._take_output(request, None)
             self._compiling = [pair for pair in self._compiling if pair[0].key != command.key]
-        elif isinstance(command, Watch):
+        elif isinstance(command, messages.Watch):
             self._watched = command.is_on
-        elif isinstance(command, AskTasks):
-            self._begin_group(command)
-        elif isinstance(command, Withdraw):
+        elif isinstance(command, messages.AskTasks):
+            group = self._groups[command.number] = _Group(command.number, missing=len(command.requests))
+            self._asked.extend([(group, token_ids, task) for token_ids, task in command.requests])
+        elif isinstance(command, messages.Withdraw):
             if command.number in self._groups:
-                self._end_group(self._groups[command.number], Fault("the client has left"))
+                self._end_group(self._groups[command.number], messages.Fault("the client has left"))
         else:
             self._update.answers.append(self._answer(command))
 
-    def _submit(self, command: Submit) -> None:
+    def _submit(self, command: messages.Submit) -> None:
         params = command.params
         if params.structured is None and not params.bad_words:
             self._queue(command)
@@ -270,14 +250,16 @@ class EngineServer:
             if error is None:
                 self._queue(command)
             else:
-                self._update.refused.append(Refusal(command.key, Fault(str(error), not isinstance(error, ForgeError))))
+                self._update.refused.append(
+                    messages.Refusal(command.key, messages.Fault(str(error), not isinstance(error, ForgeError)))
+                )
 
-    def _queue(self, command: Submit) -> None:
+    def _queue(self, command: messages.Submit) -> None:
         key, request_id, token_ids, params, prompt, priority, salt, stream = command
         try:
             seq_ids = self._add_request(key, request_id, token_ids, params, prompt=prompt, priority=priority, salt=salt)
         except ForgeError as error:
-            self._update.refused.append(Refusal(key, Fault(str(error))))
+            self._update.refused.append(messages.Refusal(key, messages.Fault(str(error))))
             return
         self._update.accepted.append(key)
         request = self._requests[key] = _Request(key, request_id, stream, set(range(params.n)) if stream else set())
@@ -290,12 +272,12 @@ class EngineServer:
     def _add_request(self, key: int, *arguments: Any, **options: Any) -> tuple[int, ...]:
         return self.engine.add_request(*arguments, **options)
 
-    def _answer(self, question: Ask) -> Answer:
+    def _answer(self, question: messages.Ask) -> messages.Answer:
         try:
             value = getattr(self, f"_answer_{question.subject}")(*question.arguments)
-            return Answer(question.number, value, None)
+            return messages.Answer(question.number, value, None)
         except ForgeError as error:
-            return Answer(question.number, None, Fault(str(error)))
+            return messages.Answer(question.number, None, messages.Fault(str(error)))
 
     def _answer_alive(self) -> bool:
         return True
@@ -303,10 +285,6 @@ class EngineServer:
     def _answer_timeline(self, request_id: str) -> dict[str, Any] | None:
         """Return what happened to a request; None if it is not known (any more)."""
         return self._log.timeline(request_id)
-
-    def _begin_group(self, question: AskTasks) -> None:
-        group = self._groups[question.number] = _Group(question.number, missing=len(question.requests))
-        self._asked.extend([(group, token_ids, task) for token_ids, task in question.requests])
 
     def _queue_asked(self) -> None:
         """Queue requests of questions, `_TOKENS_BETWEEN_STEPS` or little more. A refused one ends its question."""
@@ -325,7 +303,7 @@ class EngineServer:
             group.requests[seq_id] = request_id
             self._group_of[seq_id] = group
 
-    def _end_group(self, group: _Group, fault: Fault | None) -> None:
+    def _end_group(self, group: _Group, fault: messages.Fault | None) -> None:
         """Answer a question whose requests have all ended, or end now."""
         if fault is not None:
             for request_id in group.requests.values():
@@ -336,8 +314,8 @@ class EngineServer:
             del self._group_of[seq_id]
         del self._groups[group.number]
         if fault is None and None in results:
-            fault = Fault("the engine could not answer", internal=True)
-        self._update.answers.append(Answer(group.number, results if fault is None else None, fault))
+            fault = messages.Fault("the engine could not answer", internal=True)
+        self._update.answers.append(messages.Answer(group.number, results if fault is None else None, fault))
 
     # Steps
 
@@ -364,9 +342,11 @@ class EngineServer:
             request, sample = samples[finish.seq_id]
             ended[request] = None
             if finish.error is not None:
-                request.fault = Fault(finish.error, internal=not finish.by_request)
+                request.fault = messages.Fault(finish.error, internal=not finish.by_request)
             if request.stream:
-                update.sample_ends.append(SampleEnd(request.key, sample, finish.reason, finish.text, finish.stop))
+                update.sample_ends.append(
+                    messages.SampleEnd(request.key, sample, finish.reason, finish.text, finish.stop)
+                )
         update.steps.append(_summary(record))
         if self._watched:
             update.records.append(record)
@@ -380,7 +360,7 @@ class EngineServer:
             return  # it was answered with the error of another of its requests
         group.missing -= 1
         if finish.error is not None:
-            self._end_group(group, Fault(finish.error, internal=True))
+            self._end_group(group, messages.Fault(finish.error, internal=True))
         elif not group.missing:
             self._end_group(group, None)
 
@@ -394,11 +374,11 @@ class EngineServer:
         failed = set(self.engine.fail_step())
         for group in list(self._groups.values()):
             if not failed.isdisjoint(group.requests.values()):
-                self._end_group(group, Fault(message, internal=True))
+                self._end_group(group, messages.Fault(message, internal=True))
         for request in [self._requests[self._keys[name]] for name in failed if name in self._keys]:
-            self._take_output(request, Fault(message, internal=True))
+            self._take_output(request, messages.Fault(message, internal=True))
 
-    def _take_output(self, request: _Request, fault: Fault | None) -> None:
+    def _take_output(self, request: _Request, fault: messages.Fault | None) -> None:
         """Send the output of a request that has ended, and forget it."""
         output = self.engine.output(request.request_id)
         self._log.end(request.request_id)
@@ -407,7 +387,7 @@ class EngineServer:
         del self._requests[request.key], self._keys[request.request_id]
         for seq_id in self._log.seq_ids(request.request_id):
             del self._samples[seq_id]
-        self._update.ends.append(RequestEnd(request.key, output, fault))
+        self._update.ends.append(messages.RequestEnd(request.key, output, fault))
 
     # Updates
 
@@ -421,7 +401,7 @@ class EngineServer:
             if gauges != self._gauges:
                 self._gauges = self._update.gauges = gauges
             if not self._update.is_empty:
-                update, self._update = self._update, Update()
+                update, self._update = self._update, messages.Update()
                 self._urgent, self._last_sent = False, time.perf_counter()
                 self._outbox.put(update)
         except (BrokenPipeError, ConnectionResetError):
@@ -432,44 +412,33 @@ class EngineServer:
         have another event, or when there is nothing left to do."""
         if self._urgent or self._update.is_awaited or not self.engine.has_unfinished():
             return True
-        pause = pause_between_events(self._num_streams, self.llm.device) if self._num_streams else _MOST_SECONDS
+        pause = (
+            messages.pause_between_events(self._num_streams, self.llm.device) if self._num_streams else _MOST_SECONDS
+        )
         return time.perf_counter() - self._last_sent >= min(pause, _MOST_SECONDS)
 
-    def _current_gauges(self) -> Gauges:
+    def _current_gauges(self) -> messages.Gauges:
         queues, stats = self.engine.scheduler.queues, self.engine.cache.stats()
-        return Gauges(
-            queues.waiting,
-            queues.running,
-            queues.swapped,
-            stats.used_blocks,
-            stats.num_blocks,
-            stats.prefix_queries,
-            stats.prefix_hits,
-        )
+        pool = (stats.used_blocks, stats.num_blocks, stats.prefix_queries, stats.prefix_hits)
+        return messages.Gauges(queues.waiting, queues.running, queues.swapped, *pool)
 
 
-def fault_of(error: Exception) -> Fault:
+def fault_of(error: Exception) -> messages.Fault:
     """Return what a client is told of an error in its command. The engine's own errors go to the log."""
     if isinstance(error, ForgeError):
-        return Fault(str(error))
+        return messages.Fault(str(error))
     logger.error("a command failed", exc_info=error)
-    return Fault(f"the engine failed at it ({type(error).__name__})", True)
+    return messages.Fault(f"the engine failed at it ({type(error).__name__})", True)
 
 
-def _summary(record: StepRecord) -> StepSummary:
-    decoding = sum([item.phase == "decode" for item in record.items])
-    return StepSummary(
+def _summary(record: StepRecord) -> messages.StepSummary:
+    cycles = [cycle for cycle in record.cycles if cycle.proposed]
+    return messages.StepSummary(
         (record.ended - record.started) * 1e3,
         record.ended,
         sum([item.num_tokens for item in record.items if item.phase != "decode"]),
-        decoding,
+        sum([item.phase == "decode" for item in record.items]),
         len(record.tokens),
         len(record.preempted),
-        tuple(
-            [
-                (cycle.proposer, len(cycle.proposed), cycle.num_accepted, cycle.won)
-                for cycle in record.cycles
-                if cycle.proposed
-            ]
-        ),
+        tuple([(cycle.proposer, len(cycle.proposed), cycle.num_accepted, cycle.won) for cycle in cycles]),
     )

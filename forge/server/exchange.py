@@ -148,13 +148,10 @@ class Exchanges:
                 await error_response(ShuttingDown())(scope, receive, send_and_note)
         finally:
             self._tasks.discard(task)
-            exchange.route = self._route_of(scope)
+            route = getattr(scope.get("route"), "path", None) or scope["path"]
+            exchange.route = route if route in self._routes else OTHER_ROUTE
             self._on_end(exchange)
             self._write(exchange)
-
-    def _route_of(self, scope: Any) -> str:
-        route = getattr(scope.get("route"), "path", None) or scope["path"]
-        return route if route in self._routes else OTHER_ROUTE
 
     def _write(self, exchange: Exchange) -> None:
         match self._log:

@@ -2,7 +2,8 @@
 
 A parameter that would change the answer is refused by its name, unless its value asks for nothing. One that this table
 does not have and no body declares is ignored, as everywhere: it labels a request (`user`, `metadata`, `session_id`), or
-it qualifies a parameter that is refused (`xtc_threshold`, `dry_base`, `mirostat_tau`).
+it qualifies a parameter that is refused (`xtc_threshold`, `dry_base`, `mirostat_tau`). The names stand by the value
+that asks for nothing.
 """
 
 from collections.abc import Mapping
@@ -10,137 +11,59 @@ from typing import Any
 
 from forge.server.errors import ApiError
 
+_ALWAYS = """
+    audio background_options context_management conversation image max_completion_tokens max_tool_calls moderation
+    personality prediction prompt_cache_options reasoning_effort web_search_options allowed_token_ids chat_template
+    ec_transfer_params guided_choice guided_grammar guided_json guided_regex kv_transfer_params messages
+    previous_response prompt_embeds prompt_logprobs repetition_detection request_id truncate_prompt_tokens
+    truncation_side custom_logit_processor lora_path json_schema n_predict container diagnostics inference_geo
+    max_chunks_per_doc max_tokens_per_doc
+"""
+_UNLESS_FALSE = """
+    background echo store continue_final_message enable_response_messages return_prompt_text return_token_offsets
+    return_tokens_as_token_ids use_beam_search watermarking grammar_lazy post_sampling_probs reasoning_control
+    return_progress return_tokens thinking_forced_open timings_per_token
+"""
+_UNLESS_TRUE = """
+    add_generation_prompt include_reasoning normalize skip_special_tokens spaces_between_special_tokens use_activation
+    cache_prompt parse_tool_calls
+"""
+_UNLESS_AN_EMPTY_LIST = """
+    access_programs functions tools bad_words documents logits_processors logprob_token_ids previous_input_messages
+    grammar_triggers lora response_fields samplers mcp_servers rank_fields
+"""
+_UNLESS_ZERO = """
+    priority routed_experts_prompt_start min_new_tokens dry_multiplier dynatemp_range min_keep mirostat n_cache_reuse
+    n_indent n_probs xtc_probability
+"""
+_UNLESS_MINUS_ONE = """
+    thinking_token_budget adaptive_target id_slot reasoning_budget_tokens sse_ping_interval thinking_budget_tokens
+"""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # OpenAI's
-    "access_programs": ([],),
-    "audio": (),
-    "background": (False,),
-    "background_options": (),
-    "context_management": (),
-    "conversation": (),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "image": (),
-    "max_completion_tokens": (),
-    "max_tool_calls": (),
+    **dict.fromkeys(_ALWAYS.split(), ()),
+    **dict.fromkeys(_UNLESS_FALSE.split(), (False,)),
+    **dict.fromkeys(_UNLESS_TRUE.split(), (True,)),
+    **dict.fromkeys(_UNLESS_AN_EMPTY_LIST.split(), ([],)),
+    **dict.fromkeys(_UNLESS_ZERO.split(), (0,)),
+    **dict.fromkeys(_UNLESS_MINUS_ONE.split(), (-1,)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
     "modalities": (["text"],),
-    "moderation": (),
-    "personality": (),
-    "prediction": (),
-    "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory", "in-memory"),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    **dict.fromkeys(("suffix", "cache_salt", "ebnf", "regex", "grammar"), ("",)),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
-    "web_search_options": (),
-    # vLLM's
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "cache_salt": ("",),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "ec_transfer_params": (),
+    **dict.fromkeys(("chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
     "embed_dtype": ("float32",),
-    "enable_response_messages": (False,),
     "endianness": ("native", "little"),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_reasoning": (True,),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "media_io_kwargs": ({},),
-    "messages": (),
-    "mm_processor_kwargs": ({},),
-    "normalize": (True,),
+    **dict.fromkeys(("length_penalty", "stream_interval", "n_cmpl", "repeat_penalty", "typical_p"), (1,)),
     "padding": ("do_not_pad",),
-    "previous_input_messages": ([],),
-    "previous_response": (),
-    "priority": (0,),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "repetition_detection": (),
-    "request_id": (),
-    "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "routed_experts_prompt_start": (0,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
-    "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "use_activation": (True,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
-    # SGLang's
-    "custom_logit_processor": (),
-    "ebnf": ("",),
-    "lora_path": (),
-    "min_new_tokens": (0,),
-    "regex": ("",),
     "stop_regex": ([], ""),
-    # llama.cpp's
-    "adaptive_target": (-1,),
-    "cache_prompt": (True,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
     "embd_normalize": (2,),
-    "grammar": ("",),
-    "grammar_lazy": (False,),
-    "grammar_triggers": ([],),
-    "id_slot": (-1,),
-    "json_schema": (),
-    "lora": ([],),
-    "min_keep": (0,),
-    "mirostat": (0,),
-    "n_cache_reuse": (0,),
-    "n_cmpl": (1,),
-    "n_indent": (0,),
-    "n_predict": (),
-    "n_probs": (0,),
-    "parse_tool_calls": (True,),
-    "post_sampling_probs": (False,),
-    "reasoning_budget_tokens": (-1,),
-    "reasoning_control": (False,),
     "reasoning_format": ("auto", "deepseek"),
-    "repeat_penalty": (1,),
-    "response_fields": ([],),
-    "return_progress": (False,),
-    "return_tokens": (False,),
-    "samplers": ([],),
-    "sse_ping_interval": (-1,),
-    "t_max_predict_ms": (0, -1),
-    "t_max_prompt_ms": (0, -1),
-    "thinking_budget_tokens": (-1,),
-    "thinking_forced_open": (False,),
-    "timings_per_token": (False,),
+    **dict.fromkeys(("t_max_predict_ms", "t_max_prompt_ms"), (0, -1)),
     "top_n_sigma": (-1, 0),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-    # Anthropic's, Cohere's and Jina's
-    "container": (),
-    "diagnostics": (),
-    "inference_geo": (),
-    "max_chunks_per_doc": (),
-    "max_tokens_per_doc": (),
-    "mcp_servers": ([],),
-    "rank_fields": ([],),
     "speed": ("standard",),
 }
 """Fields that are refused, with the values that ask for nothing. A field that a body declares is never looked up

@@ -88,6 +88,10 @@ class Watch(NamedTuple):
     is_on: bool
 
 
+Command = Submit | Abort | Ask | AskTasks | Withdraw | Watch
+"""What the HTTP process sends."""
+
+
 class Ready(NamedTuple):
     """The engine process is ready: what the HTTP process has to know of the model."""
 

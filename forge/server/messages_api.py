@@ -5,24 +5,22 @@ is not a limit of its own, as thinking counts towards `max_tokens`.
 """
 
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field
 from pydantic_core import from_json
 
 from forge.engine.outputs import RequestOutput
-from forge.errors import ForgeError
-from forge.server.engine_client import Delta, Generation
-from forge.server.errors import ApiError, error_object, named_as, to_api_error, validation_error
+from forge.server.errors import ApiError, error_object, named_as
 from forge.server.fields import check_supported
-from forge.server.requests import beside_the_loop
-from forge.server.responses import ChatShape, size_of, usage_object
+from forge.server.requests import chat_from, text_parts
+from forge.server.responses import ChatShape, EventWriter, usage_object
 from forge.server.schema import MAX_ITEMS, MAX_TOOLS, Body, ChatRequest, ReasoningEffort, RequestBody, Texts
 from forge.server.service import Service
-from forge.server.strict_json import JsonAnswer, to_json
+from forge.server.streaming import named_event
 
 _NAMES = {
     "stop": "stop_sequences",
@@ -57,10 +55,8 @@ class Turn(Body):
     content: Content
 
 
-class CustomTool(Body):
+class CustomTool(Body, extra="forbid"):
     """A tool that the client runs. The two last are hints: prompts are cached and input is streamed in any case."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["custom"] | None = None
     name: str
@@ -87,19 +83,15 @@ class Thinking(Body):
     display: Literal["summarized"] | None = None
 
 
-class OutputFormat(Body):
+class OutputFormat(Body, populate_by_name=True):
     """The form of the answer."""
-
-    model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(Body, extra="forbid"):
     """The form of the answer, and an effort, which changes nothing."""
-
-    model_config = ConfigDict(extra="forbid")
 
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
@@ -142,10 +134,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
         chat |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
-    try:
-        return ChatRequest.model_validate(chat)
-    except ValidationError as error:
-        raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]) from None
+    return chat_from(chat)
 
 
 def _messages(turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
@@ -186,13 +175,7 @@ def _answer(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _text_parts(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    for block in content:
-        kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-        if kind != "text":
-            raise ApiError(f"messages: blocks of type {str(kind)[:40]} are not supported here", param="messages")
-    return [{"type": "text", "text": block.get("text")} for block in content]
+    return text_parts(content, ("text",), "messages", "blocks of type {} are not supported here")
 
 
 def _tool(tool: CustomTool) -> dict[str, Any]:
@@ -209,12 +192,13 @@ def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
     return {"tool_choice": {"auto": "auto", "any": "required", "none": "none"}[choice.type], **parallel}
 
 
-class MessageWriter:
-    """Turns a chat's chunks into the events of one message, and into the whole message."""
+class MessageWriter(EventWriter):
+    """Writes one message."""
 
-    def __init__(self, message_id: str, model: str, num_prompt_tokens: int, is_short: bool, shape: ChatShape):
+    def __init__(self, num_prompt_tokens: int, is_short: bool, shape: ChatShape):
         """is_short: the context has less room than `max_tokens`."""
-        self._id, self._model, self._num_prompt_tokens, self._shape = message_id, model, num_prompt_tokens, shape
+        super().__init__(shape)
+        self._num_prompt_tokens = num_prompt_tokens
         self._reasons = _STOP_REASONS | ({"length": "model_context_window_exceeded"} if is_short else {})
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""
@@ -227,51 +211,35 @@ class MessageWriter:
         usage = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0}
         return _event("message_start", message=self._message(usage))
 
-    def push(self, delta: Delta) -> Iterator[bytes]:
-        for chunk in self._shape.delta(delta):
-            choice = chunk["choices"][0]
-            fields = choice["delta"]
-            if "reasoning_content" in fields:
-                yield from self._grow("thinking", fields["reasoning_content"])
-            if "content" in fields:
-                yield from self._grow("text", fields["content"])
-            for call in fields.get("tool_calls", ()):
-                yield from self._call(call)
-            if choice["finish_reason"] is not None:
-                self._take_end(choice)
+    def finish(self, outputs: Sequence[RequestOutput]) -> bytes:
+        end = _event("message_delta", delta=self._end, usage=_usage(outputs))
+        return b"".join(self._close()) + end + _event("message_stop")
 
-    def finish(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        yield from self._close()
-        yield _event("message_delta", delta=self._end, usage=_usage(outputs))
-        yield _event("message_stop")
+    def fail(self, error: ApiError) -> bytes:
+        return named_event("error", error_object(error))
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the message in one piece."""
-        sample = outputs[0].outputs[0]
-        delta = Delta(0, sample.text, list(sample.token_ids), [], sample.finish_reason, sample.stop_reason)
-        for _ in (*self.push(delta), *self.finish(outputs)):
-            pass
+    def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return self._message(_usage(outputs))
 
     def _message(self, usage: dict[str, int]) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        shape = self._shape
+        head = {"id": shape.request_id, "type": "message", "role": "assistant", "model": shape.model}
         return {**head, "content": self._blocks, **self._end, "usage": usage}
 
-    def _take_end(self, choice: Mapping[str, Any]) -> None:
-        self._end["stop_reason"] = self._reasons.get(choice["finish_reason"], choice["finish_reason"])
+    def _take(self, choice: Mapping[str, Any]) -> None:
+        if choice["finish_reason"] is not None:
+            self._end["stop_reason"] = self._reasons.get(choice["finish_reason"], choice["finish_reason"])
         if choice["finish_reason"] == "stop" and isinstance(choice.get("stop_reason"), str):
             self._end |= {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
 
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
-        """Add thinking or text."""
-        if self._open != kind:
-            signature = {"signature": ""} if kind == "thinking" else {}
-            yield from self._begin({"type": kind, kind: "", **signature})
-        self._blocks[-1][kind] += text
-        yield self._delta({"type": f"{kind}_delta", kind: text})
+        name, extra = ("thinking", {"signature": ""}) if kind == "reasoning" else ("text", {})
+        if self._open != name:
+            yield from self._begin({"type": name, name: "", **extra})
+        self._blocks[-1][name] += text
+        yield self._delta({"type": f"{name}_delta", name: text})
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[bytes]:
-        """Begin a use of a tool, or add to the last one's input."""
         function = call["function"]
         if "id" in call:
             yield from self._begin({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
@@ -318,7 +286,7 @@ def _usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + to_json({"type": kind, **fields}) + b"\n\n"
+    return named_event(kind, {"type": kind, **fields})
 
 
 def add_messages(app: FastAPI, service: Service, streamed: dict[int | str, dict[str, Any]]) -> None:
@@ -327,21 +295,15 @@ def add_messages(app: FastAPI, service: Service, streamed: dict[int | str, dict[
     @app.post("/v1/messages", responses=streamed)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation with a message of blocks."""
-        message_id = f"msg_{secrets.token_hex(12)}"
         with named_as(_NAMES):
             chat = chat_request(body)
-            model = service.reader.accept(chat)
+            service.reader.accept(chat)
             prompt = await service.reader.chat_prompt(chat, service.reader.cut_of(chat, body.max_tokens))
             room = service.ready.max_model_len - len(prompt.token_ids)
             is_short = body.max_tokens > room  # of this API's clients each gives a number, whatever the context is
             chat.max_tokens = None if is_short else body.max_tokens
-            shape, generation = await service.begin_chat(message_id, chat, request, prompt)
-        writer = MessageWriter(message_id, model, len(prompt.token_ids), is_short, shape)
-        if body.stream:
-            return await service.stream(generation, _events(writer, generation))
-        outputs = await service.whole(generation, request)
-        message = await beside_the_loop(size_of(outputs), lambda: writer.whole(outputs))
-        return JsonAnswer(to_json(message))
+            shape, generation = await service.begin_chat(f"msg_{secrets.token_hex(12)}", chat, request, prompt)
+        return await service.respond(generation, request, MessageWriter(len(prompt.token_ids), is_short, shape))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest) -> dict[str, int]:
@@ -351,15 +313,3 @@ def add_messages(app: FastAPI, service: Service, streamed: dict[int | str, dict[
             service.reader.accept(chat)
             prompt = await service.reader.chat_prompt(chat)
         return {"input_tokens": len(prompt.token_ids)}
-
-
-async def _events(writer: MessageWriter, generation: Generation) -> AsyncIterator[bytes]:
-    yield writer.begin()
-    try:
-        async for deltas in generation.updates():
-            piece = b"".join([event for delta in deltas for event in writer.push(delta)])
-            if piece:
-                yield piece
-        yield b"".join(writer.finish(await generation.finished()))
-    except ForgeError as error:
-        yield _event("error", **error_object(to_api_error(error)))

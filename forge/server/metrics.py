@@ -1,14 +1,21 @@
-"""Counters, gauges and histograms under vLLM's names, in Prometheus' text format: dashboards made for it read them.
+"""Counters, gauges and histograms in Prometheus' text format: of the engine's work, of HTTP and of the processes.
 
-The histograms have vLLM's bounds, and below its least some finer ones: a small model's times would all lie there.
+The engine's have vLLM's names: dashboards made for it read them. The histograms have vLLM's bounds, and below its least
+some finer ones: a small model's times would all lie there. HTTP's have the names of prometheus-fastapi-instrumentator,
+which vLLM uses (here with the status itself, so that 429 is told from other 4xx), and the processes' those of
+prometheus_client, with a label for the process.
 
 Without prometheus_client: its histograms take values one by one, which is 106 µs for a step of 64 decoding sequences
 where `Histogram` takes 1 µs; importing it takes 20 ms, and it saves the twenty lines that write the text.
 """
 
+import os
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
@@ -68,6 +75,17 @@ _OF_DRAFTS = {
 }
 """vLLM's counters with a label for the draft, and the field of `DraftTotals`; a rate is one counter over another."""
 
+_DURATIONS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_DURATION = "http_request_duration_seconds"
+_PROCESS = {
+    "process_cpu_seconds_total": ("counter", "User and system time."),
+    "process_resident_memory_bytes": ("gauge", "Memory that is in RAM."),
+    "process_virtual_memory_bytes": ("gauge", "Memory that is reserved."),
+    "process_start_time_seconds": ("gauge", "When the process began, in Unix time."),
+    "process_open_fds": ("gauge", "Open files and connections."),
+    "process_max_fds": ("gauge", "The most that may be open."),
+}
 Family = tuple[str, list[str]]
 """The two lines that describe a name, and the lines with its values."""
 
@@ -212,8 +230,7 @@ class Metrics:
             }
             help_text = f"{which.capitalize()} tokens by their position in a cycle."
             yield self._family(f"spec_decode_num_{which}_tokens_per_pos_total", "counter", help_text, values)
-        header = _header("vllm:cache_config_info", "gauge", "How the KV cache is divided.")
-        yield header, [f"vllm:cache_config_info{{{self._cache}}} 1"]
+        yield _family("vllm:cache_config_info", "gauge", "How the KV cache is divided.", {self._cache: 1})
         reasons = {f',finished_reason="{reason}"': number for reason, number in self.finished.items()}
         yield self._family("request_success_total", "counter", "Choices that have ended, by reason.", reasons)
         for name, histogram in self.histograms.items():
@@ -222,15 +239,68 @@ class Metrics:
 
     def _family(self, name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
         """Build a metric with its lines. values: by their further labels."""
-        lines = [f"vllm:{name}{{{self._labels}{further}}} {value}" for further, value in values.items()]
-        return _header(f"vllm:{name}", kind, help_text), lines
+        labelled = {f"{self._labels}{further}": value for further, value in values.items()}
+        return _family(f"vllm:{name}", kind, help_text, labelled)
+
+
+class HttpMetrics:
+    """Counts the requests that have ended."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[str] = Counter()
+        self._durations: dict[str, Histogram] = {}
+        self._num_refused = 0
+
+    def take(self, route: str, method: str, status: int, seconds: float) -> None:
+        labels = f'handler="{route}",method="{method if method in _METHODS else "other"}"'
+        self._requests[f'{labels},status="{status}"'] += 1
+        self._durations.setdefault(labels, Histogram(_DURATIONS)).observe(seconds)
+
+    def take_refused_connection(self) -> None:
+        self._num_refused += 1
+
+    def families(self, num_open: int) -> Iterator[Family]:
+        """Return the metrics. num_open: requests that are being answered."""
+        yield _family("http_requests_total", "counter", "Requests that have ended, by status.", self._requests)
+        yield _family("http_requests_in_progress", "gauge", "Requests that are being answered.", {"": num_open})
+        refused = {"": self._num_refused}
+        yield _family("http_connections_refused_total", "counter", "Answered with 503, as all are in use.", refused)
+        lines = [line for labels, histogram in self._durations.items() for line in histogram.lines(_DURATION, labels)]
+        yield _header(_DURATION, "histogram", "From a request's head to the end of its answer."), lines
+
+
+def process_families(processes: Mapping[str, int]) -> Iterator[Family]:
+    """Return the metrics of processes, by a name and their id. Empty if the system does not tell them (`/proc`)."""
+    values: dict[str, dict[str, float]] = {name: {} for name in _PROCESS}
+    for name, pid in processes.items():
+        with suppress(OSError, ValueError, IndexError):
+            for metric, value in _read_process(Path("/proc") / str(pid)).items():
+                values[metric][f'process="{name}"'] = value
+    for name, (kind, text) in _PROCESS.items():
+        if values[name]:
+            yield _family(name, kind, text, values[name])
+
+
+def _read_process(folder: Path) -> dict[str, float]:
+    """Read a process's figures as prometheus_client does: proc(5)."""
+    stat = (folder / "stat").read_text().rpartition(")")[2].split()
+    ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+    up = time.clock_gettime(time.CLOCK_BOOTTIME)
+    limits = (folder / "limits").read_text().splitlines()
+    return {
+        "process_cpu_seconds_total": (int(stat[11]) + int(stat[12])) / ticks,
+        "process_virtual_memory_bytes": int(stat[20]),
+        "process_resident_memory_bytes": int(stat[21]) * page,
+        "process_start_time_seconds": round(time.time() - up + int(stat[19]) / ticks, 2),
+        "process_open_fds": len(list((folder / "fd").iterdir())),
+        "process_max_fds": float(next(line for line in limits if line.startswith("Max open files")).split()[3]),
+    }
 
 
 def grammar_family(num_compiling: int) -> Family:
     """Return the metrics of the grammars that wait to be compiled before their requests are queued."""
-    name = "forge:num_grammars_compiling"
-    header = _header(name, "gauge", "Grammars that wait to be compiled, or are being compiled.")
-    return header, [f"{name} {num_compiling}"]
+    help_text = "Grammars that wait to be compiled, or are being compiled."
+    return _family("forge:num_grammars_compiling", "gauge", help_text, {"": num_compiling})
 
 
 def text_of(families: Iterable[Family]) -> str:
@@ -244,6 +314,12 @@ def text_of(families: Iterable[Family]) -> str:
 def _bounds_of_tokens(most: int) -> list[int]:
     """Return 1, 2, 5, 10, 20, 50, ... up to `most`."""
     return [bound for power in range(len(str(most))) for digit in (1, 2, 5) if (bound := digit * 10**power) <= most]
+
+
+def _family(name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
+    """Build a metric with its lines. values: by their labels."""
+    lines = [f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in values.items()]
+    return _header(name, kind, help_text), lines
 
 
 def _header(name: str, kind: str, help_text: str) -> str:

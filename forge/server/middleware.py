@@ -1,19 +1,25 @@
 """What stands before every endpoint: host, key, the size and the time of a body, and a server that is closing.
 
-An ASGI application around another. It reads the whole body, so that what is behind it never waits for one.
+`Gate` is an ASGI application around another. It reads the whole body, so that what is behind it never waits for one.
+`Keys` are the API keys that open it: one from `--api-key`, and those of a file, which may have names.
+
+# a key to a line, with a name before it where the access log is to say whose it is
+sk-3f9a…
+alice sk-77c1…
 """
 
 import asyncio
+import hashlib
 from ipaddress import ip_address
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forge.errors import ForgeError
+from forge.errors import ForgeError, UsageError
 from forge.server.engine_client import ShuttingDown
 from forge.server.errors import ApiError, error_response
 from forge.server.exchange import current_exchange
-from forge.server.keys import Keys
 from forge.server.settings import Settings, is_loopback
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
@@ -22,17 +28,62 @@ _DISCARDED = 16
 """Times the largest body: of a larger one as much is read, so that its client sees the answer."""
 
 
-class Draining:
-    """Whether the server is closing: it finishes the requests that it has and takes no new ones."""
+class Keys:
+    """The API keys as digests, so that comparing one takes as long whatever it has in common with others."""
 
-    def __init__(self) -> None:
-        self.begun = False
+    def __init__(self, key: str | None = None, file: str | None = None):
+        """Raises `UsageError` for a file that cannot be read, or that has a line of more than a name and a key."""
+        self._key, self._file = key, file
+        self._names: dict[bytes, str | None] = {}
+        self.load()
+
+    @property
+    def are_needed(self) -> bool:
+        return self._key is not None or self._file is not None
+
+    def load(self) -> int:
+        """Read the file, again if it has been read before; return the number of keys. Changes nothing if it raises."""
+        names: dict[bytes, str | None] = {} if self._key is None else {_digest(self._key.encode()): None}
+        if self._file is not None:
+            names |= _read_keys(Path(self._file))
+        self._names = names
+        return len(names)
+
+    def opens(self, key: bytes) -> bool:
+        return _digest(key) in self._names
+
+    def name_of(self, key: bytes) -> str | None:
+        """Return the name of an accepted key, if it has one."""
+        return self._names[_digest(key)]
+
+
+def _read_keys(path: Path) -> dict[bytes, str | None]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from None
+    names: dict[bytes, str | None] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) > 2:
+            raise UsageError(f"--api-key-file {path}: line {number} has more than a name and a key")
+        names[_digest(words[-1].encode())] = words[0] if len(words) == 2 else None
+    if not names:
+        raise UsageError(f"--api-key-file {path} has no keys: give one to a line")
+    return names
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 class Gate:
     """Admission control: refuses connections and requests beyond the server's limits."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys, draining: Draining):
+    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys, draining: asyncio.Event):
+        """draining: set when the server is closing: it finishes the requests that it has and takes no new ones."""
         self._app, self._keys = app, keys
         self._limits = settings.limits
         self._hosts = None
@@ -49,7 +100,7 @@ class Gate:
                 headers = dict(scope["headers"])
                 self._check_host(headers.get(b"host", b"").decode("latin-1"))
                 self._check_key(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
-            if self._draining.begun and scope["method"] == "POST":
+            if self._draining.is_set() and scope["method"] == "POST":
                 raise ShuttingDown
             receive = await self._with_body(scope, receive)
         except ForgeError as error:

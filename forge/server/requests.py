@@ -1,11 +1,13 @@
 """From a client's body to what the engine takes: token ids and `SamplingParams`, within the server's limits."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
+
+from pydantic import ValidationError
 
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
@@ -13,7 +15,7 @@ from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
 from forge.grammar.thinking import thinks
 from forge.grammar.vocabulary import Vocabulary
 from forge.server.engine_client import Prompt
-from forge.server.errors import ApiError
+from forge.server.errors import ApiError, validation_error
 from forge.server.fields import UNSUPPORTED_IN_MESSAGES, check_supported, unsupported
 from forge.server.schema import (
     ChatRequest,
@@ -28,8 +30,7 @@ from forge.server.schema import (
     TokenizeRequest,
 )
 from forge.server.settings import Limits
-from forge.server.structured import param_of, parts_of, structured_output
-from forge.server.tools import shown_call, shown_tools
+from forge.server.structured import param_of, parts_of, shown_call, shown_tools, structured_output
 from forge.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
@@ -43,6 +44,7 @@ LONG_WORK = 8_192
 
 
 _Result = TypeVar("_Result")
+_Ids = TypeVar("_Ids", list[int], list[int] | None, dict[int, float])
 
 
 class Cut(NamedTuple):
@@ -211,8 +213,11 @@ class RequestReader:
             raise ApiError(f"{param} is empty: give it at least one token", param=param)
         if len(token_ids) > self.max_model_len:
             raise self.too_long(f"{len(token_ids)} tokens", param)
-        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param=param)
+        return self._known_ids(token_ids, param)
+
+    def _known_ids(self, token_ids: _Ids, param: str, prefix: str = "") -> _Ids:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            raise ApiError(f"{prefix}token ids lie between 0 and {self.vocab_size - 1}", param=param)
         return token_ids
 
     def too_long(self, length: str, param: str) -> ApiError:
@@ -292,8 +297,8 @@ class RequestReader:
             "seed": None if body.seed is None else body.seed % 2**64,
             "stop": self._texts((body.stop,) if isinstance(body.stop, str) else body.stop, "stop"),
             "bad_words": self._texts(body.bad_words, "bad_words"),
-            "stop_token_ids": self._ids(body.stop_token_ids, "stop_token_ids"),
-            "allowed_token_ids": self._ids(body.allowed_token_ids, "allowed_token_ids"),
+            "stop_token_ids": self._known_ids(body.stop_token_ids, "stop_token_ids"),
+            "allowed_token_ids": self._known_ids(body.allowed_token_ids, "allowed_token_ids"),
             "n": n,
             **({} if "structured" in fields else {"structured": structured_output(body)}),
             **fields,
@@ -327,11 +332,6 @@ class RequestReader:
             raise ApiError(f"a string of {param} has between 1 and {longest} characters", param=param)
         return tuple(texts or ())
 
-    def _ids(self, token_ids: list[int] | None, param: str) -> list[int] | None:
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param=param)
-        return token_ids
-
     def _bias(self, bias: dict[str, float] | None) -> dict[int, float] | None:
         if bias is None:
             return None
@@ -339,9 +339,7 @@ class RequestReader:
             by_token = {int(token_id): value for token_id, value in bias.items()}
         except ValueError:
             raise ApiError("the keys of logit_bias are token ids", param="logit_bias") from None
-        if by_token and not 0 <= min(by_token) <= max(by_token) < self.vocab_size:
-            raise ApiError(f"logit_bias: token ids lie between 0 and {self.vocab_size - 1}", param="logit_bias")
-        return by_token
+        return self._known_ids(by_token, "logit_bias", "logit_bias: ")
 
     def _check_logprobs(self, number: int | None, param: str) -> None:
         if number is not None and number > self.limits.max_logprobs:
@@ -358,6 +356,26 @@ def _num_chars(message: Message) -> int:
     if isinstance(message.content, list):
         return sum([len(text) for part in message.content if isinstance(text := part.get("text"), str)])
     return len(message.content or "")
+
+
+def chat_from(fields: Mapping[str, Any]) -> ChatRequest:
+    """Build the chat that another API's body is translated to. Raises `ApiError`."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]) from None
+
+
+def text_parts(content: Any, kinds: Collection[str], param: str, refusal: str) -> Any:
+    """Return another API's content as a chat message has it. Raises `ApiError` for parts of none of these `kinds`.
+    refusal: the message, with a place for the kind."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in kinds:
+            raise ApiError(f"{param}: {refusal.format(str(kind)[:40])}", param=param)
+    return [{"type": "text", "text": part.get("text")} for part in content]
 
 
 def special_of(body: Sampling | TokenizeRequest) -> dict[str, Any]:

@@ -1,25 +1,32 @@
-"""From a chat's chunks to the items and events of `/v1/responses`. A whole response is made of the same events."""
+"""From a chat's chunks to the items and events of `/v1/responses`."""
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.server.engine_client import Delta
-from forge.server.errors import to_api_error
-from forge.server.reasoning import CLOSE
-from forge.server.responses import ChatShape, usage_object
+from forge.grammar.thinking import CLOSE
+from forge.server.errors import ApiError
+from forge.server.responses import ChatShape, EventWriter, usage_object
 from forge.server.schema import ResponsesRequest
-from forge.server.strict_json import to_json
+from forge.server.streaming import named_event
 
 
-class ResponseWriter:
-    """Turns a chat's chunks into the events of one response, and into the whole response."""
+class ResponseWriter(EventWriter):
+    """Writes one response."""
 
-    def __init__(self, request_id: str, model: str, body: ResponsesRequest, params: SamplingParams, shape: ChatShape):
-        self.request_id, self._model, self._body, self._params, self._shape = request_id, model, body, params, shape
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        params: SamplingParams,
+        shape: ChatShape,
+        keep: Callable[[Sequence[RequestOutput], dict[str, Any]], None],
+    ):
+        """keep: called with the outputs and the response when it has ended."""
+        super().__init__(shape)
+        self._body, self._params, self._keep = body, params, keep
         self._created = int(time.time())
         self._logprobs: list[dict[str, Any]] = []
         """Log probabilities of tokens whose text has not come yet."""
@@ -27,46 +34,26 @@ class ResponseWriter:
         self._items: list[dict[str, Any]] = []
         """Items of the output; the last may still grow."""
         self._open = ""
-        """The type of the last item while it grows: reasoning, message, function_call."""
+        """What the last item holds while it grows: reasoning, content, function_call."""
 
-    def begin(self) -> Iterator[bytes]:
-        for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self._response("in_progress"))
+    def begin(self) -> bytes:
+        kinds = ("response.created", "response.in_progress")
+        return b"".join([self._event(kind, response=self._response("in_progress")) for kind in kinds])
 
-    def push(self, delta: Delta) -> Iterator[bytes]:
-        for chunk in self._shape.delta(delta):
-            fields, logprobs = chunk["choices"][0]["delta"], chunk["choices"][0]["logprobs"]
-            self._logprobs += logprobs["content"] if logprobs is not None else ()
-            if "reasoning_content" in fields:
-                yield from self._grow("reasoning", fields["reasoning_content"])
-            if "content" in fields:
-                yield from self._grow("message", fields["content"])
-            for call in fields.get("tool_calls", ()):
-                yield from self._call(call)
+    def finish(self, outputs: Sequence[RequestOutput]) -> bytes:
+        response = self.answer(outputs)
+        items = b"".join(self._close(response["status"]))
+        return items + self._event(f"response.{response['status']}", response=response)
 
-    def finish(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        is_cut = outputs[0].outputs[0].finish_reason == "length"
-        yield from self._close("incomplete" if is_cut else "completed")
-        response = self.response(outputs)
-        yield self._event(f"response.{response['status']}", response=response)
-
-    def fail(self, error: Exception) -> bytes:
-        shown = to_api_error(error)
-        code = "server_error" if shown.status >= 500 else "invalid_prompt"
-        response = self._response("failed") | {"error": {"code": code, "message": str(shown)}}
+    def fail(self, error: ApiError) -> bytes:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        response = self._response("failed") | {"error": {"code": code, "message": str(error)}}
         return self._event("response.failed", response=response)
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the response in one piece."""
-        sample = outputs[0].outputs[0]
-        logprobs = [entry for entry in sample.logprobs or () if entry is not None]
-        delta = Delta(0, sample.text, list(sample.token_ids), logprobs, sample.finish_reason, sample.stop_reason)
-        for _ in (*self.push(delta), *self.finish(outputs)):
-            pass
-        return self.response(outputs)
+    def _on_end(self, outputs: Sequence[RequestOutput]) -> None:
+        self._keep(outputs, self.answer(outputs))
 
-    def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the response when it has ended."""
+    def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         usage = usage_object(outputs)
         is_cut = outputs[0].outputs[0].finish_reason == "length"
         return self._response("incomplete" if is_cut else "completed") | {
@@ -83,7 +70,7 @@ class ResponseWriter:
     def _response(self, status: str) -> dict[str, Any]:
         body, extra = self._body, self._body.model_extra or {}
         return {
-            "id": self.request_id,
+            "id": self._shape.request_id,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -93,7 +80,7 @@ class ResponseWriter:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._model,
+            "model": self._shape.model,
             "output": self._items,
             "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
             "previous_response_id": body.previous_response_id,
@@ -112,52 +99,48 @@ class ResponseWriter:
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + to_json(data) + b"\n\n"
+        return named_event(kind, data)
+
+    def _take(self, choice: Mapping[str, Any]) -> None:
+        self._logprobs += choice["logprobs"]["content"] if choice["logprobs"] is not None else ()
 
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
-        """Add reasoning, or more of the message."""
-        name = "output_text" if kind == "message" else "reasoning_text"
+        is_content = kind == "content"
         if self._open != kind:
-            if kind == "message":
+            if is_content:
                 self._logprobs = _after_thinking(self._logprobs, self._logprobs)
-            yield from self._close()
-            begun: dict[str, Any] = {"type": name, "text": ""}
-            if kind == "message":
-                item: dict[str, Any] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
-                begun |= {"annotations": [], "logprobs": []}
+                item = {"id": new_id("msg"), "type": "message", "role": "assistant", "content": []}
+                part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             else:
-                item = {"id": new_id("rs"), "type": "reasoning", "summary": []}
-            yield self._add(kind, item | {"content": []})
-            yield self._event("response.content_part.added", **self._place(), content_index=0, part=begun)
-            self._items[-1]["content"].append(begun)
-        part: dict[str, Any] = self._items[-1]["content"][0]
-        logprobs: dict[str, Any] = {}
+                item = {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": []}
+                part = {"type": "reasoning_text", "text": ""}
+            yield from self._begin(kind, item)
+            yield self._event("response.content_part.added", **self._place(), content_index=0, part=part)
+            self._items[-1]["content"].append(part)
+        part = self._items[-1]["content"][0]
         part["text"] += text
-        if kind == "message":
-            logprobs = {"logprobs": self._logprobs}
+        told = {"logprobs": self._logprobs} if is_content else {}
+        if is_content:
             part["logprobs"] += self._logprobs
-            self._logprobs = []
-        else:
-            self._logprobs = _after_thinking(self._logprobs, [])
-        yield self._event(f"response.{name}.delta", **self._place(), content_index=0, delta=text, **logprobs)
+        self._logprobs = [] if is_content else _after_thinking(self._logprobs, [])
+        yield self._event(f"response.{part['type']}.delta", **self._place(), content_index=0, delta=text, **told)
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[bytes]:
-        """Begin a call, or add to the last one's arguments."""
         self._logprobs = []
         function = call["function"]
         if "id" in call:
-            yield from self._close()
             item = {"id": new_id("fc"), "type": "function_call", "call_id": call["id"], "name": function["name"]}
-            yield self._add("function_call", item | {"arguments": ""})
+            yield from self._begin("function_call", item | {"arguments": ""})
         if function["arguments"]:
             self._items[-1]["arguments"] += function["arguments"]
             kind = "response.function_call_arguments.delta"
             yield self._event(kind, **self._place(), delta=function["arguments"])
 
-    def _add(self, kind: str, item: dict[str, Any]) -> bytes:
+    def _begin(self, kind: str, item: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._close()
         self._open = kind
         self._items.append(item | {"status": "in_progress"})
-        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
         """Close the open item: it is complete, or all that there will be."""
@@ -171,7 +154,7 @@ class ResponseWriter:
         else:
             part = item["content"][0]
             name = part["type"]
-            logprobs = {"logprobs": part["logprobs"]} if kind == "message" else {}
+            logprobs = {"logprobs": part["logprobs"]} if kind == "content" else {}
             yield self._event(f"response.{name}.done", **self._place(), content_index=0, text=part["text"], **logprobs)
             yield self._event("response.content_part.done", **self._place(), content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)

@@ -1,16 +1,23 @@
-"""Outputs in the shapes of OpenAI's API: whole bodies and the chunks of a stream."""
+"""How answers are written: as a whole body, or as the events of a stream. OpenAI's two shapes are here, and what the
+other APIs make of a chat's."""
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.task import Logprobs
-from forge.server.engine_client import Delta, Prompt
-from forge.server.reasoning import ReasoningSplitter, split_reasoning
+from forge.errors import ForgeError
+from forge.server.engine_client import Delta, Generation, Prompt
+from forge.server.errors import ApiError, to_api_error
+from forge.server.requests import beside_the_loop
 from forge.server.schema import ChatRequest, CompletionRequest, OpenAiRequest
+from forge.server.splitting import ReasoningSplitter, ToolCallSplitter
+from forge.server.streaming import DONE, event
 from forge.server.strict_json import to_json
-from forge.server.tools import ToolCallSplitter, split_tool_calls, tool_use
+from forge.server.structured import tool_use
 from forge.tokenizer import Tokenizer
 
 
@@ -63,51 +70,70 @@ def whole_timings(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     return timings_object(usage["prompt_tokens"] - cached, waited, usage["completion_tokens"], last - first, cached)
 
 
-class Shape:
-    """The parts that all answers to one request share."""
+class Answer(ABC):
+    """The answer to one request in the form of one API."""
 
-    whole: str
-    chunk: str
+    async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the whole answer, once all outputs have ended."""
+        return await beside_the_loop(size_of(outputs), lambda: self.written(outputs))
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        body: OpenAiRequest,
-        prompts: Sequence[Prompt],
-        fingerprint: str | None = None,
-    ):
-        self.tokenizer = tokenizer
-        self.usage_wanted = body.usage_wanted
-        """Whether a stream ends with a chunk of usage; the chunks before it have what there is so far, or an empty
-        one."""
-        self._body, self._prompts = body, prompts
+    @abstractmethod
+    def written(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Write the whole answer. Runs on a thread beside the loop if that takes long."""
+
+    @abstractmethod
+    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events while it is generated."""
+
+
+@dataclass
+class Shape(Answer):
+    """The parts that both of OpenAI's answers share."""
+
+    request_id: str
+    model: str
+    tokenizer: Tokenizer
+    body: OpenAiRequest
+    prompts: Sequence[Prompt]
+    fingerprint: str | None = None
+    object_names: ClassVar[tuple[str, str]]
+    """What a whole answer and a chunk call themselves."""
+
+    def __post_init__(self) -> None:
         self._num_tokens = 0
         """Output tokens in the chunks so far."""
-        self._head = {"id": request_id, "created": int(time.time()), "model": model}
+        self._head = {"id": self.request_id, "created": int(time.time()), "model": self.model}
         self._began, self._first_token = time.perf_counter(), 0.0
-        if fingerprint is not None:
-            self._head["system_fingerprint"] = fingerprint
+        if self.fingerprint is not None:
+            self._head["system_fingerprint"] = self.fingerprint
 
+    @abstractmethod
+    def begin(self, n: int) -> Iterator[dict[str, Any]]:
+        """Return the chunks that come before all tokens, of `n` choices per prompt."""
+
+    @abstractmethod
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the chunks of a delta, none if a token brings nothing that can be shown yet."""
+
+    @abstractmethod
     def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
+        """Return the choices of a whole answer."""
 
     def facts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return a whole answer without its choices."""
-        facts = {**self._head, "object": self.whole, "usage": usage_object(outputs)}
-        return facts | ({"timings": whole_timings(outputs)} if self._body.timings_per_token else {})
+        facts = {**self._head, "object": self.object_names[0], "usage": usage_object(outputs)}
+        return facts | ({"timings": whole_timings(outputs)} if self.body.timings_per_token else {})
 
-    def body(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Write the whole answer, encoded one choice at a time: one with many log probabilities is large."""
+    def written(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Encode one choice at a time: one with many log probabilities is large."""
         head = to_json(self.facts(outputs))
         return head[:-1] + b',"choices":[' + b",".join(map(to_json, self.choices(outputs))) + b"]}"
 
     def chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head, "object": self.chunk, "choices": choices}
-        if self.usage_wanted:
-            chunk["usage"] = self._usage_so_far() if self._body.continuous_usage else None
-        if self._body.timings_per_token:
+        chunk = {**self._head, "object": self.object_names[1], "choices": choices}
+        if self.body.usage_wanted:  # the chunks before the last have what there is so far, or an empty one
+            chunk["usage"] = self._usage_so_far() if self.body.continuous_usage else None
+        if self.body.timings_per_token:
             chunk["timings"] = self._timings_so_far()
         return chunk
 
@@ -117,23 +143,23 @@ class Shape:
         if self._num_tokens and not self._first_token:
             self._first_token = now
         first = self._first_token or now
-        prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
+        prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
         return timings_object(prompt, first - self._began, self._num_tokens, now - first)
 
     def _usage_so_far(self) -> dict[str, int]:
-        prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
+        prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
         total = prompt + self._num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
 
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
         """Return why a choice ended. The stop reason is null for EOS."""
-        is_told = isinstance(stop, str) or stop in (self._body.stop_token_ids or ())
+        is_told = isinstance(stop, str) or stop in (self.body.stop_token_ids or ())
         return {"finish_reason": reason, "stop_reason": stop if is_told else None}
 
     def _prompt_logprobs(self, output: RequestOutput) -> list[dict[str, Any] | None]:
         """Return log probabilities as vLLM does: for each prompt token the most probable ones and itself, by token
         id."""
-        most = self._body.prompt_logprobs or 0
+        most = self.body.prompt_logprobs or 0
         return [
             None
             if entry is None
@@ -148,28 +174,55 @@ class Shape:
             for entry in output.prompt_logprobs or ()
         ]
 
-    def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the last chunk of a stream with usage: it has no choices."""
-        timings = {"timings": whole_timings(outputs)} if self._body.timings_per_token else {}
-        return {**self.chunk_of([]), "usage": usage_object(outputs), **timings}
+    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Yield the chunks; those of a generation that is not streamed when all choices have ended, one for each."""
+        return self._chunks(generation) if generation.stream else self._whole_choices(generation)
+
+    async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+        position = generation.position
+        begin = b"".join(map(event, self.begin(generation.params.n)))
+        if begin and (position is None or position.seen is None):
+            yield begin if position is None else position.mark(begin)
+        async for deltas in generation.updates():
+            if position is None:
+                piece = b"".join([event(chunk) for delta in deltas for chunk in self.delta(delta)])
+            else:
+                chunks = [chunk for delta in deltas for chunk in position.new_chunks(delta, self.delta(delta))]
+                piece = position.mark(b"".join(map(event, chunks)))
+            if generation.has_nothing_more:
+                yield piece + await self._last_events(generation)
+                return
+            if piece:
+                yield piece
+        yield await self._last_events(generation)
+
+    async def _whole_choices(self, generation: Generation) -> AsyncIterator[bytes]:
+        outputs = await generation.finished()
+        choices = self.choices(outputs)
+        for _ in range(len(generation.prompts) * generation.params.n):
+            yield await beside_the_loop(size_of(outputs), lambda: event(self.chunk_of([next(choices)])))
+        yield await self._last_events(generation)
+
+    async def _last_events(self, generation: Generation) -> bytes:
+        """Return what follows the last choice's end: a chunk of usage without choices, if requested, and the mark of
+        the end."""
+        outputs = await generation.finished()
+        if not self.body.usage_wanted:
+            return DONE
+        timings = {"timings": whole_timings(outputs)} if self.body.timings_per_token else {}
+        return event({**self.chunk_of([]), "usage": usage_object(outputs), **timings}) + DONE
 
 
+@dataclass
 class CompletionShape(Shape):
     """Writes a request's updates and result as `/v1/completions` does."""
 
-    whole = chunk = "text_completion"
+    body: CompletionRequest
+    object_names = "text_completion", "text_completion"
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        body: CompletionRequest,
-        prompts: Sequence[Prompt],
-        fingerprint: str | None = None,
-    ):
-        super().__init__(request_id, model, tokenizer, body, prompts, fingerprint)
-        self._echo = [self._text_of(prompt) if body.echo else None for prompt in prompts]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._echo = [self._text_of(prompt) if self.body.echo else None for prompt in self.prompts]
         """For each prompt, the text that its choices begin with, or None."""
         self._begun: set[int] = set()
         self._lengths: dict[int, int] = {}
@@ -184,31 +237,31 @@ class CompletionShape(Shape):
             self._num_tokens += len(sample.token_ids)
             choice = {"index": index, "text": (echo or "") + sample.text, "logprobs": logprobs}
             choice |= self._end(sample.finish_reason, sample.stop_reason)
-            if self._body.return_token_ids:
+            if self.body.return_token_ids:
                 choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": sample.token_ids}
-            if self._body.prompt_logprobs is not None:
+            if self.body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = self._prompt_logprobs(output)
             yield choice
 
     def delta(self, delta: Delta) -> list[dict[str, Any]]:
         """Return a delta's chunk, or none: a token may bring nothing that can be shown yet."""
-        if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
+        if not (delta.text or delta.finish_reason or delta.logprobs or self.body.return_token_ids):
             return []
         logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs) if delta.logprobs else None
         self._num_tokens += len(delta.token_ids)
         choice = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
         if delta.finish_reason is not None:
             choice |= self._end(delta.finish_reason, delta.stop_reason)
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if delta.choice not in self._begun:
                 self._begun.add(delta.choice)
-                choice["prompt_token_ids"] = self._prompts[delta.choice // (self._body.n or 1)].token_ids
+                choice["prompt_token_ids"] = self.prompts[delta.choice // (self.body.n or 1)].token_ids
         return [self.chunk_of([choice])]
 
     def begin(self, n: int) -> Iterator[dict[str, Any]]:
         """Return the first chunk of each of a prompt's `n` choices, if the prompt was requested with it."""
-        for choice in range(n * len(self._prompts)):
+        for choice in range(n * len(self.prompts)):
             text = self._echo[choice // n]
             if text is not None:
                 self._lengths[choice] = len(text)
@@ -244,47 +297,31 @@ def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) ->
     return second if first is None else {name: first[name] + second[name] for name in second}
 
 
-def _reason_of_calls(reason: str | None) -> str | None:
-    """Return why an answer with tool calls ended: for them, unless it was cut."""
-    return "tool_calls" if reason == "stop" else reason
-
-
-def _is_cut(end: CompletionOutput | Delta) -> bool:
-    """Return whether a choice would have gone on."""
-    return end.finish_reason != "stop" or isinstance(end.stop_reason, str)
-
-
 def ends_in_thinking(prompt: Prompt) -> bool:
     """Return whether a prompt ends inside the thinking part."""
     return prompt.text is not None and prompt.text.rstrip().endswith("<think>")
 
 
+@dataclass
 class ChatShape(Shape):
     """Writes a request's updates and result as `/v1/chat/completions` does."""
 
-    whole, chunk = "chat.completion", "chat.completion.chunk"
+    body: ChatRequest
+    object_names = "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        body: ChatRequest,
-        prompts: Sequence[Prompt],
-        fingerprint: str | None = None,
-    ):
-        super().__init__(request_id, model, tokenizer, body, prompts, fingerprint)
-        self._top = body.top_logprobs or 0
-        self._in_reasoning = ends_in_thinking(prompts[0])
-        tools = tool_use(body)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._top = self.body.top_logprobs or 0
+        self._in_reasoning = ends_in_thinking(self.prompts[0])
+        tools = tool_use(self.body)
         self._callable = tools.names if tools is not None else frozenset()
         self._splitters: dict[int, tuple[ReasoningSplitter, ToolCallSplitter]] = {}
 
     def facts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         facts = super().facts(outputs)
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             facts["prompt_token_ids"] = outputs[0].prompt_token_ids
-        if self._body.prompt_logprobs is not None:
+        if self.body.prompt_logprobs is not None:
             facts["prompt_logprobs"] = self._prompt_logprobs(outputs[0])
         return facts
 
@@ -292,27 +329,22 @@ class ChatShape(Shape):
         return (self._choice(sample) for output in outputs for sample in output.outputs)
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
-        reasoning, answer = split_reasoning(sample.text, self._in_reasoning)
-        message: dict[str, Any] = {"role": "assistant", "content": answer, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        reason: str | None = sample.finish_reason
-        if self._callable:
-            content, calls = split_tool_calls(answer, self._callable, _is_cut(sample))
-            message["content"] = content or (None if calls else "")
-            if calls:
-                message["tool_calls"] = calls
-                reason = _reason_of_calls(reason)
-        logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
-        choice = {"index": sample.index, "message": message, "logprobs": logprobs}
-        choice |= self._end(reason, sample.stop_reason)
-        if self._body.return_token_ids:
+        """Join the chunks of a choice that has ended."""
+        parts = [chunk["choices"][0] for chunk in self.delta(Delta.of(sample))]
+        fields = {name: value for part in parts for name, value in part["delta"].items()}
+        calls = [{name: call[name] for name in call if name != "index"} for call in fields.pop("tool_calls", ())]
+        message = {"role": "assistant", "content": None if calls else "", "refusal": None, **fields}
+        if calls:
+            message["tool_calls"] = calls
+        choice = {"index": sample.index, "message": message, "logprobs": parts[0]["logprobs"]}
+        choice |= {name: parts[-1][name] for name in ("finish_reason", "stop_reason")}
+        if self.body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         return choice
 
     def begin(self, n: int) -> Iterator[dict[str, Any]]:
         """Return the first chunk of each of `n` choices."""
-        ids = {"prompt_token_ids": self._prompts[0].token_ids} if self._body.return_token_ids else {}
+        ids = {"prompt_token_ids": self.prompts[0].token_ids} if self.body.return_token_ids else {}
         for choice in range(n):
             yield self._chunk(choice, {"role": "assistant", "content": ""}) | ids
 
@@ -329,19 +361,20 @@ class ChatShape(Shape):
         if self._callable:
             answer, calls = calling.push(answer)
             if delta.finish_reason is not None:
-                answer += calling.finish(_is_cut(delta))
+                answer += calling.finish(delta.finish_reason != "stop" or isinstance(delta.stop_reason, str))
         named = (("reasoning_content", reasoning), ("content", answer), ("tool_calls", calls))
         fields = {name: value for name, value in named if value}
         logprobs = self._logprobs(delta.token_ids, delta.logprobs) if delta.logprobs else None
         self._num_tokens += len(delta.token_ids)
         chunks = []
-        if fields or logprobs or (self._body.return_token_ids and delta.token_ids):
+        if fields or logprobs or (self.body.return_token_ids and delta.token_ids):
             chunks.append(self._chunk(delta.choice, fields, logprobs))
-            if self._body.return_token_ids:
+            if self.body.return_token_ids:
                 chunks[-1]["choices"][0]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
             chunks.append(self._chunk(delta.choice, {}))
-            reason = _reason_of_calls(delta.finish_reason) if calling.num_calls else delta.finish_reason
+            is_for_calls = calling.num_calls and delta.finish_reason == "stop"  # and not cut
+            reason = "tool_calls" if is_for_calls else delta.finish_reason
             chunks[-1]["choices"][0] |= self._end(reason, delta.stop_reason)
         return chunks
 
@@ -359,3 +392,78 @@ class ChatShape(Shape):
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         token_bytes = self.tokenizer.token_bytes(token_id)
         return {"token": self.tokenizer.token_text(token_id), "logprob": logprob, "bytes": list(token_bytes)}
+
+
+class EventWriter(Answer):
+    """Writes a chat's answer as another API does: its chunks become that API's events, and a whole answer is made of
+    the same events."""
+
+    def __init__(self, shape: ChatShape):
+        self._shape = shape
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """Return the events that come before all tokens."""
+
+    @abstractmethod
+    def _take(self, choice: Mapping[str, Any]) -> None:
+        """Take in what a chunk says beside its delta."""
+
+    @abstractmethod
+    def _grow(self, kind: str, text: str) -> Iterator[bytes]:
+        """Add `reasoning` or `content`."""
+
+    @abstractmethod
+    def _call(self, call: Mapping[str, Any]) -> Iterator[bytes]:
+        """Begin a tool call, or add to the last one's arguments."""
+
+    @abstractmethod
+    def finish(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the events that come after all tokens."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> bytes:
+        """Return the last event of an answer that failed."""
+
+    @abstractmethod
+    def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the whole answer, after `finish`."""
+
+    def _on_end(self, outputs: Sequence[RequestOutput]) -> None:
+        """Do nothing; a subclass acts here, on the loop, before the end of the answer is sent."""
+
+    def push(self, delta: Delta) -> bytes:
+        """Return the events of a delta, often none."""
+        events: list[bytes] = []
+        for chunk in self._shape.delta(delta):
+            (choice,) = chunk["choices"]
+            self._take(choice)
+            for name, value in choice["delta"].items():  # reasoning, content and calls, in this order
+                if name == "tool_calls":
+                    events += [event for call in value for event in self._call(call)]
+                else:
+                    events += self._grow(name.removesuffix("_content"), value)
+        return b"".join(events)
+
+    async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        body = await super().whole(outputs)
+        self._on_end(outputs)
+        return body
+
+    def written(self, outputs: Sequence[RequestOutput]) -> bytes:
+        self.push(Delta.of(outputs[0].outputs[0]))
+        self.finish(outputs)
+        return to_json(self.answer(outputs))
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        yield self.begin()
+        try:
+            async for deltas in generation.updates():
+                if piece := b"".join(map(self.push, deltas)):
+                    yield piece
+            outputs = await generation.finished()
+            last = self.finish(outputs)
+            self._on_end(outputs)
+            yield last
+        except ForgeError as error:
+            yield self.fail(to_api_error(error))

@@ -4,33 +4,24 @@ A response is stored unless the client says otherwise (`response_store`), so tha
 prompt begins with the tokens of the last, as they were generated, and finds their keys and values in the cache.
 """
 
-import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import ValidationError
 
 from forge.engine.outputs import RequestOutput
-from forge.errors import ForgeError
-from forge.server.continuation import continued_prompt
 from forge.server.engine_client import Generation, Prompt
-from forge.server.errors import ApiError, named_as, validation_error
+from forge.server.errors import ApiError, named_as
 from forge.server.exchange import current_exchange
 from forge.server.fields import check_supported
-from forge.server.requests import beside_the_loop, thinking_of
-from forge.server.response_store import ResponseKey, ResponseStore, StoredResponse
+from forge.server.requests import chat_from, text_parts, thinking_of
+from forge.server.response_store import ResponseKey, ResponseStore, StoredResponse, continued_prompt
 from forge.server.response_writer import ResponseWriter, new_id
-from forge.server.responses import size_of
-from forge.server.schema import (
-    ChatRequest,
-    ResponsesRequest,
-)
+from forge.server.schema import ChatRequest, ResponsesRequest
 from forge.server.service import Service
 from forge.server.strict_json import JsonAnswer, to_json
-from forge.server.tools import shown_tools
+from forge.server.structured import shown_tools
 
 _NAMES = {
     "messages": "input",
@@ -84,10 +75,7 @@ def chat_request(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatReq
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
-    try:
-        return ChatRequest.model_validate(chat)
-    except ValidationError as error:
-        raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]) from None
+    return chat_from(chat)
 
 
 def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -131,16 +119,7 @@ def _extend(answer: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
 
 
 def _parts(content: Any) -> Any:
-    """Return a chat message's content."""
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in _TEXT_PARTS:
-            raise ApiError(f"input: parts of type {str(kind)[:40]} are not supported, only text", param="input")
-        parts.append({"type": "text", "text": part.get("text")})
-    return parts
+    return text_parts(content, _TEXT_PARTS, "input", "parts of type {} are not supported, only text")
 
 
 def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
@@ -170,16 +149,6 @@ def _response_format(body: ResponsesRequest) -> Any:
     return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
-@dataclass
-class _Answering:
-    """A response under construction."""
-
-    writer: ResponseWriter
-    generation: Generation
-    keep: Callable[[list[RequestOutput], dict[str, Any]], None]
-    """Stores the response when it has ended."""
-
-
 def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict[str, Any]]) -> None:
     """Add the endpoints of OpenAI's Responses API. streamed: how an endpoint that may stream is described."""
     store = ResponseStore(service.limits.max_stored_bytes)
@@ -188,14 +157,8 @@ def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation with a list of items, and store the answer unless `store` is false."""
         with named_as(_NAMES):
-            answering = await _begin(service, store, body, request)
-        writer, generation = answering.writer, answering.generation
-        if body.stream:
-            return await service.stream(generation, _events(answering))
-        outputs = await service.whole(generation, request)
-        response = await beside_the_loop(size_of(outputs), lambda: writer.whole(outputs))
-        answering.keep(outputs, response)
-        return JsonAnswer(to_json(response))
+            writer, generation = await _begin(service, store, body, request)
+        return await service.respond(generation, request, writer)
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponsesRequest) -> dict[str, Any]:
@@ -268,17 +231,18 @@ def _setting(body: ResponsesRequest, chat: ChatRequest) -> bytes:
     return to_json([body.instructions or "", shown_tools(chat), thinking_of(chat), bool(chat.add_special_tokens)])
 
 
-async def _begin(service: Service, store: ResponseStore, body: ResponsesRequest, request: Request) -> _Answering:
+async def _begin(
+    service: Service, store: ResponseStore, body: ResponsesRequest, request: Request
+) -> tuple[ResponseWriter, Generation]:
     """Submit the chat. Raises `ApiError`."""
     conversation, chat = read(store, body)
     service.reader.accept(chat)
     prompt = await _prompt(service, body, conversation, chat)
-    request_id = f"resp_{secrets.token_hex(12)}"
+    request_id = new_id("resp")
     shape, generation = await service.begin_chat(request_id, chat, request, prompt)
     stored_as = owned(request_id)
-    writer = ResponseWriter(request_id, service.reader.model(body.model), body, generation.params, shape)
 
-    def keep(outputs: list[RequestOutput], response: dict[str, Any]) -> None:
+    def keep(outputs: Sequence[RequestOutput], response: dict[str, Any]) -> None:
         if not body.store:
             return
         sample = outputs[0].outputs[0]
@@ -287,20 +251,4 @@ async def _begin(service: Service, store: ResponseStore, body: ResponsesRequest,
         output, setting = response["output"], _setting(body, chat)
         store.put(stored_as, StoredResponse.of(to_json(response), conversation.items, output, setting, token_ids))
 
-    return _Answering(writer, generation, keep)
-
-
-async def _events(answering: _Answering) -> AsyncIterator[bytes]:
-    writer, generation = answering.writer, answering.generation
-    yield b"".join(writer.begin())
-    try:
-        async for deltas in generation.updates():
-            piece = b"".join([event for delta in deltas for event in writer.push(delta)])
-            if piece:
-                yield piece
-        outputs = await generation.finished()
-        last = b"".join(writer.finish(outputs))
-        answering.keep(outputs, writer.response(outputs))
-        yield last
-    except ForgeError as error:
-        yield writer.fail(error)
+    return ResponseWriter(body, generation.params, shape, keep), generation

@@ -37,10 +37,8 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
 
 
-class RequestBody(Body):
+class RequestBody(Body, extra="allow"):
     """What every endpoint's body has. What else a body has is kept, to be looked through (`fields.check_supported`)."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
 
@@ -59,10 +57,8 @@ class CutPrompt(RequestBody):
     """Whether BOS is put before the prompt where the model wants it: by default yes, and no in a chat."""
 
 
-class StreamOptions(Body):
+class StreamOptions(Body, extra="forbid"):
     """OpenAI's `stream_options`. What else it may hold there would change the answer, and is refused."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_obfuscation: bool | None = None
     """Whether events are padded against eavesdroppers: never."""
@@ -71,10 +67,8 @@ class StreamOptions(Body):
     """Every chunk has the usage so far."""
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(Body, extra="forbid", populate_by_name=True):
     """vLLM's: one of these. What else it may hold there would change the answer, and is refused."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
@@ -83,10 +77,8 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class JsonSchema(Body):
+class JsonSchema(Body, extra="forbid", populate_by_name=True):
     """`strict` changes nothing here: a schema is always kept to."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     name: str | None = None
     description: str | None = None
@@ -94,10 +86,8 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Body, extra="forbid", populate_by_name=True):
     """OpenAI's `response_format`. What else it may hold there would change the answer, and is refused."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -237,10 +227,8 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class ChatTemplateVariables(Body):
+class ChatTemplateVariables(Body, extra="forbid"):
     """vLLM's `chat_template_kwargs`. Others than these are refused."""
-
-    model_config = ConfigDict(extra="forbid")
 
     enable_thinking: bool | None = None
 
@@ -330,20 +318,16 @@ class ClassifyRequest(CutPrompt):
     request_id: RequestId | None = None
 
 
-class TextOptions(Body):
+class TextOptions(Body, extra="forbid"):
     """The form of the answer, as OpenAI's `text`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(Body):
+class ReasoningOptions(Body, extra="forbid"):
     """OpenAI's `reasoning`: an effort of `none` turns thinking off, any other leaves it to the model. Thinking is shown
     as it is, and never summarized."""
-
-    model_config = ConfigDict(extra="forbid")
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None

@@ -1,5 +1,6 @@
 """What the endpoints share: the engine's client, the limits, and the ways to submit a request and to answer it."""
 
+import asyncio
 import hashlib
 import os
 import secrets
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import Request
+from fastapi.responses import Response
 
 from forge import __version__
 from forge.engine.outputs import RequestOutput
@@ -15,18 +17,13 @@ from forge.engine.sampling_params import SamplingParams
 from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ResumableClient, ShuttingDown
 from forge.server.errors import ApiError
 from forge.server.exchange import current_exchange
-from forge.server.http_metrics import HttpMetrics
-from forge.server.keys import Keys
 from forge.server.messages import Ready
-from forge.server.middleware import Draining
-from forge.server.requests import RequestReader, beside_the_loop
-from forge.server.responses import ChatShape, Shape, ends_in_thinking, size_of
-from forge.server.resumption import SeenStream, parse_event_id, shown_id
-from forge.server.schema import (
-    ChatRequest,
-    CompletionRequest,
-    Sampling,
-)
+from forge.server.metrics import HttpMetrics
+from forge.server.middleware import Keys
+from forge.server.requests import RequestReader
+from forge.server.responses import Answer, ChatShape, ends_in_thinking
+from forge.server.resumption import parse_event_id, shown_id
+from forge.server.schema import ChatRequest, OpenAiRequest, Sampling
 from forge.server.settings import Settings
 from forge.server.step_feed import StepFeed
 from forge.server.streaming import EventStream, leaving_client
@@ -40,7 +37,8 @@ class Service:
         self.client, self.ready, self.settings = client, ready, settings
         self.limits = settings.limits
         self.started = int(time.time())
-        self.draining = Draining()
+        self.draining = asyncio.Event()
+        """Set when the server is closing."""
         self.keys = Keys(settings.api_key, settings.api_key_file)
         self.http = HttpMetrics()
         self.has_room_for_connections: Callable[[], bool] = lambda: True
@@ -59,38 +57,33 @@ class Service:
             output, generation.params, generation.arrived
         )
 
-    async def compiled(self, params: SamplingParams, body: Sampling, request: Request) -> SamplingParams:
-        """Return `params` once their grammar is known to compile; the client's leaving ends that. Raises `ApiError`."""
-        if params.structured is None:
-            return params
-        async with leaving_client(request):
-            return await self.reader.compiled(params, body)
-
-    def seen_of(self, body: ChatRequest | CompletionRequest, request: Request) -> SeenStream | None:
-        """Return what the client has of a stream that it resumes. Raises `UsageError` for an id that is none."""
+    async def begin(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        body: Sampling,
+        request: Request,
+        stream: bool,
+    ) -> tuple[str, Generation]:
+        """Submit prompts once their grammar is known to compile, or resume their stream where the client asks for that;
+        return the id that the client knows the answer by. The client's leaving ends the wait. Raises `ApiError`, and
+        `UsageError` for a `Last-Event-ID` that is none."""
+        if params.structured is not None:
+            async with leaving_client(request):
+                params = await self.reader.compiled(params, body)
         event_id = request.headers.get("last-event-id")
-        if not event_id or not body.stream or not isinstance(self.client, ResumableClient):
-            return None
-        return parse_event_id(event_id)
-
-    async def resume(
-        self, seen: SeenStream, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling
-    ) -> Generation:
+        is_resumable = stream and isinstance(body, OpenAiRequest) and isinstance(self.client, ResumableClient)
+        seen = parse_event_id(event_id) if event_id and is_resumable else None
         self.check_queue(len(prompts))
         priority, salt = body.priority or 0, body.cache_salt or ""
-        assert isinstance(self.client, ResumableClient), "`seen_of` found no stream of this server"
-        return await self.client.resume(seen, prompts, params, priority=priority, salt=salt)
-
-    def submit(
-        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling, stream: bool
-    ) -> Generation:
-        self.check_queue(len(prompts))
-        generation = self.client.submit(
-            request_id, prompts, params, stream=stream, priority=body.priority or 0, salt=body.cache_salt or ""
-        )
+        if seen is not None and isinstance(self.client, ResumableClient):
+            resumed = await self.client.resume(seen, prompts, params, priority=priority, salt=salt)
+            return shown_id(seen), resumed
+        generation = self.client.submit(request_id, prompts, params, stream=stream, priority=priority, salt=salt)
         if (exchange := current_exchange()) is not None:
             exchange.generations.append(generation)
-        return generation
+        return request_id, generation
 
     async def begin_chat(
         self, request_id: str, body: ChatRequest, request: Request, prompt: Prompt | None = None
@@ -102,13 +95,8 @@ class Service:
             cut = reader.cut_of(body, body.max_completion_tokens or body.max_tokens or 1)
             prompt = await reader.chat_prompt(body, cut)
         params = reader.chat_params(body, len(prompt.token_ids), ends_in_thinking(prompt))
-        params = await self.compiled(params, body, request)
-        seen = self.seen_of(body, request)
-        if seen is not None:
-            shape = ChatShape(shown_id(seen), model, self.tokenizer, body, [prompt], self.fingerprint)
-            return shape, await self.resume(seen, [prompt], params, body)
-        shape = ChatShape(request_id, model, self.tokenizer, body, [prompt], self.fingerprint)
-        return shape, self.submit(request_id, [prompt], params, body, bool(body.stream))
+        shown, generation = await self.begin(request_id, [prompt], params, body, request, bool(body.stream))
+        return ChatShape(shown, model, self.tokenizer, body, [prompt], self.fingerprint), generation
 
     def id_of(self, body: Sampling, prefix: str) -> str:
         """Return the request's id, with the end that the body gives. Raises `ApiError` if a request of that id runs."""
@@ -136,7 +124,7 @@ class Service:
     def check_ready(self) -> None:
         """Raise an error if a new request would be refused."""
         self.client.check_ready()
-        if self.draining.begun:
+        if self.draining.is_set():
             raise ShuttingDown
         if self.client.num_unfinished >= self.limits.max_queue:
             raise ApiError(f"{self.client.num_unfinished} prompts are waiting", 503, code="queue_full", retry_after=1)
@@ -168,29 +156,22 @@ class Service:
         async with self.followed(generation, request):
             return await generation.finished()
 
-    async def answer(self, generation: Generation, request: Request, shape: Shape) -> JsonAnswer:
-        outputs = await self.whole(generation, request)
-        return JsonAnswer(await beside_the_loop(size_of(outputs), lambda: shape.body(outputs)))
-
-    async def stream(self, generation: Generation, events: AsyncIterator[bytes]) -> EventStream:
-        """Return the answer that sends `events`. Raises, before anything is sent, what the engine has against a
-        prompt."""
+    async def respond(
+        self, generation: Generation, request: Request, answer: Answer, stream: bool | None = None
+    ) -> Response:
+        """Answer with events, or with one body. stream: None means as the generation is. Raises, before anything is
+        sent, what the engine has against a prompt."""
+        if not (generation.stream if stream is None else stream):
+            return JsonAnswer(await answer.whole(await self.whole(generation, request)))
         try:
             await generation.accepted()
         except BaseException:
             self.give_up(generation)
             raise
-        return EventStream(events, self.limits.stall_timeout, lambda: self.give_up(generation))
+        return EventStream(answer.events(generation), self.limits.stall_timeout, lambda: self.give_up(generation))
 
 
 def _fingerprint(ready: Ready) -> str:
     """Return OpenAI's `system_fingerprint`: the same as long as one seed gives the same answer."""
-    facts = (
-        __version__,
-        ready.model_name,
-        ready.device,
-        ready.device_description,
-        ready.vocab_size,
-        ready.max_model_len,
-    )
-    return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
+    model = (ready.model_name, ready.device, ready.device_description, ready.vocab_size, ready.max_model_len)
+    return f"fp_{hashlib.sha256(repr((__version__, *model)).encode()).hexdigest()[:10]}"

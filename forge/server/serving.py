@@ -25,9 +25,9 @@ from forge.server.app import create_app
 from forge.server.engine_client import EngineClient, ProcessClient, ShuttingDown
 from forge.server.exchange import Exchanges, WithRequestId, access
 from forge.server.http_protocol import HttpProtocol
-from forge.server.keys import Keys
 from forge.server.messages import Ready
 from forge.server.metrics import ThroughputLine
+from forge.server.middleware import Keys
 from forge.server.service import Service
 from forge.server.settings import AccessLog, Settings, is_loopback
 from forge.trace.records import StepRecord
@@ -232,7 +232,7 @@ class _Ending:
             self._hurry.set()
             self._end_by_force(_END_BY_FORCE)
             return
-        self._service.draining.begun = True
+        self._service.draining.set()
         self._end_by_force(self._grace + _END_BY_FORCE)
         self._task = asyncio.create_task(self._end())
 

@@ -8,8 +8,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from forge.server.engine_client import EngineClient, offer
+from forge.server.engine_client import EngineClient
 from forge.server.errors import ApiError
 from forge.server.streaming import DONE, event
 from forge.trace.codec import codec_of
@@ -19,7 +21,7 @@ MAX_SUBSCRIBERS = 8
 _PAUSE = 0.05
 """Seconds between two pieces for one subscriber."""
 _MOST_BEHIND = 256
-"""Steps that a subscriber may be behind before it misses some."""
+"""Steps that a subscriber may be behind, or that wait to be encoded, before some are missed."""
 
 Subscriber = asyncio.Queue[bytes]
 """Steps, as events, that a subscriber has not been sent yet."""
@@ -46,7 +48,9 @@ class StepFeed:
         subscriber: Subscriber = asyncio.Queue(_MOST_BEHIND)
         self._subscribers.add(subscriber)
         if self._reading is None:
-            self._reading = asyncio.get_running_loop().create_task(self._read())
+            records: asyncio.Queue[StepRecord | None] = asyncio.Queue(_MOST_BEHIND)
+            self._client.watch(partial(_offer, records))
+            self._reading = asyncio.get_running_loop().create_task(self._read(records))
         return subscriber
 
     def leave(self, subscriber: Subscriber) -> None:
@@ -54,7 +58,7 @@ class StepFeed:
         self._subscribers.discard(subscriber)
         if not self._subscribers and self._reading is not None:
             self._reading.cancel()
-            self._reading = None
+            self._end()
 
     async def pieces(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
         """Yield events of the steps from now on, until the engine ends."""
@@ -66,17 +70,28 @@ class StepFeed:
             yield (piece := b"".join(events))
             await asyncio.sleep(_PAUSE)
 
-    async def _read(self) -> None:
+    async def _read(self, records: asyncio.Queue[StepRecord | None]) -> None:
         encode = codec_of(StepRecord).encode
-        async for record in self._client.records():
+        while (record := await records.get()) is not None:
             began = time.perf_counter()
             step = event(encode(record if self._texts else without_texts(record)))
             for subscriber in self._subscribers:
-                offer(subscriber, step)
+                _offer(subscriber, step)
             await asyncio.sleep(time.perf_counter() - began)
-        self._reading = None
+        self._end()
         for subscriber in self._subscribers:
-            offer(subscriber, DONE)
+            _offer(subscriber, DONE)
+
+    def _end(self) -> None:
+        self._reading = None
+        self._client.watch(None)
+
+
+def _offer(queue: asyncio.Queue[Any], item: Any) -> None:
+    """Append `item`, dropping the oldest entry if the queue is full."""
+    if queue.full():
+        queue.get_nowait()
+    queue.put_nowait(item)
 
 
 def without_texts(record: StepRecord) -> StepRecord:

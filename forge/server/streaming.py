@@ -6,8 +6,8 @@ for this client piles up in its `Generation`, merged, and the engine is never he
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +25,11 @@ def event(value: Any) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """Write `value` as a server-sent event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 class EventStream(Response):
     """Sends what `events` yields, each piece as soon as it comes. A piece that ends with `DONE` is the last one; the
     answer ends where the events do without it, too.
@@ -40,26 +45,16 @@ class EventStream(Response):
         self._events, self._stall_timeout, self._on_gone = events, stall_timeout, on_gone
         self._sending_since: float | None = None
         """When the current send began; None if none is under way."""
-        self._stalled = False
-        self._watching: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None, "an answer is sent within a task"
-        leaving = asyncio.create_task(_disconnected(receive))
-        leaving.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
-        watching = loop.call_later(self._stall_timeout, self._watch, task)
         try:
-            await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_events(send)
-        except asyncio.CancelledError:
-            if not leaving.done() and not self._stalled:
-                raise  # the server is closing: not this stream's cancellation
-            task.uncancel()  # the connection of an answer without an end is closed
+            async with until_gone(disconnected(receive), self._stalled()):
+                await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._send_events(send)
+        except ClientDisconnect:
+            pass  # the connection of an answer without an end is closed
         finally:
             self._on_gone()
-            leaving.cancel()
-            (self._watching or watching).cancel()
 
     async def _send_events(self, send: Send) -> None:
         more = True
@@ -78,36 +73,40 @@ class EventStream(Response):
         await send(message)
         self._sending_since = None
 
-    def _watch(self, task: asyncio.Task[Any]) -> None:
-        """Look now and then whether the client takes anything: a timer for each event would cost as much as sending
-        it."""
-        since = self._sending_since
-        if since is not None and time.monotonic() - since > self._stall_timeout:
-            self._stalled = True
-            task.cancel()
-        else:
-            loop = asyncio.get_running_loop()
-            self._watching = loop.call_later(self._stall_timeout / 4, self._watch, task)
+    async def _stalled(self) -> None:
+        """Return when the client has taken nothing for too long. Looks now and then: a timer for each event would cost
+        as much as sending it."""
+        while self._sending_since is None or time.monotonic() - self._sending_since <= self._stall_timeout:
+            await asyncio.sleep(self._stall_timeout / 4)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 @asynccontextmanager
-async def leaving_client(request: Request) -> AsyncIterator[None]:
-    """Raise `ClientDisconnect` in the waiting task if the client leaves while this context is open."""
+async def until_gone(*signs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Raise `ClientDisconnect` in this task if one of the `signs` that the client is gone returns while this context is
+    open."""
     waiting = asyncio.current_task()
     assert waiting is not None, "a request is answered within a task"
-    leaving = asyncio.create_task(_disconnected(request.receive))
-    leaving.add_done_callback(lambda task: None if task.cancelled() else waiting.cancel())
+    watching = [asyncio.create_task(sign) for sign in signs]
+    for task in watching:
+        task.add_done_callback(lambda task: None if task.cancelled() else waiting.cancel())
     try:
         yield
     except asyncio.CancelledError:
-        if leaving.done():
-            waiting.uncancel()
-            raise ClientDisconnect from None
-        raise
+        if not any(task.done() for task in watching):
+            raise  # the server is closing
+        waiting.uncancel()
+        raise ClientDisconnect from None
     finally:
-        leaving.cancel()
+        for task in watching:
+            task.cancel()
+
+
+def leaving_client(request: Request) -> AbstractAsyncContextManager[None]:
+    """Raise `ClientDisconnect` in the waiting task if the client leaves while this context is open."""
+    return until_gone(disconnected(request.receive))

@@ -1,13 +1,136 @@
-"""From a body's `response_format`, `structured_outputs` or `tools` to the form that the output must have."""
+"""The form that an answer must have: from a body's `response_format`, `structured_outputs` or `tools` to a grammar.
 
-from collections.abc import Iterator
+A tool call is text, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, which the model's chat template has asked
+for. With `tool_choice` `required` or a name the answer is nothing but calls, by their schemas. With `auto` it is free,
+and what looks like a call but is none stays text; a tool with `strict`, and `parallel_tool_calls: false`, make a
+grammar that leaves the text free and keeps a call once begun to its form.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
+from forge.grammar.compiler import tool_call_grammar
 from forge.server.errors import ApiError
-from forge.server.schema import OpenAiRequest, ResponseFormat, Sampling, StructuredOutputs
-from forge.server.tools import tool_use
+from forge.server.schema import (
+    ChatRequest,
+    Conversation,
+    Function,
+    NamedTool,
+    OpenAiRequest,
+    ResponseFormat,
+    Sampling,
+    StructuredOutputs,
+)
+from forge.server.splitting import parsed
+
+_ANYTHING = {"type": "object"}
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of one request, and how they may be used."""
+
+    functions: tuple[Function, ...]
+    """The functions that may be called."""
+    is_required: bool
+    is_parallel: bool
+    """Whether more than one call may come."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(function.name for function in self.functions)
+
+    def constrains(self) -> bool:
+        """Return whether the calls need a grammar."""
+        return self.is_required or not self.is_parallel or any(function.strict for function in self.functions)
+
+    def schema_of(self, function: Function) -> Mapping[str, Any]:
+        """Return the schema that a function's arguments must keep to: any object, unless its own is enforced."""
+        if not (self.is_required or function.strict):
+            return _ANYTHING
+        return arguments_schema(function)
+
+    def structured(self, answer: Mapping[str, Any] | None) -> StructuredOutput:
+        """Return the form of the answer. answer: the schema of an answer without calls, if it has one. Raises
+        `ApiError`."""
+        callables = [(function.name, self.schema_of(function)) for function in self.functions]
+        how = {"required": self.is_required, "parallel": self.is_parallel}
+        try:
+            return StructuredOutput(grammar=tool_call_grammar(callables, **how, answer=answer))
+        except (UsageError, ValueError, RecursionError) as error:
+            raise ApiError(str(error), param="tools") from None
+
+    def schemas(self) -> Iterator[tuple[str, StructuredOutput]]:
+        """Return for every function whose schema counts its name and the schema alone, so that a wrong one can be
+        named."""
+        for function in self.functions:
+            if function.parameters is not None and (self.is_required or function.strict):
+                yield function.name, StructuredOutput(json=arguments_schema(function))
+
+
+def tool_use(body: Any) -> ToolUse | None:
+    """Return the tools of a body; None if no tool may be called. Raises `ApiError` for tools that are wrong or a choice
+    that is not theirs."""
+    if not isinstance(body, ChatRequest):
+        return None
+    choice = body.tool_choice
+    if not body.tools:
+        if choice == "required" or isinstance(choice, NamedTool):
+            raise ApiError("tool_choice asks for a call and there are no tools: give tools", param="tool_choice")
+        return None
+    functions = [tool.function for tool in body.tools]
+    _check(functions)
+    if choice == "none":
+        return None
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        functions = [function for function in functions if function.name == name]
+        if not functions:
+            raise ApiError(f"tool_choice names {name[:64]!r}, which is not in tools", param="tool_choice")
+        return ToolUse(tuple(functions), True, False)
+    return ToolUse(tuple(functions), choice == "required", body.parallel_tool_calls is not False)
+
+
+def arguments_schema(function: Function) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments: always an object."""
+    if function.parameters is None:
+        return _NOTHING
+    kind = function.parameters.get("type", "object")
+    if kind != "object":
+        raise ApiError(f"tools: the parameters of {function.name} must be of type object", param="tools")
+    return {"type": "object", **function.parameters}
+
+
+def shown_tools(body: Conversation) -> list[dict[str, Any]] | None:
+    """Return the tools as the chat template lists them."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    return [
+        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+        for tool in body.tools
+    ]
+
+
+def shown_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of an earlier answer as templates take it: its arguments an object, if they are one."""
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        arguments = parsed(function["arguments"])
+        function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+    return {**call, "function": function}
+
+
+def _check(functions: list[Function]) -> None:
+    names: set[str] = set()
+    for function in functions:
+        if function.name in names:
+            raise ApiError(f"tools: {function.name} is there twice", param="tools")
+        names.add(function.name)
+        arguments_schema(function)
 
 
 def structured_output(body: Sampling) -> StructuredOutput | None:

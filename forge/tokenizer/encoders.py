@@ -277,7 +277,8 @@ class Encoders:
             try:
                 ids = [fast.encode(part) for part in parts]
             except Exception as error:  # a foreign package: whatever it refuses, the reference takes
-                self._give_up_fast(f"it fails on a text: {error}")
+                with self._lock:
+                    self._give_up_fast(f"fastokens: it fails on a text: {error}")
             else:
                 self.last_used = "fast"
                 return ids
@@ -329,22 +330,16 @@ class Encoders:
         try:
             fast = self._build_fast(reference)
         except ImportError:
-            self.fallback_reason = "fastokens is not installed"
-            return None
+            reason = "fastokens is not installed"
         except Exception as error:  # a foreign package: whatever it refuses, the reference takes
-            self.fallback_reason = _one_line(f"fastokens does not load this vocabulary: {error}")
-            return None
-        difference = first_difference(fast, reference)
-        if difference is not None:
-            self.fallback_reason = _one_line(f"fastokens is not the reference's equal: {difference}")
-            return None
-        return fast
+            reason = f"fastokens does not load this vocabulary: {error}"
+        else:
+            difference = first_difference(fast, reference)
+            if difference is None:
+                return fast
+            reason = f"fastokens is not the reference's equal: {difference}"
+        self._give_up_fast(reason)
+        return None
 
     def _give_up_fast(self, reason: str) -> None:
-        with self._lock:
-            self._fast = None
-            self.fallback_reason = _one_line(f"fastokens: {reason}")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+        self._fast, self.fallback_reason = None, " ".join(reason.split())[:300]

@@ -11,8 +11,9 @@ all; Hugging Face's normalizer knows an older Unicode and leaves some recent com
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 from unicodedata import normalize
 
@@ -141,9 +142,7 @@ class Tokenizer:
         for text in texts:
             check_unicode(text)
         adds = not allow_special if add_special_tokens is None else add_special_tokens
-        split = [list(self._split(text, allow_special)) for text in texts]
-        encoded = iter(self._encode_plain([part for parts in split for part in parts if isinstance(part, str)]))
-        return [self._joined(parts, encoded, adds) for parts in split]
+        return self._encode_split([list(self._split(text, allow_special)) for text in texts], adds)
 
     def encode_chat(
         self,
@@ -172,13 +171,14 @@ class Tokenizer:
         if pattern:
             parts = [part.replace(mark, "") if isinstance(part, str) else part for part in parts]
             rendered = rendered.replace(mark, "")
-        return rendered, self._encode_parts(list(parts), add_special_tokens)
+        return rendered, self._encode_split([list(parts)], add_special_tokens)[0]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Decode `ids` to text; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out.
 
         Raises `UsageError` for an id outside the vocabulary."""
-        return b"".join(self._pieces(ids, skip_special)).decode("utf-8", errors="replace")
+        table = self.shown_bytes if skip_special else self.bytes_of
+        return b"".join([table[token_id] for token_id in ids]).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for, often only part of a character; none for padding."""
@@ -265,25 +265,18 @@ class Tokenizer:
         if start < len(text):
             yield text[start:]
 
-    def _encode_parts(self, parts: Sequence[str | int], add_special_tokens: bool = False) -> list[int]:
-        """Encode alternating plain text and tokens."""
-        encoded = iter(self._encode_plain([part for part in parts if isinstance(part, str)]))
-        return self._joined(parts, encoded, add_special_tokens)
-
-    def _joined(self, parts: Sequence[str | int], encoded: Iterator[list[int]], add_special_tokens: bool) -> list[int]:
-        """Join the ids of a text's parts, the plain ones from `encoded`."""
-        ids = list(self.spec.prefix_ids) if add_special_tokens else []
-        for part in parts:
-            ids += [part] if isinstance(part, int) else next(encoded)
-        return [*ids, *self.spec.suffix_ids] if add_special_tokens else ids
+    def _encode_split(self, texts: list[list[str | int]], add_special_tokens: bool) -> list[list[int]]:
+        """Encode texts, each given as alternating plain text and tokens."""
+        encoded = iter(self._encode_plain([part for parts in texts for part in parts if isinstance(part, str)]))
+        prefix, suffix = (self.spec.prefix_ids, self.spec.suffix_ids) if add_special_tokens else ((), ())
+        joined = []
+        for parts in texts:
+            ids = [[part] if isinstance(part, int) else next(encoded) for part in parts]
+            joined.append([*prefix, *chain.from_iterable(ids), *suffix])
+        return joined
 
     def _encode_plain(self, texts: list[str]) -> list[list[int]]:
         return self._encoders.encode_parts([normalize("NFC", text) for text in texts]) if texts else []
-
-    def _pieces(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
-        if skip_special:
-            return [self.token_bytes(token_id) for token_id in ids if not self.is_hidden(token_id)]
-        return [self.token_bytes(token_id) for token_id in ids]
 
     def _find_bytes(self, token_id: int) -> bytes:
         token_type, token = self.token_type(token_id), self.spec.tokens[token_id]

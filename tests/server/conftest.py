@@ -18,6 +18,7 @@ import pytest
 
 from forge import LLM
 from tests.cli.conftest import forge, start  # noqa: F401 (a fixture)
+from tests.model.test_heads import reranker_gguf
 from tests.small_models import small_tokenizer, write_small_qwen3
 from tests.waiting import PATIENCE
 
@@ -149,6 +150,15 @@ def roomy_server(tmp_path_factory) -> Iterator[Server]:
     path = write_small_qwen3(folder / "roomy.gguf", metadata=changed, max_position_embeddings=4096)
     one = Server("-m", str(path), "--kv", "prefix", "--num-blocks", "1024", "--served-model-name", "small")
     yield one
+    one.stop()
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory) -> Iterator[tuple[Path, Server]]:
+    """A model with a classification head, and its server."""
+    path, _ = reranker_gguf(tmp_path_factory.mktemp("reranker") / "rerank.gguf")
+    one = Server("-m", str(path))
+    yield path, one
     one.stop()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from forge.errors import UsageError
-from forge.server.keys import Keys
+from forge.server.middleware import Keys
 
 
 def test_keys_come_from_the_option_and_the_file_and_some_have_names(tmp_path):

@@ -17,7 +17,6 @@ from forge.server.messages import Ready
 from forge.server.metrics import Metrics
 from forge.server.settings import Settings
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
-from tests.model.test_heads import reranker_gguf
 from tests.server.conftest import Server, request_bytes
 from tests.small_models import write_small_qwen3
 from tests.waiting import until
@@ -49,13 +48,12 @@ def test_embeddings_are_pooled_as_the_models_file_says(tmp_path):
     assert np.array_equal(np.array([each["embedding"] for each in found["data"]], np.float32), expected)
 
 
-def test_a_classification_head_reranks_and_classifies(tmp_path):
-    path, _ = reranker_gguf(tmp_path / "rerank.gguf")
-    llm, one = LLM(str(path), kv="prefix"), Server("-m", str(path))
+def test_a_classification_head_reranks_and_classifies(reranker):
+    path, one = reranker
+    llm = LLM(str(path), kv="prefix")
     _, ranked = one.request("/v1/rerank", {"query": "who?", "documents": TEXTS})
     _, classes = one.request("/classify", {"input": TEXTS})
     status, refused = one.request("/classify", {"input": TEXTS, "labels": ["a", "b"]})
-    assert one.stop() == 0
     scores = {each["index"]: each["relevance_score"] for each in ranked["results"]}
     assert [scores[index] for index in range(len(TEXTS))] == pytest.approx(llm.rerank("who?", TEXTS))
     expected = [list(each.probabilities.values()) for each in llm.classify(TEXTS)]

@@ -12,19 +12,12 @@ from tests.waiting import eventually, until
 
 
 class Client:
-    """Gives the steps that a test puts into its queue; None ends them."""
+    """Gives the steps of a test; None ends them."""
 
-    def __init__(self):
-        self.steps: asyncio.Queue = asyncio.Queue()
-        self.is_read = False
+    feed = None
 
-    async def records(self):
-        self.is_read = True
-        try:
-            while (record := await self.steps.get()) is not None:
-                yield record
-        finally:
-            self.is_read = False
+    def watch(self, feed) -> None:
+        self.feed = feed
 
 
 @pytest.fixture
@@ -62,7 +55,7 @@ def test_a_step_is_encoded_once_for_all_subscriber_and_comes_to_each(encoded):
         feed = StepFeed(client, texts=True)
         subscribers = [feed.join() for _ in range(3)]
         for step in (1, 2, None):
-            client.steps.put_nowait(step)
+            client.feed(step)
         return [b"".join([piece async for piece in feed.pieces(subscriber)]) for subscriber in subscribers]
 
     assert asyncio.run(watch()) == [b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"] * 3
@@ -77,7 +70,7 @@ def test_steps_that_come_together_are_one_piece_and_one_that_falls_behind_misses
         feed = StepFeed(client, texts=True)
         subscriber = feed.join()
         for step in (1, 2, 3, 4, None):
-            client.steps.put_nowait(step)
+            client.feed(step)
         await eventually(lambda: feed._reading is None)  # it has read the end
         return [piece async for piece in feed.pieces(subscriber)]
 
@@ -89,9 +82,9 @@ def test_nothing_is_read_where_nobody_watches(encoded):
         client = Client()
         feed = StepFeed(client, texts=True)
         subscriber = feed.join()
-        await eventually(lambda: client.is_read)
+        assert client.feed is not None
         feed.leave(subscriber)
-        await eventually(lambda: not client.is_read)
+        assert client.feed is None
 
     asyncio.run(watch())
 

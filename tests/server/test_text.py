@@ -1,13 +1,14 @@
 """Text across the wire: characters cut into tokens, stop strings, reasoning; whole and streamed."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forge import SamplingParams
-from forge.server.reasoning import ReasoningSplitter, split_reasoning
+from forge.server.splitting import ReasoningSplitter
 from tests.server.conftest import Server
 from tests.small_models import write_small_qwen3
 
@@ -120,9 +121,9 @@ def test_the_native_endpoint_says_what_each_token_cost_and_why(server):
 # Reasoning
 
 
-def cut(text: str, places: list[int]) -> tuple[str, str]:
+def cut(text: str, places: Sequence[int] = (), inside: bool = False) -> tuple[str, str]:
     """What the splitter makes of `text` when it comes in pieces."""
-    splitter, parts, start = ReasoningSplitter(), [], 0
+    splitter, parts, start = ReasoningSplitter(inside), [], 0
     for place in sorted({place % (len(text) + 1) for place in places}):
         parts.append(splitter.push(text[start:place]))
         start = place
@@ -135,7 +136,7 @@ def cut(text: str, places: list[int]) -> tuple[str, str]:
     st.lists(st.integers(0, 99)),
 )
 def test_reasoning_does_not_depend_on_how_the_text_is_cut(text, places):
-    assert cut(text, places) == split_reasoning(text)
+    assert cut(text, places) == cut(text)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +151,11 @@ def test_reasoning_does_not_depend_on_how_the_text_is_cut(text, places):
     ],
 )
 def test_reasoning_is_told_from_the_answer(text, expected):
-    assert split_reasoning(text) == expected
+    assert cut(text) == expected
 
 
 def test_a_prompt_that_ends_inside_the_thinking_begins_with_reasoning():
-    assert split_reasoning("hm\n</think>\n\nYes.", inside=True) == ("hm", "Yes.")
+    assert cut("hm\n</think>\n\nYes.", inside=True) == ("hm", "Yes.")
 
 
 def chat(server, text: str) -> tuple[dict, list[dict]]:
@@ -178,7 +179,7 @@ def terse(tmp_path_factory):
 @pytest.mark.parametrize("text", ["<think>ab", "<think>\na", "<thin", "a<think>b", "ab"])
 def test_a_tag_that_comes_byte_by_byte_is_told_from_the_answer(terse, text):
     message, deltas = chat(terse, text)
-    reasoning, answer = split_reasoning(text)
+    reasoning, answer = cut(text)
     assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, answer)
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == reasoning
     assert "".join(delta.get("content", "") for delta in deltas) == answer

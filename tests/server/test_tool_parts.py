@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.server.tools import ToolCallSplitter, split_tool_calls
+from forge.server.splitting import ToolCallSplitter
 
 NAMES = {"weather", "time"}
 ROME, NOON = '{"city": "Rome"}', '{"at": "no}<on\\"", "in": [{}]}'
@@ -40,17 +40,19 @@ CASES = {
 }
 
 
-def calls_of(found: list[dict]) -> list[tuple[str, str]]:
-    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in found)
-    assert len({call["id"] for call in found}) == len(found)
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in found]
+def whole(text: str, is_cut: bool = False) -> tuple[str, list[tuple[str, str]]]:
+    """The content, and the calls by name and arguments, of a text that comes in one piece."""
+    splitter = ToolCallSplitter(NAMES)
+    content, calls = splitter.push(text)
+    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
+    assert len({call["id"] for call in calls}) == len(calls)
+    return content + splitter.finish(is_cut), [tuple(call["function"].values()) for call in calls]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_content_and_calls_of_a_whole_text(name):
     text, content, calls = CASES[name]
-    found = split_tool_calls(text, NAMES)
-    assert (found[0], calls_of(found[1])) == (content, calls)
+    assert whole(text) == (content, calls)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +67,7 @@ def test_content_and_calls_of_a_whole_text(name):
     ],
 )
 def test_the_beginning_of_a_call_that_was_cut_is_no_content(text, content, calls):
-    found = split_tool_calls(text, NAMES, is_cut=True)
-    assert (found[0], calls_of(found[1])) == (content, calls)
+    assert whole(text, is_cut=True) == (content, calls)
 
 
 @pytest.mark.parametrize("length", [1, 7, 1000])
