@@ -11,8 +11,10 @@ from typing import Any
 
 from forge.server.messages import prompt_id
 from forge.trace.explain import explain_admission, explain_finish, explain_preempted, explain_wait
+from forge.trace.records import DraftCycle
+from forge.trace.request_timeline import RequestTimeline
 from forge.trace.speculation_summary import DraftTotals, add_cycles
-from forge.trace.timeline import DraftCycle, RequestTimeline, Timeline
+from forge.trace.timeline import Timeline
 from forge.views.json_output import as_object, picked, plain
 
 MAX_ENDED = 256
@@ -85,16 +87,15 @@ def _events(request: RequestTimeline, sample: int) -> list[Event]:
     def tell(step: int, event: str, why: str, **facts: Any) -> None:
         events.append({"step": step, "sample": sample, "event": event, "why": why} | facts)
 
-    for preemption in request.preemptions:
-        tell(preemption.step, "preempt", explain_preempted(preemption), tokens_lost=preemption.record.tokens_lost)
     for wait in request.waits:
+        if wait.preemption is not None:
+            tell(wait.first_step, "preempt", explain_preempted(wait), tokens_lost=wait.preemption.tokens_lost)
         reason = as_object(wait.causes[-1].reason) if wait.causes else None
         until = wait.first_step + wait.num_steps - 1
         tell(wait.first_step, "wait", explain_wait(wait, request.seq_id), until_step=until, reason=reason)
-    for admission in request.admissions:
-        record = admission.record
-        facts = {"num_cached": record.num_cached, "num_blocks": record.num_blocks}
-        tell(admission.step, "admit", f"admitted: {explain_admission(record)}", **facts)
+    for step, admission in request.admissions:
+        facts = {"num_cached": admission.num_cached, "num_blocks": admission.num_blocks}
+        tell(step, "admit", f"admitted: {explain_admission(admission)}", **facts)
     if request.finish is not None and request.finished_step is not None:
         tell(request.finished_step, "finish", f"ended: {explain_finish(request.finish)}")
     return events
@@ -103,7 +104,7 @@ def _events(request: RequestTimeline, sample: int) -> list[Event]:
 def _draft_totals(cycles: Sequence[DraftCycle]) -> list[DraftTotals]:
     totals: dict[str, DraftTotals] = {}
     for _, step in groupby(cycles, key=lambda cycle: cycle.step):
-        add_cycles(totals, [(cycle.proposer, cycle.num_proposed, cycle.num_accepted, cycle.won) for cycle in step])
+        add_cycles(totals, list(step))
     return list(totals.values())
 
 

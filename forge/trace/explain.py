@@ -32,7 +32,7 @@ from forge.trace.records import (
     SpecDecision,
     Undrafted,
 )
-from forge.trace.timeline import Cause, Preemption, RequestTimeline, Wait
+from forge.trace.request_timeline import Cause, RequestTimeline, Wait
 
 Reason = WaitReason | HostPoolFull | PoolExhausted
 NameOf = Callable[[int], str]
@@ -177,9 +177,11 @@ def explain_finish(finish: FinishRecord) -> str:
 
 def explain_request(request: RequestTimeline) -> tuple[str, ...]:
     """Return a line for each wait and each preemption of a sequence, and for an end that needs a reason, in order."""
-    told = [(wait.first_step, 1, explain_wait(wait, request.seq_id)) for wait in request.waits]
-    told += [(preemption.step, 0, explain_preempted(preemption)) for preemption in request.preemptions]
-    lines = [line for _, _, line in sorted(told)]
+    lines = []
+    for wait in request.waits:
+        if wait.preemption is not None:
+            lines.append(explain_preempted(wait))
+        lines.append(explain_wait(wait, request.seq_id))
     if request.finish is not None and (request.finish.why is not None or request.finish.error is not None):
         lines.append(f"ended: {explain_finish(request.finish)}")
     return tuple(lines)
@@ -187,7 +189,7 @@ def explain_request(request: RequestTimeline) -> tuple[str, ...]:
 
 def explain_wait(wait: Wait, seq_id: int) -> str:
     """Explain a wait: `waited 12 steps (31.0 ms): queued behind seq 32, which needed 8 blocks and 2 were free`."""
-    again = " again" if wait.after == "preemption" else ""
+    again = "" if wait.preemption is None else " again"
     verb = "waited" if wait.ended else "has waited"
     begin = f"{verb}{again} {_plural(wait.num_steps, 'step')} ({two_digits(wait.seconds * 1e3)} ms)"
     texts = [_because(cause, seq_id) for cause in wait.causes]
@@ -197,19 +199,20 @@ def explain_wait(wait: Wait, seq_id: int) -> str:
     return f"{begin}: {'; '.join(texts)}" if texts else begin
 
 
-def explain_preempted(preemption: Preemption) -> str:
-    """Explain a preemption that is over: `preempted at step 40, victim of seq 12: needed 1, free 0; lifo; 37 tokens
-    recomputed`."""
-    record = preemption.record
+def explain_preempted(wait: Wait) -> str:
+    """Explain the preemption that began a wait: `preempted at step 40, victim of seq 12: needed 1, free 0; lifo; 37
+    tokens recomputed`."""
+    record = wait.preemption
+    assert record is not None, "this wait began with an arrival"
     if record.preemption == "swap":
         cost = "swapped to the host's pool, no token recomputed"
     elif record.tokens_lost == 0:
         cost = "no token had been computed"
-    elif preemption.tokens_recomputed == record.tokens_lost:
+    elif wait.tokens_recomputed == record.tokens_lost:
         cost = f"{_plural(record.tokens_lost, 'token')} recomputed"
     else:
-        cost = f"{_plural(record.tokens_lost, 'token')} lost, {preemption.tokens_recomputed} recomputed"
-    return f"preempted at step {preemption.step}, {_victim_of(record, _seq)}; {cost}{_fallback(record)}"
+        cost = f"{_plural(record.tokens_lost, 'token')} lost, {wait.tokens_recomputed} recomputed"
+    return f"preempted at step {wait.first_step}, {_victim_of(record, _seq)}; {cost}{_fallback(record)}"
 
 
 def _because(cause: Cause, seq_id: int) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 from forge.trace.explain import class_name, explain_admission, explain_finish, explain_preempted, explain_wait
 from forge.trace.recorder import Trace
 from forge.trace.records import StepRecord
-from forge.trace.timeline import RequestTimeline, Wait, timeline_of
+from forge.trace.request_timeline import RequestTimeline
+from forge.trace.timeline import timeline_of
 
 ENGINE, SEQUENCES = 1, 2
 """Process ids."""
@@ -32,9 +33,8 @@ def perfetto_object(trace: Trace) -> dict[str, Any]:
     for step in trace.steps:
         events += _step_events(step, origin)
         events += _sequence_events(step, origin)
-    by_number = {step.step: step for step in trace.steps}
     for request in requests:
-        events += _request_events(request, by_number, origin)
+        events += _request_events(request, origin)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -85,24 +85,16 @@ def _sequence_events(step: StepRecord, origin: float) -> Iterator[Event]:
         yield _instant(finish.seq_id, f"finished: {finish.reason}", start + duration, why=explain_finish(finish))
 
 
-def _request_events(request: RequestTimeline, steps: dict[int, StepRecord], origin: float) -> Iterator[Event]:
+def _request_events(request: RequestTimeline, origin: float) -> Iterator[Event]:
     """Yield a request's waits and preemptions, with the cost that is known only afterwards."""
     for wait in request.waits:
-        begun = _us(_wait_start(request, wait, steps), origin)
+        begun = _us(wait.since, origin)
         kind = type(wait.causes[-1].reason).__name__ if wait.causes else "queue"
         why = explain_wait(wait, request.seq_id)
         yield _slice(SEQUENCES, request.seq_id + 1, f"waits: {kind}", begun, wait.seconds * 1e6, why=why)
-    for preemption in request.preemptions:
-        record, at = preemption.record, _us(steps[preemption.step].started, origin)
-        facts = {name: getattr(record, name) for name in _PREEMPTION_FACTS}
-        yield _instant(request.seq_id, "preempted", at, **facts, why=explain_preempted(preemption))
-
-
-def _wait_start(request: RequestTimeline, wait: Wait, steps: dict[int, StepRecord]) -> float:
-    if wait.after == "arrival" and request.arrived is not None and request.sample == 0:
-        return request.arrived
-    first = steps.get(wait.first_step)
-    return first.started if first else (request.first_token or 0.0)
+        if wait.preemption is not None:
+            facts = {name: getattr(wait.preemption, name) for name in _PREEMPTION_FACTS}
+            yield _instant(request.seq_id, "preempted", begun, **facts, why=explain_preempted(wait))
 
 
 def _us(seconds: float, origin: float) -> float:

@@ -5,7 +5,7 @@ the engine, so any module may import them, and writing one as JSON loses nothing
 `forge.trace.explain` puts them into words.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
@@ -585,6 +585,11 @@ class SpecCycle:
         return CachedPositions(before, written, min(written, self.start + self.num_accepted))
 
     @property
+    def num_proposed(self) -> int:
+        """The number of proposed tokens."""
+        return len(self.proposed)
+
+    @property
     def num_accepted(self) -> int:
         """The number of accepted tokens."""
         return sum(verdict.accepted for verdict in self.verdicts)
@@ -593,3 +598,24 @@ class SpecCycle:
     def num_emitted(self) -> int:
         """The number of tokens that the sequence got from this cycle."""
         return len(self.emitted)
+
+    def in_numbers(self, step: int) -> "DraftCycle":
+        """Return the cycle of this step without its tokens."""
+        return DraftCycle(step, *[getattr(self, name) for name in _CYCLE_NUMBERS])
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCycle:
+    """A `SpecCycle` in numbers, for a timeline, which keeps all of them."""
+
+    step: int
+    proposer: str
+    num_proposed: int
+    num_accepted: int
+    num_emitted: int
+    won: bool
+    target_positions: CachedPositions
+    draft_positions: CachedPositions | None
+
+
+_CYCLE_NUMBERS = [field.name for field in fields(DraftCycle)][1:]

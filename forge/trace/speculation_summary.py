@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from forge.trace.records import SpecCycle, StepRecord
+from forge.trace.records import DraftCycle, SpecCycle, StepRecord
 
 
 @dataclass
@@ -49,23 +49,22 @@ class DraftTotals:
         return self.accepted / self.proposed if self.proposed else 0.0
 
 
-def add_cycles(totals: dict[str, DraftTotals], cycles: Iterable[tuple[str, int, int, bool]]) -> None:
-    """Count the cycles of one sequence in one step, one per proposer: its name, how many tokens it proposed, how many
-    of them were accepted, and whether it won."""
-    proposed = [cycle for cycle in cycles if cycle[1]]
-    for cycle in proposed:
-        rivals = [rival[2] for rival in proposed if rival is not cycle]
-        totals.setdefault(cycle[0], DraftTotals(cycle[0])).add(*cycle[1:], max(rivals, default=0))
+def add_cycles(totals: dict[str, DraftTotals], cycles: Sequence[SpecCycle] | Sequence[DraftCycle]) -> None:
+    """Count the cycles of one sequence in one step, one per proposer."""
+    for cycle in cycles:
+        if cycle.num_proposed:
+            best_other = max([rival.num_accepted for rival in cycles if rival is not cycle], default=0)
+            total = totals.setdefault(cycle.proposer, DraftTotals(cycle.proposer))
+            total.add(cycle.num_proposed, cycle.num_accepted, cycle.won, best_other)
 
 
 def draft_totals(steps: Iterable[Sequence[SpecCycle]]) -> tuple[DraftTotals, ...]:
     """Return the totals of every proposer that proposed, from the cycles of each step."""
     totals: dict[str, DraftTotals] = {}
     for cycles in steps:
-        by_sequence: dict[int, list[tuple[str, int, int, bool]]] = defaultdict(list)
+        by_sequence: dict[int, list[SpecCycle]] = defaultdict(list)
         for cycle in cycles:
-            numbers = (cycle.proposer, len(cycle.proposed), cycle.num_accepted, cycle.won)
-            by_sequence[cycle.seq_id].append(numbers)
+            by_sequence[cycle.seq_id].append(cycle)
         for cycles_of_sequence in by_sequence.values():
             add_cycles(totals, cycles_of_sequence)
         for name, milliseconds in {cycle.proposer: cycle.draft_ms for cycle in cycles if cycle.proposed}.items():

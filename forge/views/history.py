@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forge.trace.records import EndRecord, StepRecord
-from forge.trace.timeline import RequestTimeline, Timeline
+from forge.trace.request_timeline import RequestTimeline
+from forge.trace.timeline import Timeline
 from forge.views.summary import RunLabel
 
 _QUEUE_SHOWN = 64
@@ -61,8 +62,7 @@ class History:
 
     def end(self, ends: Sequence[EndRecord]) -> None:
         """Note that requests have ended, some of them perhaps between two steps."""
-        for record in ends:
-            self._timeline.end_request(record)
+        self._timeline.end_requests(ends)
 
     def requests(self) -> tuple[RequestTimeline, ...]:
         """Return the timeline of every sequence until now."""

@@ -9,7 +9,7 @@ from rich.text import Text
 from forge.errors import UsageError
 from forge.trace.explain import class_name, explain_admission, explain_preempted, explain_wait
 from forge.trace.records import StepRecord
-from forge.trace.timeline import RequestTimeline
+from forge.trace.request_timeline import RequestTimeline
 from forge.views.formatting import NOTHING, count, ms, plural
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.scheduler import finish_text
@@ -61,15 +61,12 @@ def story_of(request: RequestTimeline, records: Sequence[StepRecord]) -> list[Ev
         tokens = "" if request.num_prompt_tokens is None else f" with {plural(request.num_prompt_tokens, 'token')}"
         events.append(Event(0, 0, request.arrived, "arrives", f"a prompt{tokens}"))
     for wait in request.waits:
-        last = wait.first_step + max(0, wait.num_steps - 1)
-        text = explain_wait(wait, request.seq_id)
-        events.append(Event(wait.first_step, last, began.get(wait.first_step, 0.0), "waits", text))
-    for admission in request.admissions:
-        text = explain_admission(admission.record)
-        events.append(Event(admission.step, admission.step, began.get(admission.step, 0.0), "admitted", text))
-    for preemption in request.preemptions:
-        text = explain_preempted(preemption).partition(", ")[2]
-        events.append(Event(preemption.step, preemption.step, began.get(preemption.step, 0.0), "preempted", text))
+        first, last, seconds = wait.first_step, wait.first_step + wait.num_steps - 1, began.get(wait.first_step, 0.0)
+        if wait.preemption is not None:
+            events.append(Event(first, first, seconds, "preempted", explain_preempted(wait).partition(", ")[2]))
+        events.append(Event(first, last, seconds, "waits", explain_wait(wait, request.seq_id)))
+    for step, admission in request.admissions:
+        events.append(Event(step, step, began.get(step, 0.0), "admitted", explain_admission(admission)))
     if request.finish is not None and request.finished_step is not None:
         step = request.finished_step
         events.append(Event(step, step, ended.get(step, 0.0), "ends", finish_text(request.finish)))

@@ -27,7 +27,8 @@ from forge.trace.explain import (
     explain_wait,
 )
 from forge.trace.records import AdmitRecord, FinishRecord, PreemptRecord, WaitRecord
-from forge.trace.timeline import Cause, Preemption, Wait, timeline_of
+from forge.trace.request_timeline import Cause, Wait
+from forge.trace.timeline import timeline_of
 from tests.trace.runs import crowded
 from tests.trace.test_timeline import step
 
@@ -57,7 +58,7 @@ LOST = PreemptRecord(1, 12, 1, 0, "lifo", "recompute", 37, 3)
 
 
 def wait(*causes: Cause, **fields) -> Wait:
-    return replace(Wait("arrival", 1, 12, 0.031, causes), **fields)
+    return replace(Wait(1, 0.0, None, 12, 0.031, causes, ended=True), **fields)
 
 
 def test_no_reason_is_missing():
@@ -95,7 +96,7 @@ def test_a_wait_behind_another_sequence(cause, said):
 
 
 def test_each_part_of_a_wait_has_its_steps():
-    told = wait(Cause(NoBlocks(8, 2), 1, 11), Cause(MaxNumSeqs(3), 2, 1), after="preemption", ended=False)
+    told = wait(Cause(NoBlocks(8, 2), 1, 11), Cause(MaxNumSeqs(3), 2, 1), preemption=LOST, ended=False)
     assert explain_wait(told, 2) == (
         "has waited again 12 steps (31.0 ms): for 11 steps queued behind seq 1, which needed 8 blocks and 2 were free; "
         "for 1 step 3 sequences ran, the limit (--max-num-seqs)"
@@ -127,16 +128,17 @@ def test_a_preemption_in_its_step():
 
 
 @pytest.mark.parametrize(
-    ("preemption", "said"),
+    ("lost", "recomputed", "said"),
     [
-        (Preemption(40, LOST, 37), "37 tokens recomputed"),
-        (Preemption(40, LOST, 5), "37 tokens lost, 5 recomputed"),
-        (Preemption(40, replace(LOST, tokens_lost=0)), "no token had been computed"),
-        (Preemption(40, replace(LOST, preemption="swap")), "swapped to the host's pool, no token recomputed"),
+        (LOST, 37, "37 tokens recomputed"),
+        (LOST, 5, "37 tokens lost, 5 recomputed"),
+        (replace(LOST, tokens_lost=0), 0, "no token had been computed"),
+        (replace(LOST, preemption="swap"), 0, "swapped to the host's pool, no token recomputed"),
     ],
 )
-def test_what_a_preemption_cost(preemption, said):
-    assert explain_preempted(preemption) == f"preempted at step 40, victim of seq 12: needed 1, free 0; lifo; {said}"
+def test_what_a_preemption_cost(lost, recomputed, said):
+    preempted = wait(first_step=40, preemption=lost, tokens_recomputed=recomputed)
+    assert explain_preempted(preempted) == f"preempted at step 40, victim of seq 12: needed 1, free 0; lifo; {said}"
 
 
 @pytest.mark.parametrize(

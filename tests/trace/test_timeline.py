@@ -8,6 +8,7 @@ import pytest
 
 from forge.engine.sampling_params import SamplingParams
 from forge.reasons import Deferred, MaxNumSeqs, NoBlocks
+from forge.trace import interrupts, request_timeline
 from forge.trace import timeline as timeline_module
 from forge.trace.records import (
     AdmitRecord,
@@ -24,7 +25,8 @@ from forge.trace.records import (
     TokenVerdict,
     WaitRecord,
 )
-from forge.trace.timeline import Cause, Timeline, timeline_of
+from forge.trace.request_timeline import Cause
+from forge.trace.timeline import Timeline, timeline_of
 from tests.engine.schedules import waiting
 from tests.engine.scripted import muddled, new_engine, run_all
 from tests.trace.runs import crowded
@@ -111,27 +113,26 @@ def test_an_arrival_that_was_told_at_once_is_not_counted_again():
     run = crowded("recompute", "prefix", 2)
     timeline = Timeline()
     for record in run.steps:
-        for request in record.arrived:
-            timeline.arrive(request)
-        timeline.add(record)
-    for end in run.ends:
-        timeline.end_request(end)
+        timeline.journal.extend((*record.arrived, record))
+        timeline.read()
+    timeline.end_requests(run.ends)
     assert timeline.requests() == timeline_of(run.steps, run.ends).requests()
 
 
 def test_a_request_that_ended_before_any_step_stays_forgotten():
     timeline = Timeline()
-    timeline.arrive(arrival(0, samples=2))
+    timeline.journal.append(arrival(0, samples=2))
+    timeline.read()
     for seq_id in (0, 1):
         timeline.end(seq_id, "abort")
         timeline.forget(seq_id)
-    timeline.add(replace(step(1), arrived=(arrival(0, samples=2),)))
-    assert timeline.requests() == () and timeline.queue() == () and not timeline._told
+    timeline.journal.append(replace(step(1), arrived=(arrival(0, samples=2),)))
+    assert timeline.requests() == () and timeline.queue() == ()
 
 
 def test_before_it_runs_a_request_has_metrics_and_a_wait():
     timeline = timeline_of([step(1, (0,), arrived=(0,))])
-    timeline.arrive(arrival(1, 1.6))
+    timeline.journal.append(arrival(1, 1.6))
     assert timeline.metrics(1) == RequestMetrics(4, 0, 1.6, None, None)
     assert timeline.queue() == (1,) and timeline.request(1).waits == []
     timeline.add(step(2, (0,), waiting=(WaitRecord(1, MaxNumSeqs(1)),)))
@@ -149,7 +150,7 @@ def test_what_is_forgotten_takes_no_memory():
     for one in timeline.requests():
         timeline.end(one.seq_id, "abort")
         timeline.forget(one.seq_id)
-    for name in ("_sequences", "_seq_ids", "_waiting", "_running", "_refused"):
+    for name in ("_sequences", "_waiting", "_running", "_refused"):
         assert not getattr(timeline, name), name
 
 
@@ -284,8 +285,8 @@ def test_what_a_preemption_cost_is_known_at_the_next_admission():
     assert timeline_of(steps[:3]).request(1).tokens_recomputed == 0
     found = timeline_of(steps).request(1)
     assert (found.times_preempted, found.tokens_recomputed, found.steps_waited) == (1, 5, 2)
-    assert [(one.after, one.first_step, one.num_steps) for one in found.waits] == [("preemption", 2, 2)]
-    assert [(one.step, one.record.how) for one in found.admissions] == [(1, "new"), (4, "recompute")]
+    assert [(wait.preemption, wait.first_step, wait.num_steps) for wait in found.waits] == [(lost, 2, 2)]
+    assert [(number, admission.how) for number, admission in found.admissions] == [(1, "new"), (4, "recompute")]
 
 
 def test_an_abort_between_steps_ends_a_timeline():
@@ -371,6 +372,8 @@ def test_ctrl_c_at_any_line_while_the_journal_is_read_loses_nothing():
         FinishRecord(1, "abort"),
     ]
 
+    files = {module.__file__ for module in (interrupts, request_timeline, timeline_module)}
+
     def read(line: int) -> tuple[tuple, bool]:
         """What a timeline holds that is interrupted before this line, and whether there is such a line."""
         timeline, left = Timeline(), line
@@ -378,7 +381,7 @@ def test_ctrl_c_at_any_line_while_the_journal_is_read_loses_nothing():
 
         def trace(frame, event, argument):
             nonlocal left
-            if frame.f_code.co_filename != timeline_module.__file__:
+            if frame.f_code.co_filename not in files:
                 return None
             left -= event == "line"
             if left < 0:
