@@ -7,6 +7,7 @@ import numpy as np
 from forge.gguf.ggml_types import GGMLType, GGUFValueType, row_nbytes
 from forge.gguf.writer import NewTensor, TypedValue, random_weights, write_gguf
 from forge.model.config import Qwen3Config, expected_tensors
+from forge.model.synth import hyper_parameters
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("Ġ t", "h e", "i n", "Ġ a", "e r", "Ġt he", "o n", "Ġ s", "r e", "a t")
@@ -44,7 +45,13 @@ def small_tokenizer(vocab_size: int | None = None) -> dict[str, object]:
 
 def small_metadata(config: Qwen3Config) -> dict[str, object]:
     """The metadata of a whole file for `config`, as llama.cpp's converter writes it."""
-    entries = _dense_metadata(config)
+    entries = {
+        "general.architecture": "qwen3",
+        "general.name": "small random qwen3",
+        "general.quantization_version": 2,
+        **hyper_parameters(config),
+        **small_tokenizer(config.vocab_size),
+    }
     if not config.num_experts:
         return entries
     entries = {name.replace("qwen3.", "qwen3moe.", 1): value for name, value in entries.items()}
@@ -53,25 +60,6 @@ def small_metadata(config: Qwen3Config) -> dict[str, object]:
         "qwen3moe.expert_count": config.num_experts,
         "qwen3moe.expert_used_count": config.num_experts_per_tok,
         "qwen3moe.expert_feed_forward_length": config.intermediate_size,
-    }
-
-
-def _dense_metadata(config: Qwen3Config) -> dict[str, object]:
-    return {
-        "general.architecture": "qwen3",
-        "general.name": "small random qwen3",
-        "general.quantization_version": 2,
-        "qwen3.block_count": config.num_layers,
-        "qwen3.context_length": config.max_position_embeddings,
-        "qwen3.embedding_length": config.hidden_size,
-        "qwen3.feed_forward_length": config.intermediate_size,
-        "qwen3.attention.head_count": config.num_attention_heads,
-        "qwen3.attention.head_count_kv": config.num_key_value_heads,
-        "qwen3.attention.key_length": config.head_dim,
-        "qwen3.attention.value_length": config.head_dim,
-        "qwen3.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "qwen3.rope.freq_base": config.rope_theta,
-        **small_tokenizer(config.vocab_size),
     }
 
 

@@ -384,16 +384,7 @@ def _metadata(config: Qwen3Config, kind: Quantization, name: str) -> dict[str, o
         "general.description": "random weights, for measuring: what it says is noise",
         "general.file_type": kind.file_type,
         "general.quantization_version": 2,
-        "qwen3.block_count": config.num_layers,
-        "qwen3.context_length": config.max_position_embeddings,
-        "qwen3.embedding_length": config.hidden_size,
-        "qwen3.feed_forward_length": config.intermediate_size,
-        "qwen3.attention.head_count": config.num_attention_heads,
-        "qwen3.attention.head_count_kv": config.num_key_value_heads,
-        "qwen3.attention.key_length": config.head_dim,
-        "qwen3.attention.value_length": config.head_dim,
-        "qwen3.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "qwen3.rope.freq_base": config.rope_theta,
+        **hyper_parameters(config),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
         "tokenizer.ggml.tokens": vocabulary.tokens,
@@ -404,6 +395,22 @@ def _metadata(config: Qwen3Config, kind: Quantization, name: str) -> dict[str, o
         "tokenizer.ggml.padding_token_id": vocabulary.id_of("<|endoftext|>"),
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": QWEN3_CHAT_TEMPLATE,
+    }
+
+
+def hyper_parameters(config: Qwen3Config) -> dict[str, object]:
+    """Return the metadata from which `Qwen3Config.from_gguf` reads a dense model's sizes."""
+    return {
+        "qwen3.block_count": config.num_layers,
+        "qwen3.context_length": config.max_position_embeddings,
+        "qwen3.embedding_length": config.hidden_size,
+        "qwen3.feed_forward_length": config.intermediate_size,
+        "qwen3.attention.head_count": config.num_attention_heads,
+        "qwen3.attention.head_count_kv": config.num_key_value_heads,
+        "qwen3.attention.key_length": config.head_dim,
+        "qwen3.attention.value_length": config.head_dim,
+        "qwen3.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "qwen3.rope.freq_base": config.rope_theta,
     }
 
 

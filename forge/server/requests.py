@@ -14,21 +14,10 @@ from forge.errors import UsageError
 from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
 from forge.grammar.thinking import thinks
 from forge.grammar.vocabulary import Vocabulary
+from forge.server import schema
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError, validation_error
 from forge.server.fields import UNSUPPORTED_IN_MESSAGES, check_supported, unsupported
-from forge.server.schema import (
-    ChatRequest,
-    ChatTemplateVariables,
-    CompletionRequest,
-    Conversation,
-    CutPrompt,
-    Message,
-    OpenAiRequest,
-    RequestBody,
-    Sampling,
-    TokenizeRequest,
-)
 from forge.server.settings import Limits
 from forge.server.structured import param_of, parts_of, shown_call, shown_tools, structured_output
 from forge.tokenizer import Tokenizer
@@ -93,7 +82,7 @@ class RequestReader:
             )
         return name or self.model_names[0]
 
-    def accept(self, body: RequestBody) -> str:
+    def accept(self, body: schema.RequestBody) -> str:
         """Return the model's name as the answer has it. Raises `ApiError` for another model, and for a parameter that
         requests what this server does not do."""
         undeclared = body.model_extra or {}
@@ -102,7 +91,7 @@ class RequestReader:
             raise unsupported("best_of")
         return self.model(body.model)
 
-    def cut_of(self, body: CutPrompt, max_tokens: int | None = 0) -> Cut | None:
+    def cut_of(self, body: schema.CutPrompt, max_tokens: int | None = 0) -> Cut | None:
         """Return how a body wants long prompts cut; None if it does not. max_tokens: of the answer, for which room is
         left if the body asks to keep as much as fits."""
         number = body.truncate_prompt_tokens
@@ -145,7 +134,7 @@ class RequestReader:
         token_ids = cut.applied(await self.encode(part, param, parse=parse, bos=bos))
         return Prompt(self.checked_ids(token_ids, param), self.tokenizer.decode(token_ids))
 
-    async def chat_prompt(self, body: Conversation, cut: Cut | None = None) -> Prompt:
+    async def chat_prompt(self, body: schema.Conversation, cut: Cut | None = None) -> Prompt:
         """Write a conversation as the model's chat template does."""
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
@@ -241,7 +230,7 @@ class RequestReader:
             )
         return asked
 
-    def completion_params(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> SamplingParams:
+    def completion_params(self, body: schema.CompletionRequest, prompts: Sequence[Prompt]) -> SamplingParams:
         longest = max(len(prompt.token_ids) for prompt in prompts)
         max_tokens = self.max_tokens(body.max_tokens, DEFAULT_TOKENS, longest, "max_tokens")
         if max_tokens == 0 and not body.echo:
@@ -255,7 +244,9 @@ class RequestReader:
             scored = 0
         return self.params(body, len(prompts), max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
 
-    def chat_params(self, body: ChatRequest, num_prompt_tokens: int, is_thinking: bool = False) -> SamplingParams:
+    def chat_params(
+        self, body: schema.ChatRequest, num_prompt_tokens: int, is_thinking: bool = False
+    ) -> SamplingParams:
         """Build the sampling parameters of a chat. Raises `ApiError`. is_thinking: the prompt ends inside the thinking
         part."""
         self._check_logprobs(body.top_logprobs, "top_logprobs")
@@ -274,7 +265,7 @@ class RequestReader:
             fields["structured"] = replace(structured, thinking="open" if is_thinking else "may_open")
         return self.params(body, 1, max_tokens, **fields)
 
-    def _may_think(self, body: ChatRequest) -> bool:
+    def _may_think(self, body: schema.ChatRequest) -> bool:
         """Return whether thinking may come before the form: if it was requested, and before text that only tool calls
         constrain."""
         thinking = thinking_of(body)
@@ -282,7 +273,7 @@ class RequestReader:
             return body.tool_choice in (None, "auto") and thinks(self.tokenizer)
         return bool(thinking)
 
-    def params(self, body: Sampling, num_prompts: int, max_tokens: int, **fields: Any) -> SamplingParams:
+    def params(self, body: schema.Sampling, num_prompts: int, max_tokens: int, **fields: Any) -> SamplingParams:
         n, limits = body.n or 1, self.limits
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options are for streams: set stream to true", param="stream_options")
@@ -309,7 +300,7 @@ class RequestReader:
         except UsageError as error:
             raise ApiError(str(error), param=str(error).split()[0]) from None
 
-    async def compiled(self, params: SamplingParams, body: Sampling) -> SamplingParams:
+    async def compiled(self, params: SamplingParams, body: schema.Sampling) -> SamplingParams:
         """Return `params` once their grammar is known to compile within the limits. Others are read meanwhile. Raises
         `ApiError`."""
         structured = params.structured
@@ -345,23 +336,23 @@ class RequestReader:
         if number is not None and number > self.limits.max_logprobs:
             raise ApiError(f"{param} is {number}, at most {self.limits.max_logprobs} go", param=param)
 
-    def _check_prompt_logprobs(self, body: OpenAiRequest) -> None:
+    def _check_prompt_logprobs(self, body: schema.OpenAiRequest) -> None:
         self._check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         if body.stream and body.prompt_logprobs is not None:
             raise ApiError("prompt_logprobs are for whole answers: set stream to false", param="prompt_logprobs")
 
 
-def _num_chars(message: Message) -> int:
+def _num_chars(message: schema.Message) -> int:
     """Count the characters of a message's texts."""
     if isinstance(message.content, list):
         return sum([len(text) for part in message.content if isinstance(text := part.get("text"), str)])
     return len(message.content or "")
 
 
-def chat_from(fields: Mapping[str, Any]) -> ChatRequest:
+def chat_from(fields: Mapping[str, Any]) -> schema.ChatRequest:
     """Build the chat that another API's body is translated to. Raises `ApiError`."""
     try:
-        return ChatRequest.model_validate(fields)
+        return schema.ChatRequest.model_validate(fields)
     except ValidationError as error:
         raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]) from None
 
@@ -378,15 +369,15 @@ def text_parts(content: Any, kinds: Collection[str], param: str, refusal: str) -
     return [{"type": "text", "text": part.get("text")} for part in content]
 
 
-def special_of(body: Sampling | TokenizeRequest) -> dict[str, Any]:
+def special_of(body: schema.Sampling | schema.TokenizeRequest) -> dict[str, Any]:
     """Return what a body says about control tokens in a prompt's text, as arguments of `one_prompt`."""
     return {"parse": body.parse_special is not False, "bos": body.add_special_tokens}
 
 
-def thinking_of(body: Conversation) -> bool | None:
+def thinking_of(body: schema.Conversation) -> bool | None:
     """Return whether the body requests thinking; None leaves it to the template."""
-    thinking = (body.chat_template_kwargs or ChatTemplateVariables()).enable_thinking
-    if thinking is None and isinstance(body, ChatRequest) and body.reasoning_effort == "none":
+    thinking = (body.chat_template_kwargs or schema.ChatTemplateVariables()).enable_thinking
+    if thinking is None and isinstance(body, schema.ChatRequest) and body.reasoning_effort == "none":
         return False
     return thinking
 

@@ -67,8 +67,9 @@ class Service:
         stream: bool,
     ) -> tuple[str, Generation]:
         """Submit prompts once their grammar is known to compile, or resume their stream where the client asks for that;
-        return the id that the client knows the answer by. The client's leaving ends the wait. Raises `ApiError`, and
-        `UsageError` for a `Last-Event-ID` that is none."""
+        return the id that the client knows the answer by, and what follows the prompts. stream: whether their tokens
+        are wanted one by one. The client's leaving ends the wait. Raises `ApiError`, and `UsageError` for a
+        `Last-Event-ID` that is none."""
         if params.structured is not None:
             async with leaving_client(request):
                 params = await self.reader.compiled(params, body)

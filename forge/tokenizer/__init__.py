@@ -11,13 +11,4 @@ __all__ = [
     "TokenizerError",
     "TokenizerSpec",
     "spec_from_gguf",
-    "spec_from_tokenizer_json",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name == "spec_from_tokenizer_json":  # the one part that a GGUF file does not need
-        from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
-
-        return spec_from_tokenizer_json
-    raise AttributeError(f"module 'forge.tokenizer' has no attribute {name!r}")

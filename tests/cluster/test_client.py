@@ -1,6 +1,7 @@
 """A front and its engines, without Ray: requests, faults, and streams that survive the death of their engine."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from forge.cluster.launch import ClusterFront
 from forge.engine.structured_output import StructuredOutput
 from forge.engine.task import Task
 from forge.errors import UsageError
-from forge.server.app import _native_object
+from forge.server.app import _NativeAnswer
 from forge.server.engine_client import Prompt, RequestFailed
 from forge.server.exchange import _CURRENT, Exchange
 from forge.server.resumption import parse_event_id
@@ -125,8 +126,9 @@ async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_on
         answering = asyncio.create_task(client.ask("timeline", "r"))
         engines[name].kill()
         assert await answering is None, "no engine knows it any more"
-        service = SimpleNamespace(reader=SimpleNamespace(model_names=["hash"]), tokenizer=engines[name].llm.tokenizer)
-        body = _native_object(service, await generation.finished(), {"samples": [], "events": []})
+        reader, tokenizer = SimpleNamespace(model_names=["hash"]), engines[name].llm.tokenizer
+        answer = _NativeAnswer(SimpleNamespace(client=client, reader=reader, tokenizer=tokenizer))
+        body = json.loads(await answer.whole(await generation.finished()))
         assert len(body["choices"][0]["tokens"]) == 40 and body["id"] == "r"
 
 
@@ -555,11 +557,11 @@ async def test_several_prompts_of_one_request_survive_too():
 async def test_a_subscriber_to_records_sees_the_steps_of_all_engines_and_why_requests_came():
     a, b = LocalEngine(), LocalEngine()
     async with front_of(a, b, router="round-robin") as client:
-        records = client.records()
-        first = asyncio.create_task(anext(records))
+        records: asyncio.Queue = asyncio.Queue()
+        client.watch(records.put_nowait)
         await eventually(lambda: a.server._watched and b.server._watched)
         await asyncio.gather(*[read(submit(client, f"r{n}", SamplingParams(max_tokens=3))) for n in range(2)])
-        seen = [await first] + [await anext(records) for _ in range(3)]
+        seen = [await records.get() for _ in range(4)]
         assert {record.replica for record in seen} == {"a", "b"}
         assert {route.router for record in seen for route in record.routes} == {"round-robin"}
     a.kill(), b.kill()

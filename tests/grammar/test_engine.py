@@ -62,6 +62,18 @@ def test_every_form_is_kept_to_the_end(llm, structured, form):
         assert one.finish_reason == "stop" and re.fullmatch(form, one.text)
 
 
+def run_through(run) -> int:
+    """Iterate to the end, whatever Ctrl-C interrupts; return how often it did."""
+    num_interrupted = 0
+    while True:
+        try:
+            for _ in run:
+                pass
+            return num_interrupted
+        except KeyboardInterrupt:
+            num_interrupted += 1
+
+
 def test_an_output_cut_by_its_length_says_so(llm):
     output = llm.generate("Once", SamplingParams(5, structured=FORM))[0].outputs[0]
     assert (output.finish_reason, len(output.token_ids)) == ("length", 5)
@@ -123,14 +135,7 @@ def test_an_interrupted_step_changes_nothing(llm, monkeypatch):
         return whole(self, *arguments)
 
     monkeypatch.setattr(Sampler, "_emit", interrupted)
-    ended = False
-    while not ended:
-        try:
-            for _ in run:
-                pass
-            ended = True
-        except KeyboardInterrupt:
-            continue
+    assert run_through(run)
     assert [one.token_ids for output in run.outputs for one in output.outputs] == expected
 
 
@@ -148,15 +153,7 @@ def test_ctrl_c_while_the_grammar_encodes_forced_text_is_no_fault_of_the_grammar
         return whole(text, **options)
 
     monkeypatch.setattr(llm.tokenizer, "encode", interrupted)
-    ended, num_interrupted = False, 0
-    while not ended:
-        try:
-            for _ in run:
-                pass
-            ended = True
-        except KeyboardInterrupt:
-            num_interrupted += 1
-    assert num_interrupted == 3
+    assert run_through(run) == 3
     assert [one.token_ids for output in run.outputs for one in output.outputs] == expected
 
 

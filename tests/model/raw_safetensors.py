@@ -56,6 +56,16 @@ def refused(path: Path) -> SafetensorsError:
 
 
 CONFIG = small_config(vocab_size=300)
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""The sizes of `CONFIG` by transformers' names."""
 
 
 def config_json(**changes: Any) -> dict[str, Any]:

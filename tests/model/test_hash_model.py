@@ -174,7 +174,7 @@ def test_it_runs_by_name_with_every_cache(kv):
 
 
 def test_a_draft_has_a_name_and_nonsense_has_none():
-    assert isinstance(create_hash_model("hash:0.75"), HashModel)
+    assert [create_hash_model(name)._agreement for name in ("hash", "hash:0.75", "hash:0")] == [1, 0.75, 0]
     for name in ("hash:", "hash:2", "hash:most", "hash:nan"):
         with pytest.raises(UsageError, match="between 0 and 1"):
             LLM(name)

@@ -13,7 +13,7 @@ from forge.gguf.writer import NewTensor, write_gguf
 from forge.mapped_file import ModelFileError
 from forge.model.hf_directory import ModelFolderError
 from forge.model.loader import open_weights
-from tests.model.raw_safetensors import CONFIG, random_tensors, write_folder
+from tests.model.raw_safetensors import CONFIG, SMALL, random_tensors, write_folder
 from tests.model.test_transformers_parity import hugging_face_model
 from tests.small_models import small_config, small_metadata, small_tensors, write_small_qwen3
 from tests.tokenizer.conftest import tokenizer_document
@@ -39,13 +39,7 @@ def saved_classifier(folder, labels: int):
     """transformers' classifier of random weights, saved in `folder`."""
     torch.manual_seed(labels)
     config = transformers.Qwen3Config(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **SMALL,
         tie_word_embeddings=True,
         initializer_range=0.2,
         pad_token_id=299,

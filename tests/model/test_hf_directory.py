@@ -17,7 +17,7 @@ from forge.model.manual_batch import one_prefill
 from forge.model.safetensors_file import SafetensorsError
 from forge.model.weight_source import GGUFWeights, WeightSource
 from forge.tokenizer import Tokenizer, TokenizerError, TokenType
-from tests.model.raw_safetensors import CONFIG, config_json, encoded, packed, random_tensors, write_folder
+from tests.model.raw_safetensors import CONFIG, SMALL, config_json, encoded, packed, random_tensors, write_folder
 from tests.small_models import write_small_qwen3
 from tests.tokenizer.conftest import tokenizer_document
 
@@ -49,13 +49,7 @@ def test_logits_of_a_saved_model_are_those_of_transformers(tmp_path, dtype, shar
     transformers = pytest.importorskip("transformers", reason="parity needs transformers: pip install transformers")
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **SMALL,
         tie_word_embeddings=tie,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         initializer_range=0.1,

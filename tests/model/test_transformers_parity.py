@@ -6,6 +6,7 @@ import pytest
 from forge.backends.devices import create_backend
 from forge.gguf import GGUFFile
 from forge.model.config import Qwen3Config
+from forge.model.hf_directory import hugging_face_name
 from forge.model.loader import load_qwen3
 from forge.model.manual_batch import one_prefill
 from forge.model.weight_source import GGUFWeights
@@ -14,19 +15,6 @@ from tests.small_models import write_small_qwen3
 torch = pytest.importorskip("torch", reason="parity needs PyTorch: pip install torch")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers: pip install transformers")
 
-HF_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 SIZES = [
     pytest.param({"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}, id="groups of 1"),
     pytest.param({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}, id="groups of 2, wide heads"),
@@ -79,7 +67,7 @@ def hugging_face_model(config: Qwen3Config, file: GGUFFile):
     model = transformers.Qwen3ForCausalLM(hf_config).float().eval()
     frequencies = model.model.rotary_emb.inv_freq
     assert np.allclose(frequencies.numpy(), config.rope.frequencies(), rtol=2e-6), "transformers took another theta"
-    weights = {hf_name(name): torch.from_numpy(tensor.dequantize()) for name, tensor in file.tensors.items()}
+    weights = {hugging_face_name(name): torch.from_numpy(tensor.dequantize()) for name, tensor in file.tensors.items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
@@ -97,12 +85,3 @@ def rope_parameters(config: Qwen3Config) -> dict[str, object]:
         "factor": config.yarn.factor,
         "original_max_position_embeddings": config.yarn.original_max_position_embeddings,
     }
-
-
-def hf_name(name: str) -> str:
-    """`blk.0.attn_q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
-    top = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-    if not name.startswith("blk."):
-        return top[name.removesuffix(".weight")] + ".weight"
-    _, layer, kind, _ = name.split(".")
-    return f"model.layers.{layer}.{HF_NAMES[kind]}.weight"

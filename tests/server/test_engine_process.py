@@ -85,36 +85,31 @@ def test_what_is_not_streamed_comes_once(peer):
     assert not found.tokens and not found.sample_ends and found.accepted == [1]
 
 
+BROKEN = letters("z")[0]
+
+
+def fails_at_z(tokens: list[int]) -> int:
+    if tokens[-1] == BROKEN:
+        raise ZeroDivisionError("a secret")
+    return muddled(tokens)
+
+
 def test_a_failing_step_fails_its_requests_and_the_next_ones_run(peer):
-    broken = letters("z")[0]
-
-    def script(tokens):
-        if tokens[-1] == broken:
-            raise ZeroDivisionError("a secret")
-        return muddled(tokens)
-
-    one = peer(script, kv="paged", max_num_seqs=2)
-    one.submit(1, "ab", max_tokens=4, stop=["z"], logit_bias={broken: -100.0})
+    one = peer(fails_at_z, kv="paged", max_num_seqs=2)
+    one.submit(1, "ab", max_tokens=4, stop=["z"], logit_bias={BROKEN: -100.0})
     one.submit(2, "az", max_tokens=4)
     found = one.until(lambda update: len(update.ends) == 2)
     faults = {end.key: end.fault for end in found.ends}
     assert "ZeroDivisionError" in faults[2].message and "secret" not in faults[2].message
-    one.submit(3, "abc", max_tokens=4, logit_bias={broken: -100.0})
+    one.submit(3, "abc", max_tokens=4, logit_bias={BROKEN: -100.0})
     found = one.until(lambda update: update.ends)
     assert found.ends[0].fault is None and found.ends[0].output.outputs[0].finish_reason in ("stop", "length")
 
 
 def test_a_failing_step_leaves_those_alone_that_were_not_in_it(peer):
     """One may run at a time: the second generation and the question wait while the first one fails."""
-    broken = letters("z")[0]
-
-    def script(tokens):
-        if tokens[-1] == broken:
-            raise ZeroDivisionError
-        return muddled(tokens)
-
-    one = peer(script, kv="paged", max_num_seqs=1)
-    fine = {"max_tokens": 3, "logit_bias": {broken: -100.0}, "ignore_eos": True}
+    one = peer(fails_at_z, kv="paged", max_num_seqs=1)
+    fine = {"max_tokens": 3, "logit_bias": {BROKEN: -100.0}, "ignore_eos": True}
     submits = [
         Submit(1, "r1", letters("az"), SamplingParams(max_tokens=4), None, 0, "", True),
         Submit(2, "r2", letters("ab"), SamplingParams(**fine), None, 0, "", True),
@@ -126,14 +121,7 @@ def test_a_failing_step_leaves_those_alone_that_were_not_in_it(peer):
 
 
 def test_questions_fail_with_the_step_they_are_in_and_others_do_not(peer):
-    broken = letters("z")[0]
-
-    def script(tokens):
-        if tokens[-1] == broken:
-            raise ZeroDivisionError
-        return muddled(tokens)
-
-    one = peer(script, kv="paged")
+    one = peer(fails_at_z, kv="paged")
     task = Task(candidates=(0, 1))
     one.send(AskTasks(1, [(letters("a"), task), (letters("z"), task)]))
     one.send(AskTasks(2, [(letters("abc"), task)]))

@@ -8,8 +8,9 @@ from unicodedata import normalize
 
 import pytest
 
-from forge.tokenizer import Tokenizer, spec_from_tokenizer_json
+from forge.tokenizer import Tokenizer
 from forge.tokenizer.encoders import SAMPLE
+from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 
 PATH = os.environ.get("FORGE_QWEN_TOKENIZER_JSON")
 

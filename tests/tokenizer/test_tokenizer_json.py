@@ -6,7 +6,8 @@ import json
 import pytest
 
 from forge.errors import UsageError
-from forge.tokenizer import Tokenizer, TokenizerError, spec_from_tokenizer_json
+from forge.tokenizer import Tokenizer, TokenizerError
+from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 
 from .conftest import NUM_PADDING
 
