@@ -14,7 +14,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 from forge.book.chapter import Block, Check, Finding, Predict, Prose, Recap, Run, Source, Step, Verdict
-from forge.book.session import CLOSE, Session, choice_name
+from forge.book.session import CLOSE, Session, choice_name, explanation
 from forge.book.source_code import Excerpt, excerpt
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.terminal import print_hanging, unpadded
@@ -225,9 +225,9 @@ def _draw_verdict(console: Console, predict: Predict, session: Session) -> None:
     draw_prose(console, f"*{session.fill(predict.short_question)}*")
     told = Text(verdict or session.fill(predict.untold) or UNKNOWN, f"{TITLE} {ACCENT}")
     print_hanging(console, told, 0, MAX_WIDTH)
-    explanation = session.explanation(predict) if verdict else ""
-    if explanation:
-        draw_prose(console, explanation)
+    told_why = explanation(predict, session.measured) if verdict else ""
+    if told_why:
+        draw_prose(console, told_why)
 
 
 def _draw_check(console: Console, check: Check, session: Session) -> None:
