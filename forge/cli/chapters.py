@@ -142,7 +142,6 @@ def chapter(
 @command
 def next_chapter(reading: Annotated[ChapterArgs, Takes("pause")]) -> Found:
     """Go on where you stopped."""
-
     progress = load_progress()
     entry = next_entry(entries(), progress)
     if entry is None:
@@ -268,7 +267,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
 def read_chapter(ctx: typer.Context, pause: bool) -> int:
     """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
-
     values = {
         name: options.read_prompt(value) if name == "prompt" else _as_written(value)
         for name, value in ctx.params.items()
@@ -308,7 +306,6 @@ def _as_written(value: object) -> str | tuple[str, ...]:
 
 def _read(entry: "Entry", *, pause: bool, overrides: "Given | None" = None, page: int | None = None) -> int:
     """Read a chapter. page: where to go on, with what an earlier session found; None to begin."""
-
     console = open_console()
     session, progress = new_session(entry.chapter, overrides), load_progress()
     waits = pause and console.is_terminal and sys.stdin.isatty()

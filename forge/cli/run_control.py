@@ -52,7 +52,6 @@ def create_llm(engine_args: EngineArgs | str, **changed: Any) -> "LLM":
 
 
 def run_label(llm: "LLM") -> RunLabel:
-
     return RunLabel(llm.model_name, llm.kv, llm.device, llm.device_description)
 
 
@@ -279,7 +278,6 @@ def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
 
 
 def end_record(output: "RequestOutput") -> EndRecord:
-
     samples = output.outputs
     return EndRecord(
         output.request_id,
