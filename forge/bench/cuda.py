@@ -13,8 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-import typer
-
 from forge.backends.devices import why_not_cuda
 from forge.bench import kit
 from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load, load_figures
@@ -196,10 +194,7 @@ def milliseconds(seconds: float) -> str:
 def bench_cuda(
     say: Progress,
     model: Annotated[
-        str,
-        typer.Option(
-            "--model", "-m", help="qwen3-0.6b, qwen3-1.7b or qwen3-4b with random weights; or a model as elsewhere."
-        ),
+        str, option("qwen3-0.6b, qwen3-1.7b or qwen3-4b with random weights; or a model as elsewhere.", "--model", "-m")
     ] = DEFAULT_MODEL,
     type: Annotated[str, option("Of random weights: BF16, Q8_0, Q4_0, Q4_K_M, …", "--type", "-t")] = "BF16",
     only: Annotated[

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from forge import LLM, SamplingParams, __version__
+from forge import LLM, __version__
 from forge.backends.devices import why_not_cuda
-from forge.bench.cases import BLOCK_SIZE, answered, drive, unique_prompts
+from forge.bench.cases import BLOCK_SIZE, Moments, answered, unique_prompts
 from forge.bench.worker import Missing, Worker, serve_requests, timed
 from forge.engine.sampler import argmax_rows
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 from forge.model.qwen3 import Qwen3
+from forge.workload.judging import run_requests
 
 CHUNK = 512
 """Tokens of a sequence that are filled in at a time."""
@@ -112,14 +113,17 @@ class ForgeWorker(Worker):
         self._batch = self._storage = None
         for count, round_seed in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
             prompts = unique_prompts(count, prompt_tokens, self._llm.model.vocab_size, round_seed)
-            driven = drive(_Engine(self._llm), prompts, output_tokens, concurrency)
-        return answered("in process, greedy", *driven)
+            run = run_requests(self._llm.engine, prompts, output_tokens, concurrency)
+        moments = [
+            Moments(first / 1e3, end / 1e3) for first, end in zip(run.first_token_ms, run.latencies_ms, strict=True)
+        ]
+        return answered("in process, greedy", moments, run.seconds)
 
     def answer(self, prompts: Sequence[str | list[int]], output_tokens: int, concurrency: int) -> Mapping[str, Any]:
         """Run these requests in a closed loop; return output tokens per second."""
         ids = [self._llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        _, seconds = drive(_Engine(self._llm), ids, output_tokens, concurrency)
-        return {"tokens_per_second": len(prompts) * output_tokens / seconds}
+        run = run_requests(self._llm.engine, ids, output_tokens, concurrency)
+        return {"tokens_per_second": run.requests_per_second * output_tokens}
 
     def _step(self) -> float:
         """Run the batch once and return its seconds. On a GPU a step is over when the host knows its tokens."""
@@ -130,30 +134,6 @@ class ForgeWorker(Worker):
             return seconds
         (self._top_tokens, _), seconds = timed(lambda: argmax_rows(forward(self._batch, self._storage)))
         return seconds
-
-
-class _Engine:
-    """An `LLM`'s engine as a `LoadedEngine`."""
-
-    def __init__(self, llm: LLM):
-        self._engine = llm.engine
-        self._request_of: dict[int, str] = {}
-        self._count = 0
-
-    def add(self, prompt: Sequence[int], output_tokens: int) -> int:
-        self._count += 1
-        request_id = f"bench-{id(self)}-{self._count}"
-        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-        (number,) = self._engine.add_request(request_id, prompt, params)
-        self._request_of[number] = request_id
-        return number
-
-    def step(self) -> tuple[Sequence[int], Sequence[int]]:
-        record = self._engine.step()
-        ended = [finish.seq_id for finish in record.finished]
-        for number in ended:
-            self._engine.forget(self._request_of.pop(number))
-        return [token.seq_id for token in record.tokens], ended
 
 
 def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0) -> ForwardBatch:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import typer
 
 from forge.backends.devices import check_kv_dtype, kv_dtypes_of
-from forge.bench.kit import Facts, Progress, benchmark
+from forge.bench.kit import Facts, Progress, benchmark, option
 from forge.cli.arguments import Takes
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -38,6 +37,7 @@ ROWS_AT_ONCE = 64
 """Rows of logits turned into float64 probabilities at a time."""
 REFERENCE = ("reference", "float32")
 DEFAULT_MODELS = ("tales-q8_0", "tales-q4_0")
+_MODELS = "A bundled model's name, or a GGUF file; may be repeated. The others are held against the first too."
 
 
 def screen(facts: Facts) -> Iterator[Part]:
@@ -81,26 +81,14 @@ def screen(facts: Facts) -> Iterator[Part]:
 @benchmark(screen)
 def bench_quality(
     say: Progress,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="A bundled model's name, or a GGUF file; may be repeated. The others are held against the first too.",
-            show_default=", ".join(DEFAULT_MODELS),
-        ),
-    ] = None,
+    models: Annotated[list[str] | None, option(_MODELS, "--model", "-m", default=", ".join(DEFAULT_MODELS))] = None,
     kv_dtype: Annotated[
         list[str] | None,
-        typer.Option(
-            help="float32, float16, bfloat16 or int8; may be repeated.", show_default="all that the device has"
-        ),
+        option("float32, float16, bfloat16 or int8; may be repeated.", default="all that the device has"),
     ] = None,
-    device: Annotated[
-        list[str] | None, typer.Option(help="cpu, reference or cuda; may be repeated.", show_default="cpu")
-    ] = None,
-    text: Annotated[str | None, typer.Option(help="Held-out text, UTF-8.", show_default="held-out stories")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to read at most.")] = 2048,
+    device: Annotated[list[str] | None, option("cpu, reference or cuda; may be repeated.", default="cpu")] = None,
+    text: Annotated[str | None, option("Held-out text, UTF-8.", default="held-out stories")] = None,
+    tokens: Annotated[int, option("Tokens of the text to read at most.")] = 2048,
     *,
     engine: Annotated[EngineArgs, Takes("threads")],
 ) -> Facts:

@@ -8,17 +8,16 @@ from rich import markdown
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.rule import Rule
-from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.syntax import Syntax
 from rich.text import Text
 from rich.theme import Theme
 
 from forge.book.chapter import Block, Check, Finding, Predict, Prose, Recap, Run, Source, Step, Verdict
-from forge.book.session import CLOSE, Session, choice_name
+from forge.book.session import CLOSE, Session, choice_name, explanation
 from forge.book.source_code import Excerpt, excerpt
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
-from forge.views.terminal import print_hanging
+from forge.views.terminal import print_hanging, unpadded
 from forge.views.text import one_line
 
 MAX_WIDTH = 96
@@ -110,7 +109,14 @@ def draw_block(console: Console, block: Block, session: Session, height: int | N
 
 def draw_prose(console: Console, text: str) -> None:
     with console.use_theme(_THEME):
-        _print(console, _Markdown(text, hyperlinks=console.is_terminal and not console.is_dumb_terminal))
+        prose = _Markdown(text, hyperlinks=console.is_terminal and not console.is_dumb_terminal)
+        lines = [*unpadded(console, prose, min(console.width, MAX_WIDTH))]
+        while lines and not lines[0].plain:
+            lines.pop(0)
+        while lines and not lines[-1].plain:
+            lines.pop()
+        for line in lines:
+            console.print(line, soft_wrap=True)
 
 
 def draw_command(console: Console, command: str) -> None:
@@ -219,9 +225,9 @@ def _draw_verdict(console: Console, predict: Predict, session: Session) -> None:
     draw_prose(console, f"*{session.fill(predict.short_question)}*")
     told = Text(verdict or session.fill(predict.untold) or UNKNOWN, f"{TITLE} {ACCENT}")
     print_hanging(console, told, 0, MAX_WIDTH)
-    explanation = session.explanation(predict) if verdict else ""
-    if explanation:
-        draw_prose(console, explanation)
+    told_why = explanation(predict, session.measured) if verdict else ""
+    if told_why:
+        draw_prose(console, told_why)
 
 
 def _draw_check(console: Console, check: Check, session: Session) -> None:
@@ -262,28 +268,6 @@ def lines_of(console: Console, draw: Callable[[Console], None]) -> list[str]:
     with console.capture() as captured:
         draw(console)
     return captured.get().rstrip("\n").split("\n")
-
-
-def _print(console: Console, renderable) -> None:
-    """Print at a readable width, without the spaces that would pad each line to full width."""
-    options = console.options.update(width=min(console.width, MAX_WIDTH))
-    lines = console.render_lines(renderable, options, pad=False)
-    while lines and not "".join(segment.text for segment in lines[0]).strip():
-        lines.pop(0)
-    while lines and not "".join(segment.text for segment in lines[-1]).strip():
-        lines.pop()
-    for line in lines:
-        console.print(Segments([*_stripped(line), Segment.line()]), end="", soft_wrap=True)
-
-
-def _stripped(line: list[Segment]) -> list[Segment]:
-    """Return the line without trailing white space."""
-    kept = list(line)
-    while kept and not kept[-1].text.rstrip():
-        kept.pop()
-    if kept:
-        kept[-1] = Segment(kept[-1].text.rstrip(), kept[-1].style)
-    return kept
 
 
 FAILED = 1

@@ -140,18 +140,10 @@ class Session:
                 judged.append(Judged(claim, None))
         return judged
 
-    def right_choice(self, predict: Predict) -> int | None:
-        """Return the index of the right choice; None if nothing was measured that decides."""
-        return right_choice(predict, self.measured)
-
-    def answer(self, predict: Predict) -> float | None:
-        """Return the right number; None if nothing was measured that decides."""
-        return right_answer(predict, self.measured)
-
     def is_right(self, predict: Predict) -> bool | None:
         """True if the guess was right or close; None without a guess or an answer."""
         guess = self.guesses.get(predict)
-        actual = self.right_choice(predict) if predict.choices else self.answer(predict)
+        actual = right_choice(predict, self.measured) if predict.choices else right_answer(predict, self.measured)
         if guess is None or actual is None:
             return None
         return guess.value == actual if predict.choices else is_close(float(guess.value), actual)
@@ -207,7 +199,7 @@ class Session:
         return self._choice_verdict(predict) if predict.choices else self._number_verdict(predict)
 
     def _choice_verdict(self, predict: Predict) -> str | None:
-        guess, right = self.guesses.get(predict), self.right_choice(predict)
+        guess, right = self.guesses.get(predict), right_choice(predict, self.measured)
         if right is None:
             return None
         answer = f"{choice_name(right)}, {self.fill(predict.choices[right].text)}."
@@ -218,7 +210,7 @@ class Session:
         return f"You said {guess.text}, {self.fill(predict.choices[int(guess.value)].text)}. It is {answer}"
 
     def _number_verdict(self, predict: Predict) -> str | None:
-        guess, actual = self.guesses.get(predict), self.answer(predict)
+        guess, actual = self.guesses.get(predict), right_answer(predict, self.measured)
         if actual is None:
             return None
         answer = self.fill(predict.answer)
@@ -227,10 +219,6 @@ class Session:
         in_its_form = fill(predict.answer.replace(predict.expression, ANSWER), {ANSWER: guess.value})
         nearness = "exact" if in_its_form == answer else closeness(float(guess.value), actual)
         return f"You said {guess.text}. It is {answer}: your guess was {nearness}."
-
-    def explanation(self, predict: Predict) -> str:
-        """Return the text that follows the verdict for this run; empty if it does not decide."""
-        return explanation(predict, self.measured)
 
     def finding(self, finding: Finding) -> str | None:
         """Return the sentences that this run confirms; None if it does not decide."""

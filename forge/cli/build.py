@@ -81,16 +81,14 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = None, json: option
 @build.command("start")
 def start(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
     """Write the file of an exercise: what is given, and what to fill in. Never overwrites a file."""
-    folder = _folder(ctx, folder)
-    entry = _entry(number, folder)
+    folder, entry = _chosen(ctx, folder, number)
     print_started(open_console(), entry, str(session.start(entry, folder)))
 
 
 @build.command("reset")
 def reset(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
     """Begin an exercise again. Your file is kept under another name; its ✓ and its hints are forgotten."""
-    folder = _folder(ctx, folder)
-    entry = _entry(number, folder)
+    folder, entry = _chosen(ctx, folder, number)
     path, kept = session.reset(entry, folder)
     print_started(open_console(), entry, str(path), str(kept))
 
@@ -102,8 +100,7 @@ def check(ctx: typer.Context, number: Number = None, folder: FolderOption = None
 
     The exit status is 0 if it keeps them all, 1 if not.
     """
-    folder = _folder(ctx, folder)
-    entry = _entry(number, folder)
+    folder, entry = _chosen(ctx, folder, number)
     result = session.check(entry, session.path_of(entry, folder))
     report = Report(as_object(result), lambda console: print_result(console, entry, result), 0 if result.passed else 1)
     return report.as_json() if ctx.obj[1] else report
@@ -124,8 +121,7 @@ def run(
     """
     from forge.exercises import running
 
-    folder = _folder(ctx, folder)
-    entry = _entry(number, folder)
+    folder, entry = _chosen(ctx, folder, number)
     shown = running.run(entry, session.path_of(entry, folder), open_console(), str(engine_args.model))
     report = Report(
         shown.facts,
@@ -143,8 +139,7 @@ def hint(
     again: Annotated[bool, typer.Option("--again", help="Show those that you have read once more.")] = False,
 ) -> None:
     """One hint further each time; the last one stays. With --again, all that you have read."""
-    folder = _folder(ctx, folder)
-    entry = _entry(number, folder)
+    folder, entry = _chosen(ctx, folder, number)
     builds, hints = load_builds(folder), entry.exercise().hints
     read = builds.hints.get(entry.number, 0)
     if again and read:
@@ -160,8 +155,7 @@ def solution(ctx: typer.Context, number: Number = None, folder: FolderOption = N
     """The engine's own source. After passing: yours beside it, why it differs, and what each costs."""
     from forge.exercises.comparison import compare_costs
 
-    folder = _folder(ctx, folder)
-    entry = _entry(number, folder)
+    folder, entry = _chosen(ctx, folder, number)
     path = folder / entry.file_name
     has_passed = entry.number in load_builds(folder).passed and path.is_file()
     costs = compare_costs(entry, path) if has_passed else None
@@ -171,8 +165,7 @@ def solution(ctx: typer.Context, number: Number = None, folder: FolderOption = N
 @build.command("watch")
 def watch(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
     """Check again whenever the file is saved. Ctrl-C ends it."""
-    folder = _folder(ctx, folder)
-    entry = _entry(number, folder)
+    folder, entry = _chosen(ctx, folder, number)
     path, checked = session.path_of(entry, folder), None
     console = open_console()
     while True:
@@ -212,5 +205,7 @@ def _folder(ctx: typer.Context, folder: Path | None) -> Path:
     return session.find_folder(folder or ctx.obj[0])
 
 
-def _entry(number: str | None, folder: Path) -> "Entry":
-    return find_entry(number) if number is not None else next_entry(load_builds(folder)) or available()[-1]
+def _chosen(ctx: typer.Context, folder: Path | None, number: str | None) -> "tuple[Path, Entry]":
+    """Return the folder and the exercise; without a number, the one to go on with."""
+    folder = _folder(ctx, folder)
+    return folder, find_entry(number) if number is not None else next_entry(load_builds(folder)) or available()[-1]

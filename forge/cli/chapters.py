@@ -8,6 +8,7 @@ are command lines with `--only run`, run in this process.
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from forge.cli.options import OutputArgs
 from forge.cli.run_control import INTERRUPTED, Found
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.option import flag_of
+from forge.option import flag_of, option
 from forge.views.formatting import plural
 from forge.views.json_output import plain
 from forge.views.screen import Report, draw, report
@@ -42,30 +43,22 @@ UNNOTICED = 1
 
 _CHAPTER = "Chapter"
 
-OnlyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--only",
-        help="run: the experiment without the chapter's text.",
-        autocompletion=completion.one_of("run"),
-        rich_help_panel=_CHAPTER,
-    ),
-]
-PauseOption = Annotated[
-    bool,
-    typer.Option("--pause/--no-pause", help="Wait for a key after each page.", rich_help_panel=_CHAPTER),
-]
-BugOption = Annotated[
-    str | None,
-    typer.Option(
-        "--bug",
+
+@dataclass(frozen=True)
+class ChapterArgs:
+    """How a chapter is read, or what of it runs alone."""
+
+    only: str | None = option(None, "run: the experiment without the chapter's text.", _CHAPTER)
+    pause: bool = option(True, "Wait for a key after each page.", _CHAPTER)
+    bug: str | None = option(
+        None,
+        "Put one known bug back into the engine, on the bundled model, and see what catches it; a wrong NAME lists "
+        "them.",
+        _CHAPTER,
         metavar="NAME",
-        autocompletion=completion.bugs,
-        help="Put one known bug back into the engine, on the bundled model, and see what catches it; a wrong NAME "
-        "lists them.",
-        rich_help_panel=_CHAPTER,
-    ),
-]
+    )
+
+
 _NOT_GIVEN = ("only", "pause", "json")
 _ALONE = "run"
 _COUNTS = ("requests", "prompt_tokens", "max_tokens", "sequences")
@@ -146,15 +139,15 @@ def chapter(
     return parse_and_run([find(name).command, *ctx.args])
 
 
-def next_chapter(pause: PauseOption = True) -> Found:
+@command
+def next_chapter(reading: Annotated[ChapterArgs, Takes("pause")]) -> Found:
     """Go on where you stopped."""
-
     progress = load_progress()
     entry = next_entry(entries(), progress)
     if entry is None:
         open_console().print("You have finished every chapter. forge chapters lists them.")
         return 0
-    return _read(entry, pause=pause, page=progress.pages.get(entry.command))
+    return _read(entry, pause=reading.pause, page=progress.pages.get(entry.command))
 
 
 def review() -> Found:
@@ -212,23 +205,19 @@ def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Call
         declared = signature(prepare, eval_str=True)
         stated = [option for name, option in declared.parameters.items() if name != "json"]
 
-        def run(
-            ctx: typer.Context, only: str | None, pause: bool, json: bool, bug: str | None = None, **arguments: Any
-        ):
-            if bug is not None:
+        def run(ctx: typer.Context, reading: ChapterArgs, json: bool, **arguments: Any) -> Found:
+            if reading.bug is not None:
                 _check_bug_options(ctx)
-                return _run_bug(ctx.command.name or "", bug, arguments["engine"])
+                return _run_bug(ctx.command.name or "", reading.bug, arguments["engine"])
             prepared = prepare(**arguments, **({"json": json} if "json" in declared.parameters else {}))
-            if reads_chapter(only, json) and not prepared.alone:
-                return read_chapter(ctx, pause)
+            if reads_chapter(reading.only, json) and not prepared.alone:
+                return read_chapter(ctx, reading.pause)
             return prepared.run()
 
-        added: dict[str, Any] = {"only": (OnlyOption, None), "pause": (PauseOption, True)}
-        added |= {"bug": (BugOption, None)} if bugs else {}
-        added |= {"json": (options.JsonOption, False)}
+        taken = Annotated[ChapterArgs, Takes(without="" if bugs else "bug")]
         parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context), *stated]
-        for name, (kind, default) in added.items():
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        parameters.append(Parameter("reading", Parameter.KEYWORD_ONLY, annotation=taken))
+        parameters.append(Parameter("json", Parameter.KEYWORD_ONLY, default=False, annotation=options.JsonOption))
         keywords = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
         run.__signature__ = declared.replace(parameters=keywords, return_annotation=Found)  # type: ignore[attr-defined]
         run.__name__ = prepare.__name__
@@ -278,7 +267,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
 def read_chapter(ctx: typer.Context, pause: bool) -> int:
     """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
-
     values = {
         name: options.read_prompt(value) if name == "prompt" else _as_written(value)
         for name, value in ctx.params.items()
@@ -318,7 +306,6 @@ def _as_written(value: object) -> str | tuple[str, ...]:
 
 def _read(entry: "Entry", *, pause: bool, overrides: "Given | None" = None, page: int | None = None) -> int:
     """Read a chapter. page: where to go on, with what an earlier session found; None to begin."""
-
     console = open_console()
     session, progress = new_session(entry.chapter, overrides), load_progress()
     waits = pause and console.is_terminal and sys.stdin.isatty()

@@ -73,5 +73,7 @@ COMPLETIONS: dict[str, Callable[[str], list[str]]] = {
     "preemption": names_in("forge.engine.policies", "PREEMPTION_MODES"),
     "on_engine_death": one_of("exit", "restart"),
     "show": one_of("blocks"),
+    "only": one_of("run"),
+    "bug": bugs,
 }
 """The function that completes an option's value, by the name of its field."""

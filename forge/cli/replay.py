@@ -80,7 +80,6 @@ def _story(history: "History", seq_id: int) -> "Report":
 
 
 def _history(recorded: "Trace") -> "History":
-
     header = recorded.header
     label = RunLabel(header.model, header.kv, header.device, header.device_description)
     history = History(label, header.max_num_seqs, header.order)

@@ -7,7 +7,7 @@ before it are running.
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -52,7 +52,6 @@ def create_llm(engine_args: EngineArgs | str, **changed: Any) -> "LLM":
 
 
 def run_label(llm: "LLM") -> RunLabel:
-
     return RunLabel(llm.model_name, llm.kv, llm.device, llm.device_description)
 
 
@@ -206,71 +205,48 @@ def advance(
     from forge.trace.pauses import Pauses
 
     subscriber.begin(llm, engine)
-    pauses = Pauses()
+    pauses, stepper = Pauses(), None
     records: list[StepRecord] = []
-    stepped = _stepper(llm, engine, history) if subscriber.steps else None
-    if stepped is not None:
-        stepper, history = stepped
-        with interruption() as requested, stepper:
+    steps: Iterable[StepRecord] = run
+    if subscriber.steps:
+        from forge.views.stepper import Stepper
 
-            def ask(record: "StepRecord") -> bool:
+        history = history if history is not None else new_history(llm, engine)
+        stepper, steps = Stepper(open_console(), history), map(pauses.step, run)
+    ended_early = False
+    with interruption() as requested, stepper or nullcontext():
+        for record in steps:
+            records.append(record)
+            subscriber.record(record)
+            if history is not None:
+                history.feed(record)
+            if stepper is None:
+                on_step(record)
+                goes_on = not requested()
+            else:
                 with pauses.pause():
-                    return stepper.asks_for_another(requested)
-
-            left = _advance(map(pauses.step, run), run.abort, records, subscriber, history, ask)
-            if not left:
-                stepper.ended(requested)
-            interrupted = requested()
-        for record in records:
-            on_step(record)
-    else:
-
-        def show(record: "StepRecord") -> bool:
-            on_step(record)
-            return not requested()
-
-        left = False
-        with interruption() as requested:
-            interrupted = _advance(run, run.abort, records, subscriber, history, show)
+                    goes_on = stepper.asks_for_another(requested)
+            if not goes_on:
+                run.abort()
+                ended_early = True
+                break
+        if stepper is not None and not ended_early:
+            stepper.ended(requested)
+        interrupted = ended_early if stepper is None else requested()
+    for record in records if stepper is not None else ():
+        on_step(record)
     outputs = tuple(_without_pauses(output, pauses) for output in run.outputs)
     for output in outputs:
         subscriber.record(end_record(output))
     for sample in [sample for output in outputs for sample in output.outputs]:
         if sample.finish_reason == "error":
             raise ForgeError("; ".join(sample.errors))
-    return Driven(tuple(records), interrupted or left, left and not interrupted, outputs)
+    return Driven(tuple(records), interrupted or ended_early, ended_early and not interrupted, outputs)
 
 
 def _without_pauses(output: "RequestOutput", pauses: "Pauses") -> "RequestOutput":
     samples = tuple(replace(sample, metrics=pauses.metrics(sample.metrics)) for sample in output.outputs)
     return replace(output, outputs=samples)
-
-
-def _advance(
-    steps: "Iterable[StepRecord]",
-    abort: "Callable[[], None]",
-    records: "list[StepRecord]",
-    subscriber: StepSubscriber,
-    history: "History | None",
-    goes_on: "Callable[[StepRecord], bool]",
-) -> bool:
-    """Run the steps of a run while `goes_on`; return whether it was aborted because that said no."""
-    for record in steps:
-        records.append(record)
-        subscriber.record(record)
-        if history is not None:
-            history.feed(record)
-        if not goes_on(record):
-            abort()
-            return True
-    return False
-
-
-def _stepper(llm: "LLM", engine: "Engine", history: "History | None"):
-    from forge.views.stepper import Stepper
-
-    history = history if history is not None else new_history(llm, engine)
-    return Stepper(open_console(), history), history
 
 
 def new_history(llm: "LLM", engine: "Engine") -> "History":
@@ -302,7 +278,6 @@ def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
 
 
 def end_record(output: "RequestOutput") -> EndRecord:
-
     samples = output.outputs
     return EndRecord(
         output.request_id,

@@ -4,11 +4,11 @@ Nothing printed through here is read as markup, so brackets in a prompt stay bra
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -82,9 +82,14 @@ def print_lines(console: Console, lines: Iterable[Text]) -> None:
         console.print(line)
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print `table` without the spaces that would pad each of its lines to the full width."""
-    for segments in console.render_lines(table, pad=False):
+def unpadded(console: Console, renderable: RenderableType, width: int | None = None) -> Iterator[Text]:
+    """Yield the lines of a table or a text without the spaces that would pad each of them to the full width."""
+    options = console.options.update(width=width) if width else console.options
+    for segments in console.render_lines(renderable, options, pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments), no_wrap=True)
         line.rstrip()
-        console.print(line)
+        yield line
+
+
+def print_table(console: Console, table: Table) -> None:
+    print_lines(console, unpadded(console, table))

@@ -42,6 +42,8 @@ class JudgeRun:
     """Seconds from the first request to the last answer."""
     latencies_ms: tuple[float, ...]
     """Each request's milliseconds from its arrival to its last token."""
+    first_token_ms: tuple[float, ...]
+    """Each request's milliseconds from its arrival to its first token."""
     num_steps: int
     tokens_computed: int
     tokens_cached: int
@@ -63,6 +65,7 @@ class JudgeRun:
         return cls(
             seconds,
             tuple(answer.metrics.end_to_end_ms or 0.0 for answer in answers),
+            tuple(answer.metrics.time_to_first_token_ms or 0.0 for answer in answers),
             len(records),
             sum(record.tokens_computed for record in records),
             sum(answer.metrics.tokens_cached for answer in answers),

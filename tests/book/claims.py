@@ -23,7 +23,7 @@ from unittest import mock
 from forge.book.catalog import entries
 from forge.book.chapter import Block, Check, Finding, Predict, Prose, Recap
 from forge.book.given import OtherLoad
-from forge.book.session import Session
+from forge.book.session import Session, explanation
 from forge.cli import chapters
 from forge.cli.main import main
 from forge.views.formatting import NOTHING
@@ -185,7 +185,7 @@ def _wrong_in(block: Block, session: Session) -> Iterator[str]:
         if verdict is None and not block.untold:
             yield f"no answer: {block.short_question}"
         yield from _missing(session.fill(block.question))
-        for text in (session.explanation(block), verdict or ""):
+        for text in (explanation(block, session.measured), verdict or ""):
             yield from _ill_formed(text) if text else ()
 
 

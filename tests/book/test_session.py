@@ -3,7 +3,7 @@ import pytest
 from forge.book.chapter import ChapterError, Choice, Claim, Finding, Outcome, Predict, Run, Verdict, parse_chapter
 from forge.book.drawing import draw_block
 from forge.book.given import OtherLoad
-from forge.book.session import Guess, Session, closeness, parse_guess
+from forge.book.session import Guess, Session, closeness, explanation, parse_guess
 from forge.errors import UsageError
 from forge.views.screen import Report
 from tests.views.records import piped, written
@@ -118,11 +118,14 @@ def test_a_verdict_says_the_answer_and_how_close_the_guess_was():
 def test_the_run_chooses_what_is_said():
     outcomes = (Outcome("answer > 10", "Slow: {{answer:.1f}}."), Outcome(None, "Fast."))
     predict = Predict("How long?", "{{a.ms:ms}}", (), "In any case.", outcomes)
-    assert session(ms=12.0).explanation(predict) == "Slow: 12.0. In any case."
-    assert session(ms=4.0).explanation(predict) == "Fast. In any case."
-    assert session(ms=None).explanation(predict) == ""
+    assert explanation(predict, session(ms=12.0).measured) == "Slow: 12.0. In any case."
+    assert explanation(predict, session(ms=4.0).measured) == "Fast. In any case."
+    assert explanation(predict, session(ms=None).measured) == ""
     choice = Predict("Which?", "", (Choice("slow", "a.ms > 10", "So slow."), Choice("fast", None, "So fast.")), "")
-    assert session(ms=12.0).explanation(choice) == "So slow." and session(ms=4.0).explanation(choice) == "So fast."
+    assert (
+        explanation(choice, session(ms=12.0).measured) == "So slow."
+        and explanation(choice, session(ms=4.0).measured) == "So fast."
+    )
     finding = Finding((Outcome("a.ms > 10", "It took {{a.ms:ms}} ms."), Outcome(None, "Hardly anything.")))
     assert session(ms=12.0).finding(finding) == "It took 12.0 ms." and session(ms=4.0).finding(finding)[0] == "H"
     assert session(ms=None).finding(finding) is None

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -18,6 +20,16 @@ def naive(tmp_path_factory) -> tuple[str, ...]:
     return ("naive", "Once", "12", "-m", str(path), "--device", "reference")
 
 
+@contextmanager
+def reading(*command: str, quits: str = "q", **more) -> Iterator[Terminal]:
+    """A chapter on a terminal, from its first page on; at the end the reader quits, and nothing is left behind."""
+    with Terminal(*command, **more) as terminal:
+        terminal.wait_for("[q]uit")
+        yield terminal
+        terminal.send(quits)
+        assert terminal.finish() == 0 and terminal.is_sane()
+
+
 def to_the_second_prediction(terminal: Terminal) -> None:
     """Read on, and answer the first prediction, which is about the heads."""
     terminal.press_until("Your guess: ▌", " ")
@@ -27,9 +39,8 @@ def to_the_second_prediction(terminal: Terminal) -> None:
 
 
 def test_reading_predicting_and_stopping(naive):
-    with Terminal(*naive) as terminal:
-        first = terminal.wait_for("[q]uit")
-        assert first.strip().startswith("── 1 · A forward pass") and " 1 / " in first
+    with reading(*naive) as terminal:
+        assert terminal.page.strip().startswith("── 1 · A forward pass") and " 1 / " in terminal.page
         assert " 2 / " in terminal.press("n")
         assert " 1 / " in terminal.press("b")
         to_the_second_prediction(terminal)
@@ -40,13 +51,10 @@ def test_reading_predicting_and_stopping(naive):
         terminal.press_until("You said 3")
         terminal.press_until("You said 2")
         assert "Your guess" not in terminal.press_until("Predict", "b")
-        terminal.send("q")
-        assert terminal.finish() == 0 and terminal.is_sane()
 
 
 def test_again_with_other_options_and_a_command_of_ones_own(naive):
-    with Terminal(*naive) as terminal:
-        terminal.wait_for("[q]uit")
+    with reading(*naive, quits="\x04") as terminal:
         terminal.press_until("[a]gain")
         terminal.send("a")
         terminal.wait_for("again: ")
@@ -57,13 +65,10 @@ def test_again_with_other_options_and_a_command_of_ones_own(naive):
         terminal.send("--version\r")
         assert "forge 0." in terminal.wait_for("Any key returns")
         assert "[a]gain" in terminal.press("x")
-        terminal.send("\x04")
-        assert terminal.finish() == 0 and terminal.is_sane()
 
 
 def test_the_output_of_a_command_of_ones_own_waits_after_each_screen(naive):
-    with Terminal(*naive) as terminal:
-        terminal.wait_for("[q]uit")
+    with reading(*naive) as terminal:
         terminal.send(":")
         terminal.wait_for(": forge ")
         terminal.send("glossary\r")
@@ -78,13 +83,10 @@ def test_the_output_of_a_command_of_ones_own_waits_after_each_screen(naive):
         terminal.send("?prefill\r")
         assert "over the tokens of a prompt" in terminal.wait_for("Any key returns")
         terminal.press("x")
-        terminal.send("q")
-        assert terminal.finish() == 0 and terminal.is_sane()
 
 
 def test_keys_that_were_typed_before_a_run_ended_do_nothing(naive):
-    with Terminal(*naive) as terminal:
-        terminal.wait_for("[q]uit")
+    with reading(*naive) as terminal:
         to_the_second_prediction(terminal)
         terminal.press("n")
         assert "Where does the time of a" in terminal.press("n")
@@ -95,34 +97,26 @@ def test_keys_that_were_typed_before_a_run_ended_do_nothing(naive):
         terminal.wait_for("[a]gain")
         assert "ZZZ" not in terminal.written
         assert "[q]uit" in terminal.press("n")
-        terminal.send("q")
-        assert terminal.finish() == 0 and terminal.is_sane()
 
 
 def test_a_typo_in_again_keeps_the_chapter_and_what_was_measured(naive):
-    with Terminal(*naive) as terminal:
-        terminal.wait_for("[q]uit")
+    with reading(*naive) as terminal:
         terminal.press_until("[a]gain")
         terminal.send("a")
         terminal.wait_for("again: ")
         terminal.send(" --wrongg\r")
         assert "No such option: --wrongg" in terminal.wait_for("Any key returns")
         assert "$ forge naive Once 12 --only run" in terminal.press("x")
-        terminal.send("q")
-        assert terminal.finish() == 0 and terminal.is_sane()
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 80), (40, 120), (12, 50)])
 def test_a_page_fits_the_terminal_whatever_its_size_becomes(naive, rows, columns):
-    with Terminal(*naive, rows=24, columns=100) as terminal:
-        terminal.wait_for("[q]uit")
+    with reading(*naive, rows=24, columns=100) as terminal:
         terminal.resize(rows, columns)
         page = terminal.press("n")
         lines = page.strip("\n").split("\n")
         assert len(lines) <= rows and max(map(len, lines)) <= columns
         assert len(lines[0]) == columns
-        terminal.send("q")
-        assert terminal.finish() == 0 and terminal.is_sane()
 
 
 @pytest.mark.parametrize("where", ["[q]uit", "Your guess: ▌"])
