@@ -153,7 +153,7 @@ def hint(
 @build.command("solution")
 def solution(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
     """The engine's own source. After passing: yours beside it, why it differs, and what each costs."""
-    from forge.exercises.comparison import compare_costs
+    from forge.exercises.running import compare_costs
 
     folder, entry = _chosen(ctx, folder, number)
     path = folder / entry.file_name

@@ -1,6 +1,6 @@
 """Exercise 2: causal attention in NumPy, held against the reference backend's own; then the bundled model with it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -11,7 +11,7 @@ import numpy as np
 
 from forge.backends.reference import ReferenceOperations, _attend
 from forge.cache.kv_storage import NumpyKvStorage
-from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
 from forge.model.forward_batch import ForwardBatch
 
 
@@ -38,13 +38,9 @@ class AttentionTrial(Trial):
         """Check rows at these positions. further: number of keys behind the last position."""
         self.restart()
         n, dim = max(positions) + 1 + further, 8
-        q, keys, values = (
-            self.arrays(len(positions), heads, dim),
-            self.arrays(n, kv_heads, dim),
-            self.arrays(n, kv_heads, dim),
-        )
-        shapes = ", ".join(f"random({array.shape})" for array in (q, keys, values))
-        line = f"piece.attention({shapes}, np.array({positions}))"
+        shapes = ((len(positions), heads, dim), (n, kv_heads, dim), (n, kv_heads, dim))
+        q, keys, values = (self.arrays(*shape) for shape in shapes)
+        line = f"piece.attention({', '.join(f'random({shape})' for shape in shapes)}, np.array({positions}))"
         output = self.call(line, self.piece.attention, q, keys, values, np.array(positions))
         expected = _all_rows(q, keys, values, [position + 1 for position in positions])
         seen_instead = {
@@ -104,7 +100,7 @@ def _check_attention(piece: ModuleType) -> None:
 
 
 @contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
+def engine(piece: ModuleType) -> Iterator[None]:
     def attention(
         operations: ReferenceOperations, q: np.ndarray, storage: NumpyKvStorage, layer: int, batch: ForwardBatch
     ) -> np.ndarray:
@@ -118,30 +114,23 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
         return out
 
     with patch.object(ReferenceOperations, "attention", attention):
-        yield _OPTIONS
+        yield
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    costs = []
-    for length in (64, 256, 1024):
-        random = np.random.default_rng(0)
-        q, keys, values = (
-            random.standard_normal((n, h, 64), np.float32) for n, h in ((8, 8), (length, 4), (length, 4))
-        )
-        positions = np.arange(length - 8, length)
-        seen = (positions + 1).tolist()
-        yours = partial(piece.attention, q, keys, values, positions)
-        costs.append(Cost(f"8 rows at a context of {length:,}", yours, partial(_all_rows, q, keys, values, seen)))
-    return costs
+def _cost(piece: ModuleType | None, length: int) -> Callable[[], object]:
+    random = np.random.default_rng(0)
+    q, keys, values = (random.standard_normal((n, h, 64), np.float32) for n, h in ((8, 8), (length, 4), (length, 4)))
+    positions = np.arange(length - 8, length)
+    if piece is None:
+        return partial(_all_rows, q, keys, values, (positions + 1).tolist())
+    return partial(piece.attention, q, keys, values, positions)
 
-
-_OPTIONS = {"kv": "paged", "device": "reference"}
 
 EXERCISE = Exercise(
     **words_of("attention"),
     parts=(Part(("attend",), _check_attend), Part(("attention",), _check_attention)),
-    costs=_costs,
+    costs=Costs("8 rows at a context of {:,}", (64, 256, 1024), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options={"kv": "paged", "device": "reference"},
     params=({"max_tokens": 24, "ignore_eos": True},),
 )

@@ -1,19 +1,17 @@
 """Exercise 4: a block pool. The check runs random operations on it beside block tables, then a paged cache on it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 from forge.cache.block_pool import BlockError, BlockPool
-from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
+from forge.cache.factory import CacheSize
 from forge.cache.kv_cache import OutOfBlocks
 from forge.cache.paged import PagedKvCache
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Cost, Exercise, Part, Trial, drawing, search, to_write, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, drawing, search, to_write, words_of
 from forge.llm import LLM
 from forge.testing import check_cache
 from forge.testing.caches import Operation
@@ -161,9 +159,8 @@ def _tables(number: int) -> str:
     return "no table has" if not number else "1 table has" if number == 1 else f"{number} tables have"
 
 
-def _cache(piece: ModuleType, num_blocks: int, block_size: int) -> PagedKvCache:
-    cache = PagedKvCache(num_blocks, block_size)
-    cache.pool = piece.MyBlockPool(num_blocks)
+def _with_pool(piece: ModuleType, cache: PagedKvCache) -> PagedKvCache:
+    cache.pool = piece.MyBlockPool(cache.pool.num_blocks)
     return cache
 
 
@@ -173,7 +170,7 @@ def _check(piece: ModuleType, *kinds: str) -> None:
 
 def _check_all(piece: ModuleType) -> None:
     _check(piece)
-    check_cache(lambda: _cache(piece, 12, 4), lists=5)
+    check_cache(lambda: _with_pool(piece, PagedKvCache(12, 4)), lists=5)
 
     def work(size: int) -> Callable[[], None]:
         pool = piece.MyBlockPool(size)
@@ -192,15 +189,16 @@ def _check_all(piece: ModuleType) -> None:
     PoolTrial(piece).require_growth(line, work, 400, 400_000, 20)
 
 
-@contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    def new_cache(size: CacheSize) -> PagedKvCache:
-        return _cache(piece, size.num_blocks or DEFAULT_NUM_BLOCKS, size.block_size)
+def engine(piece: ModuleType) -> AbstractContextManager[None]:
+    def with_pool(cache: PagedKvCache, size: CacheSize) -> PagedKvCache:
+        return _with_pool(piece, cache)
 
-    yield _OPTIONS | {"kv": new_cache, "drive": _drive}
+    return cache_of_kind("paged", with_pool)
 
 
-def _drive(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> tuple[list[RequestOutput], list[StepRecord]]:
+def drive(
+    llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None
+) -> tuple[list[RequestOutput], list[StepRecord]]:
     """Run requests that an exception interrupts, so that the engine recounts all references from the tables."""
     run, model = llm.start(list(prompts), params), llm.engine.model
     steps = iter(run)
@@ -211,8 +209,10 @@ def _drive(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> tuple[li
     return run.outputs, records
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    def work(pool: Any, number: int) -> None:
+def _cost(piece: ModuleType | None, number: int) -> Callable[[], object]:
+    pool = piece.MyBlockPool(1024) if piece else BlockPool(1024)
+
+    def work() -> None:
         for _ in range(50):
             blocks = pool.allocate(number)
             for block in blocks:
@@ -220,17 +220,9 @@ def _costs(piece: ModuleType) -> list[Cost]:
             for block in (*blocks, *blocks):
                 pool.decref(block)
 
-    return [
-        Cost(
-            f"{number} blocks, taken, shared and given back 50 times",
-            partial(work, piece.MyBlockPool(1024), number),
-            partial(work, BlockPool(1024), number),
-        )
-        for number in (1, 16, 256)
-    ]
+    return work
 
 
-_OPTIONS = {"kv": "paged", "num_blocks": 64}
 _CLASS = "MyBlockPool"
 
 EXERCISE = Exercise(
@@ -242,9 +234,10 @@ EXERCISE = Exercise(
         Part.of(_CLASS, "allocate recount", lambda piece: _check(piece, "allocate", "recount"), True),
         Part.of(_CLASS, "allocate incref decref recount", _check_all),
     ),
-    costs=_costs,
+    costs=Costs("{} blocks, taken, shared and given back 50 times", (1, 16, 256), _cost),
     engine=engine,
-    reference=_OPTIONS | {"drive": _drive},
+    options={"kv": "paged", "num_blocks": 64},
+    drive=drive,
     prompts=("Once upon a time", "The fox and the lantern", "An owl"),
     params=({"max_tokens": 40, "ignore_eos": True, "n": 2, "temperature": 0.8, "seed": 1},),
     view="blocks",

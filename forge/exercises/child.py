@@ -130,7 +130,7 @@ def _performed(
     entry.exercise()
     limit()
     if task == "cost":
-        from forge.exercises.comparison import measure
+        from forge.exercises.running import measure
 
         return {"costs": [asdict(measured) for measured in measure(entry, file)]}
     return asdict(check_here(entry, file))

@@ -1,14 +1,14 @@
 """Exercise 3: a contiguous KV cache. The check runs the conformance operations on it, then the engine."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
 from forge.cache.basic import BasicKvCache, _Run
 from forge.cache.factory import CacheSize
 from forge.cache.kv_cache import OutOfBlocks
-from forge.exercises.exercise import Cost, Exercise, Part, search, to_write, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, cache_of_kind, search, to_write, words_of
 from forge.exercises.trials import CacheTrial
 from forge.testing import check_cache
 
@@ -123,16 +123,18 @@ def _check_all(piece: ModuleType) -> None:
     trial.require_growth("cache.reserve(1, 1); cache.commit(1, [5])  # in runs of 400,000 blocks", work, 50, 50_000, 20)
 
 
-@contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    def new_cache(size: CacheSize) -> BasicKvCache:
-        return piece.MyContiguousCache(size.max_num_seqs, size.max_model_len, size.block_size)
+def engine(piece: ModuleType) -> AbstractContextManager[None]:
+    def new_cache(cache: BasicKvCache, size: CacheSize) -> BasicKvCache:
+        num_runs = cache.num_blocks // size.blocks_per_sequence
+        return piece.MyContiguousCache(num_runs, size.max_model_len, size.block_size)
 
-    yield _OPTIONS | {"kv": new_cache}
+    return cache_of_kind("basic", new_cache)
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    def work(kind: Any, number: int) -> None:
+def _cost(piece: ModuleType | None, number: int) -> Callable[[], object]:
+    kind = piece.MyContiguousCache if piece else BasicKvCache
+
+    def work() -> None:
         cache = kind(number, 64, 16)
         for seq_id in range(number):
             cache.add(seq_id, [])
@@ -142,11 +144,10 @@ def _costs(piece: ModuleType) -> list[Cost]:
         for seq_id in range(number):
             cache.remove(seq_id)
 
-    return Cost.each("{} sequences", (4, 32, 256), work, piece.MyContiguousCache, BasicKvCache)
+    return work
 
 
 _CLASS = "MyContiguousCache"
-_OPTIONS = {"kv": "basic", "max_model_len": 256, "max_num_seqs": 4, "speculate": "ngram", "speculate_fixed": True}
 _STORY = "The fox lit the lantern and went home. The owl lit the lantern and went home. "
 
 EXERCISE = Exercise(
@@ -157,9 +158,9 @@ EXERCISE = Exercise(
         Part.of(_CLASS, "free_run add reserve", lambda piece: _check(piece, "add", "reserve"), True),
         Part.of(_CLASS, "free_run add reserve commit truncate remove", _check_all),
     ),
-    costs=_costs,
+    costs=Costs("{} sequences", (4, 32, 256), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options={"kv": "basic", "max_model_len": 256, "max_num_seqs": 4, "speculate": "ngram", "speculate_fixed": True},
     prompts=(3 * _STORY + "The hen",),
     params=({"max_tokens": 64, "ignore_eos": True},),
     view="blocks",

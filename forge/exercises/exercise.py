@@ -9,19 +9,25 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 
+from forge.cache.eviction import EvictionPolicy
+from forge.cache.factory import CacheFactory, CacheSize
+from forge.cache.kv_cache import KvCache
+from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
 from forge.exercises.loading import Endless, line_in, time_limit
+from forge.llm import LLM
+from forge.pieces import current_pieces, standing_in
 from forge.testing.caches import Operation, failure, random_operations, shrunk
-from forge.trace.records import BlockMap
+from forge.trace.records import BlockMap, StepRecord
 
 _TRIES = 400
 """Shorter lists that a failing list is compared with, at most."""
@@ -88,19 +94,43 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """One size of the benchmark: the same work for the reader's part and for the engine's own."""
+class Costs:
+    """The benchmark of an exercise: the same work at three sizes, from small to large."""
 
-    size: str
-    yours: Callable[[], object]
-    reference: Callable[[], object]
+    words: str
+    """What is done at a size, `{}`."""
+    sizes: Sequence[int]
+    prepare: Callable[[ModuleType | None, int], Callable[[], object]]
+    """Prepares the work on the reader's part, or on the engine's own (None), and returns the function to time."""
 
-    @classmethod
-    def each(
-        cls, words: str, sizes: Sequence[int], work: Callable[[Any, int], object], yours: Any, reference: Any
-    ) -> "list[Cost]":
-        """Build a cost per size: the same work done with the reader's part and with the engine's own."""
-        return [cls(words.format(size), partial(work, yours, size), partial(work, reference, size)) for size in sizes]
+
+Drive = Callable[[LLM, Sequence[str], SamplingParams, ModuleType | None], tuple[list[RequestOutput], list[StepRecord]]]
+"""Runs prompts; returns outputs and steps. The last argument is the reader's file; None for the engine's own part."""
+
+
+def plain_drive(
+    llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None
+) -> tuple[list[RequestOutput], list[StepRecord]]:
+    """Run the prompts as `LLM.generate` does."""
+    run = llm.start(list(prompts), params)
+    records = list(run)
+    return run.outputs, records
+
+
+def own_part(piece: ModuleType) -> AbstractContextManager[None]:
+    """Leave the engine's own part in place: `drive` alone brings the reader's."""
+    return nullcontext()
+
+
+def cache_of_kind(kind: str, replace_cache: Callable[[Any, CacheSize], KvCache]) -> AbstractContextManager[None]:
+    """Give new engines `replace_cache(cache, size)` for each cache of this kind; "" stands for every kind."""
+    create_before = current_pieces().kv_cache
+
+    def create(mode: str | CacheFactory, size: CacheSize, evict: str | EvictionPolicy) -> tuple[KvCache, int]:
+        cache, num_blocks = create_before(mode, size, evict)
+        return replace_cache(cache, size) if kind in ("", cache.kind) else cache, num_blocks
+
+    return standing_in(kv_cache=create)
 
 
 @dataclass(frozen=True)
@@ -116,14 +146,14 @@ class Exercise:
     """Why the engine's own is written differently."""
     next_question: str
     """A question to think about after passing."""
-    costs: Callable[[ModuleType], Sequence[Cost]]
-    """The benchmark: three sizes, from small to large."""
-    engine: Callable[[ModuleType], AbstractContextManager[Mapping[str, Any]]]
-    """The options of an `LLM` that runs on the reader's part, for as long as the context lasts. With `drive`, a
-    function of that `LLM`, the prompts and the `SamplingParams` that returns outputs and steps, if options are not
-    enough."""
-    reference: Mapping[str, Any] = field(default_factory=dict)
-    """The options of the same `LLM` on the engine's own part."""
+    costs: Costs
+    engine: Callable[[ModuleType], AbstractContextManager[None]] = own_part
+    """Puts the reader's part into every engine that is made while the context lasts."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options of the `LLM` that `run` shows."""
+    drive: Drive = plain_drive
+    beside: Sequence[str] = ()
+    """Exercises whose parts stand in the same run, if they have passed."""
     prompts: Sequence[str] = ("Once upon a time",)
     params: Sequence[Mapping[str, Any]] = ({"max_tokens": 48, "ignore_eos": True},)
     """All prompts run once with each of these."""

@@ -2,9 +2,8 @@
 vocabularies; then the bundled model beside the engine's own grammar library."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -14,33 +13,15 @@ import numpy as np
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
-from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, plain_drive, words_of
 from forge.llm import LLM
 from forge.trace.records import StepRecord
 
 GRAMMAR = 'start: list\nlist: "[" (value ("," value)*)? "]"\nvalue: NUMBER | list\nNUMBER: /[0-9]+/\n'
 _ALPHABET = b"[],17 "
 _VOCABULARY = (
-    *(
-        b"[",
-        b"]",
-        b",",
-        b"0",
-        b"9",
-        b"12",
-        b",1",
-        b"],",
-        b"],[",
-        b"[]",
-        b"]]",
-        b"]]]",
-        b"[[",
-        b",,",
-        b"1]",
-        b",[",
-        b"[,",
-    ),
-    *(b"", b" ", b"a", b"\xc3", b"[1,2],", b"[1]]", b"", b"-1", b"[1,[2]]", b"1,[", b"<eos>"),
+    *b"[ ] , 0 9 12 ,1 ], ],[ [] ]] ]]] [[ ,, 1] ,[ [, a \xc3 [1,2], [1]] -1 [1,[2]] 1,[".split(),
+    *(b" ", b"", b"", b"<eos>"),
 )
 _EOS = len(_VOCABULARY) - 1
 
@@ -131,16 +112,7 @@ def _check_advance(piece: ModuleType) -> None:
             text = bytes(characters)
             if viable(text[:-1]):
                 trial.text([text])
-    for text in (
-        b"[[1,[2,34]],[],5]",
-        b"[[[]]]",
-        b"[10,200,[3000]]",
-        b"[[],[[]],[1]]",
-        b"[1",
-        b"[]]",
-        b"[1]1",
-        b"[[1],,",
-    ):
+    for text in b"[[1,[2,34]],[],5] [[[]]] [10,200,[3000]] [[],[[]],[1]] [1 []] [1]1 [[1],,".split():
         trial.text([text])
         trial.text([bytes([character]) for character in text])
         for cut in range(len(text) + 1):
@@ -163,21 +135,7 @@ def _check_advance(piece: ModuleType) -> None:
 
 def _check_mask(piece: ModuleType) -> None:
     trial = MaskTrial(piece)
-    for text in (
-        b"",
-        b"[",
-        b"[1",
-        b"[1,",
-        b"[[",
-        b"[[1",
-        b"[[1]",
-        b"[]",
-        b"[[]",
-        b"[[],",
-        b"[[1]]",
-        b"[12,[3,[4",
-        b"[[[1]]",
-    ):
+    for text in (b"", *b"[ [1 [1, [[ [[1 [[1] [] [[] [[], [[1]] [12,[3,[4 [[[1]]".split()):
         trial.mask(text)
     trial.mask(b"[1]", [b"", b"]", b"[", b"1"], 0)
     trial.mask(b"[1", [b"]", b"2", b"", b"x"], 2)
@@ -235,37 +193,31 @@ class _ReadersMatcher:
         return ()
 
 
-@contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    def drive(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> tuple[list[RequestOutput], list[StepRecord]]:
+def drive(
+    llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None
+) -> tuple[list[RequestOutput], list[StepRecord]]:
+    """Run the prompts with the reader's masks."""
+    if piece is not None:
         grammar = _ReadersGrammar(piece, llm)
         llm.engine.compile_grammar = lambda structured: grammar
-        run = llm.start(list(prompts), params)
-        records = list(run)
-        return run.outputs, records
-
-    yield _OPTIONS | {"drive": drive}
+    return plain_drive(llm, prompts, params, piece)
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
+@cache
+def _tales() -> LLM:
+    return LLM("tales", kv="paged")
+
+
+def _cost(piece: ModuleType | None, length: int) -> Callable[[], object]:
     from forge.grammar.compiler import GrammarCompiler
 
-    llm = LLM("tales", kv="paged")
+    llm = _tales()
+    output = llm.tokenizer.encode("[" * length)
     compiled = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(StructuredOutput(grammar=GRAMMAR))
-    readers = _ReadersGrammar(piece, llm)
-    costs = []
-    for length in (1, 5, 17):
-        output = llm.tokenizer.encode("[" * length)
-        yours = partial(_fresh_mask, readers, output)
-        costs.append(Cost(f"mask after {length} brackets", yours, partial(_fresh_mask, compiled, output)))
-    return costs
+    grammar: Any = _ReadersGrammar(piece, llm) if piece else compiled
+    return lambda: grammar.new_matcher().mask(output)
 
 
-def _fresh_mask(grammar: Any, output: Sequence[int]) -> np.ndarray:
-    return grammar.new_matcher().mask(output)
-
-
-_OPTIONS = {"kv": "paged"}
 _FORM = StructuredOutput(grammar=GRAMMAR)
 
 EXERCISE = Exercise(
@@ -274,9 +226,9 @@ EXERCISE = Exercise(
         Part(("start", "advance", "is_complete"), _check_advance),
         Part(("start", "advance", "is_complete", "mask"), _check_mask),
     ),
-    costs=_costs,
-    engine=engine,
-    reference=_OPTIONS,
+    costs=Costs("mask after {} brackets", (1, 5, 17), _cost),
+    options={"kv": "paged"},
+    drive=drive,
     prompts=("The numbers of the house are", "The list:"),
     params=({"max_tokens": 24, "temperature": 0.9, "seed": 5, "structured": _FORM},),
 )

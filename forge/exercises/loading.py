@@ -36,14 +36,33 @@ def load(path: str | Path) -> ModuleType:
 
 def unwritten(path: str | Path, functions: Sequence[str]) -> tuple[str, ...]:
     """List the functions whose body is still the template's `raise NotImplementedError`."""
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    bodies: dict[str, list[ast.stmt]] = {}
-    for node in tree.body:
+    written = _functions_in(Path(path).read_text(encoding="utf-8"))
+    return tuple(name for name in functions if name in written and _is_stub(written[name].body))
+
+
+def source_of(path: Path, functions: Sequence[str]) -> str:
+    """Return the source of the reader's functions, without docstrings."""
+    text = path.read_text(encoding="utf-8")
+    lines, shown = text.splitlines(), []
+    for name, function in _functions_in(text).items():
+        if name in functions:
+            first = function.body[0]
+            has_words = ast.get_docstring(function) is not None
+            words = range(first.lineno - 1, first.end_lineno or first.lineno) if has_words else range(0)
+            kept = range(function.lineno - 1, function.end_lineno or function.lineno)
+            shown.append("\n".join(lines[index] for index in kept if index not in words))
+    return "\n\n".join(shown)
+
+
+def _functions_in(text: str) -> dict[str, ast.FunctionDef]:
+    """Return the functions of a file and the methods of its classes, by names as in `MyBlockPool.allocate`."""
+    functions = {}
+    for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
-            bodies[node.name] = node.body
+            functions[node.name] = node
         elif isinstance(node, ast.ClassDef):
-            bodies |= {f"{node.name}.{item.name}": item.body for item in node.body if isinstance(item, ast.FunctionDef)}
-    return tuple(name for name in functions if name in bodies and _is_stub(bodies[name]))
+            functions |= {f"{node.name}.{item.name}": item for item in node.body if isinstance(item, ast.FunctionDef)}
+    return functions
 
 
 def _is_stub(body: list[ast.stmt]) -> bool:

@@ -1,8 +1,8 @@
 """Exercise 10: a proposer. Short texts with a known answer, random ones, the conformance checks of proposers, and then
 how many of its draft tokens a held-out text accepts."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from numbers import Integral
 from types import ModuleType
@@ -12,8 +12,9 @@ import numpy as np
 
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
 from forge.model.model import Draw
+from forge.pieces import standing_in
 from forge.speculation.lookup import NgramProposer
 from forge.testing import check_proposer
 from forge.workload.judging import HELD_OUT
@@ -193,9 +194,8 @@ def _accepted(proposer: Proposer, text: list[int]) -> int:
     return total
 
 
-@contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    yield _OPTIONS | {"speculate": PlainIds(piece.MyProposer())}
+def engine(piece: ModuleType) -> AbstractContextManager[None]:
+    return standing_in(ngram=lambda: PlainIds(piece.MyProposer()))
 
 
 class PlainIds(Proposer):
@@ -212,19 +212,10 @@ class PlainIds(Proposer):
         self._proposer.forget(seq_id)
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    costs = []
-    for length in (64, 512, 4096):
-        text = np.random.default_rng(0).integers(0, 3 * length, length).tolist()
-        yours, reference = piece.MyProposer(), NgramProposer(2, 4)
-        requests = [_request(text, _K)]
-        costs.append(
-            Cost(f"a text of {length:,} tokens", partial(yours.propose, requests), partial(reference.propose, requests))
-        )
-    return costs
-
-
-_OPTIONS = {"kv": "paged", "speculate": "ngram", "speculate_fixed": True}
+def _cost(piece: ModuleType | None, length: int) -> Callable[[], object]:
+    text = np.random.default_rng(0).integers(0, 3 * length, length).tolist()
+    proposer = piece.MyProposer() if piece else NgramProposer(2, 4)
+    return partial(proposer.propose, [_request(text, _K)])
 
 
 EXERCISE = Exercise(
@@ -233,9 +224,9 @@ EXERCISE = Exercise(
         Part(("MyProposer.lookup",), _check_lookup),
         Part(("MyProposer.lookup", "MyProposer.propose"), _check_proposer),
     ),
-    costs=_costs,
+    costs=Costs("a text of {:,} tokens", (64, 512, 4096), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options={"kv": "paged", "speculate": "ngram", "speculate_fixed": True},
     prompts=(" ".join([_STORY, _STORY, _STORY[:60]]),),
     params=({"max_tokens": 96, "ignore_eos": True},),
     view="speculation",

@@ -7,31 +7,23 @@ forge's own engine, for equal tokens and for its speed.
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 from rich.text import Text
 
-from forge.cache.block_pool import blocks_for
-from forge.cache.eviction import EvictionPolicy
-from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheFactory, CacheSize, create_kv_cache
-from forge.cache.kv_cache import KvCache
-from forge.engine import policies
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.exercises import ngram_proposer, verification
-from forge.exercises.catalog import Entry, find_entry
+from forge.exercises.catalog import Entry
 from forge.exercises.loading import limit_process, load
-from forge.exercises.running import counted
+from forge.exercises.running import assembled
 from forge.exercises.session import passed_entries
 from forge.llm import LLM
-from forge.pieces import standing_in
 from forge.trace.records import StepRecord
 from forge.views.formatting import plural, rate
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
@@ -73,58 +65,9 @@ def title(entries: Sequence[Entry]) -> str:
     return "your engine: " + ", ".join(f"{entry.name.replace('_', ' ')} ({entry.number})" for entry in entries)
 
 
-@contextmanager
-def assembled(folder: Path) -> Iterator[dict[str, dict[str, int]]]:
-    """Put the reader's parts into every new engine while this context is open. Yields how often each part's functions
-    were called."""
-    entries = engine_entries(folder)
-    parts = {entry.name: load(folder / entry.file_name) for entry in entries}
-    with ExitStack() as stack:
-        calls = {
-            entry.name: stack.enter_context(counted(parts[entry.name], entry.exercise().functions)) for entry in entries
-        }
-        for name in ("sampling", "attention", "verification", "streaming_text"):
-            if name in parts:
-                stack.enter_context(find_entry(name).exercise().engine(parts[name]))
-        stack.enter_context(standing_in(kv_cache=_caches(parts)))
-        if "scheduler" in parts:
-            stack.enter_context(standing_in(scheduler=parts["scheduler"].MyScheduler))
-        if "preemption" in parts:
-            stack.enter_context(standing_in(preemption=parts["preemption"].MyPreemption))
-            stack.enter_context(patch.dict(policies.VICTIM_POLICIES, lifo=parts["preemption"].victim))
-        if "ngram_proposer" in parts:
-            new = parts["ngram_proposer"].MyProposer
-            stack.enter_context(standing_in(ngram=lambda: ngram_proposer.PlainIds(new())))
-        yield calls
-
-
-def _caches(parts: dict[str, ModuleType]) -> Callable[..., tuple[KvCache, int]]:
-    """Return `create_kv_cache` with the reader's caches in place of the engine's own."""
-
-    def create(mode: str | CacheFactory, size: CacheSize, evict: str | EvictionPolicy) -> tuple[KvCache, int]:
-        forge_cache, num_blocks = create_kv_cache(mode, size, evict)
-        cache = _cache(forge_cache, size)
-        if "verification" in parts:
-            verification.roll_back_with(parts["verification"], cache)
-        return cache, num_blocks
-
-    def _cache(forge_cache: Any, size: CacheSize) -> KvCache:
-        blocks = forge_cache.stats().num_blocks or DEFAULT_NUM_BLOCKS
-        if forge_cache.kind == "basic" and "contiguous_cache" in parts:
-            runs = blocks // blocks_for(size.max_model_len, size.block_size)
-            return parts["contiguous_cache"].MyContiguousCache(runs, size.max_model_len, size.block_size)
-        if forge_cache.kind == "prefix" and "prefix_index" in parts:
-            cache = parts["prefix_index"].MyPrefixCache(blocks, size.block_size)
-            cache.index = parts["prefix_index"].MyPrefixIndex()
-            return cache
-        if forge_cache.kind == "paged":
-            if "paged_cache" in parts:
-                forge_cache = parts["paged_cache"].MyPagedCache(blocks, size.block_size)
-            if "block_pool" in parts:
-                forge_cache.pool = parts["block_pool"].MyBlockPool(blocks)
-        return forge_cache
-
-    return create
+def all_parts(folder: Path) -> AbstractContextManager[dict[str, dict[str, int]]]:
+    """Put all passed parts of a folder into every new engine, as `assembled` does."""
+    return assembled({entry.name: load(folder / entry.file_name) for entry in engine_entries(folder)})
 
 
 @dataclass
@@ -219,7 +162,7 @@ _for_good = ExitStack()
 
 
 def _assemble_for_good(folder: str, kind: str) -> str:
-    _for_good.enter_context(assembled(Path(folder)))
+    _for_good.enter_context(all_parts(Path(folder)))
     return kind
 
 
@@ -231,7 +174,7 @@ def _serve(folder: Path) -> Callable[..., int]:
 
     def serve(model: str, options: dict[str, Any], *arguments: Any, **named: Any) -> int:
         args = EngineArgs(model, **options)
-        with assembled(folder), observed() as runs:
+        with all_parts(folder), observed() as runs:
             LLM.from_engine_args(args).generate("Once upon a time", _PROBE)
         print_beside_own(runs[-1])
         kind = Assembling(args.cache)
@@ -252,7 +195,7 @@ def run_command(folder: Path, arguments: Sequence[str], run: Callable[[Sequence[
     if arguments[0] == "serve":
         with patch.object(serving, "serve", _serve(where)):
             return run(with_defaults(entries, arguments))
-    with assembled(where), observed() as runs:
+    with all_parts(where), observed() as runs:
         status = run(with_defaults(entries, arguments))
     if status or "--json" in arguments:
         return status

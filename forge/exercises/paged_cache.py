@@ -1,18 +1,17 @@
 """Exercise 5: a paged KV cache with copy-on-write. The check runs the conformance operations, then four forks of a
 story."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from numbers import Integral
 from types import ModuleType
 from typing import Any
 
 from forge.cache.block_pool import BlockTable, blocks_for
-from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
+from forge.cache.factory import CacheSize
 from forge.cache.kv_cache import CacheStats
 from forge.cache.paged import PagedKvCache
-from forge.exercises.exercise import Cost, Exercise, Part, search, to_write, words_of
-from forge.exercises.session import passed_part
+from forge.exercises.exercise import Costs, Exercise, Part, cache_of_kind, search, to_write, words_of
 from forge.exercises.trials import CacheTrial
 from forge.testing import check_cache
 from forge.trace.records import BlockSplit
@@ -157,20 +156,19 @@ def _check_all(piece: ModuleType) -> None:
     trial.require_growth("cache.fork(1, 2); cache.remove(1)  # a table of 8,000 blocks", long, 250, 8000, 150)
 
 
-@contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    def new_cache(size: CacheSize) -> PagedKvCache:
-        cache = piece.MyPagedCache(size.num_blocks or DEFAULT_NUM_BLOCKS, size.block_size)
-        if pool is not None:
-            cache.pool = pool.MyBlockPool(cache.pool.num_blocks)
-        return cache
+def engine(piece: ModuleType) -> AbstractContextManager[None]:
+    def new_cache(cache: PagedKvCache, size: CacheSize) -> PagedKvCache:
+        readers = piece.MyPagedCache(cache.pool.num_blocks, size.block_size)
+        readers.pool = cache.pool  # the reader's own, if exercise 4 has passed
+        return readers
 
-    pool = passed_part(piece, "block_pool")
-    yield _OPTIONS | {"kv": new_cache}
+    return cache_of_kind("paged", new_cache)
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    def work(kind: Any, number: int) -> None:
+def _cost(piece: ModuleType | None, number: int) -> Callable[[], object]:
+    kind = piece.MyPagedCache if piece else PagedKvCache
+
+    def work() -> None:
         cache = kind(4 * number, 16)
         for seq_id in range(number):
             cache.add(seq_id, [])
@@ -183,10 +181,9 @@ def _costs(piece: ModuleType) -> list[Cost]:
         for seq_id in range(number):
             cache.remove(seq_id)
 
-    return Cost.each("{} sequences", (1, 16, 256), work, piece.MyPagedCache, PagedKvCache)
+    return work
 
 
-_OPTIONS = {"kv": "paged", "num_blocks": 64, "speculate": "ngram", "speculate_fixed": True}
 _CLASS = "MyPagedCache"
 
 
@@ -204,9 +201,10 @@ EXERCISE = Exercise(
         ),
         Part.of(_CLASS, "add blocks_needed reserve commit truncate fork remove", _check_all),
     ),
-    costs=_costs,
+    costs=Costs("{} sequences", (1, 16, 256), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options={"kv": "paged", "num_blocks": 64, "speculate": "ngram", "speculate_fixed": True},
+    beside=("block_pool",),
     prompts=(
         "Once upon a time there was a small fox who lived by the old mill. Every evening she lit her lantern. Once "
         "upon a time there was a small fox who lived by the old mill. Every evening she lit",

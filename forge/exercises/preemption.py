@@ -1,21 +1,21 @@
 """Exercise 8: a victim policy, and preemption itself. The check runs requests in pools that are too small, looks at the
 engine after each preemption and each step, and compares the tokens with those of each request alone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from forge.cache.kv_storage import BlockCopy
-from forge.engine.policies import VictimPolicy, lifo
+from forge.engine.policies import VICTIM_POLICIES, VictimPolicy, lifo
 from forge.engine.preemption import Preemption
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence as TokenSequence
 from forge.engine.step_plan import PlanBuilder
-from forge.exercises.exercise import BROKEN, Cost, Exercise, Part, Trial, to_write, words_of
-from forge.exercises.session import passed_part
+from forge.exercises.exercise import BROKEN, Costs, Exercise, Part, Trial, to_write, words_of
 from forge.exercises.trials import GREEDY, EngineTrial
 from forge.llm import LLM
 from forge.pieces import standing_in
@@ -246,38 +246,30 @@ def _ask_policy(piece: ModuleType) -> None:
 
 
 @contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    """Use the reader's own scheduler if exercise 7 has passed."""
-    part = passed_part(piece, "scheduler")
-    scheduler = {} if part is None else {"scheduler": part.MyScheduler}
-    with standing_in(preemption=piece.MyPreemption, **scheduler):
-        yield _OPTIONS | {"preempt": piece.victim}
+def engine(piece: ModuleType) -> Iterator[None]:
+    with standing_in(preemption=piece.MyPreemption), patch.dict(VICTIM_POLICIES, lifo=piece.victim):
+        yield
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    def work(kind: type[Preemption], policy: VictimPolicy, number: int) -> None:
+def _cost(piece: ModuleType | None, number: int) -> Callable[[], object]:
+    kind, policy = (piece.MyPreemption, piece.victim) if piece else (Preemption, lifo)
+
+    def work() -> None:
         llm = new_llm(kind, 3 * number, policy)
         llm.generate([[97] * 6] * number, SamplingParams(max_tokens=20, ignore_eos=True))
 
-    return [
-        Cost(
-            f"{number} requests in a pool of {3 * number} blocks",
-            partial(work, piece.MyPreemption, piece.victim, number),
-            partial(work, Preemption, lifo, number),
-        )
-        for number in (2, 4, 8)
-    ]
+    return work
 
 
-_OPTIONS = {"kv": "paged", "num_blocks": 12, "max_model_len": 160}
 _NAMES = ("victim", "MyPreemption.reserve", "MyPreemption.preempt")
 
 EXERCISE = Exercise(
     **words_of("preemption"),
     parts=(Part(_NAMES[:1], _ask_policy), Part(_NAMES, _check_preemption)),
-    costs=_costs,
+    costs=Costs("{} requests in a pool of 3 blocks each", (2, 4, 8), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options={"kv": "paged", "num_blocks": 12, "max_model_len": 160},
+    beside=("scheduler",),
     prompts=("Once upon a time", "The fox and the lantern", "An owl", "A turtle on a bridge"),
     params=({"max_tokens": 60, "ignore_eos": True},),
     view="scheduler",

@@ -2,16 +2,15 @@
 prefix cache with it, where hits and the order of eviction must be exact."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
-from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
+from forge.cache.factory import CacheSize
 from forge.cache.prefix import PrefixKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, Tokens, chain_hash
-from forge.exercises.exercise import Cost, Exercise, Part, Trial, search, to_write, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, search, to_write, words_of
 from forge.exercises.trials import CacheTrial
 from forge.testing import check_cache
 
@@ -254,34 +253,25 @@ def _check_cache(piece: ModuleType) -> None:
     check_cache(lambda: cache_of(piece, 12, 4), lists=4)
 
 
-@contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    def new_cache(size: CacheSize) -> PrefixKvCache:
-        return cache_of(piece, size.num_blocks or DEFAULT_NUM_BLOCKS, size.block_size)
+def engine(piece: ModuleType) -> AbstractContextManager[None]:
+    def new_cache(cache: PrefixKvCache, size: CacheSize) -> PrefixKvCache:
+        return cache_of(piece, cache.pool.num_blocks, size.block_size)
 
-    yield _OPTIONS | {"kv": new_cache}
+    return cache_of_kind("prefix", new_cache)
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    def work(cache: PrefixKvCache, blocks: int) -> None:
-        tokens = [number % 100 for number in range(16 * blocks)]
+def _cost(piece: ModuleType | None, blocks: int) -> Callable[[], object]:
+    cache = cache_of(piece, 300, 16) if piece else PrefixKvCache(300, 16)
+    tokens = [number % 100 for number in range(16 * blocks)]
+
+    def work() -> None:
         for seq_id in range(4):
             cache.add(seq_id, tokens)
             cache.reserve(seq_id, len(tokens) - cache.reserved_length(seq_id))
             cache.commit(seq_id, tokens[cache.computed_length(seq_id) :])
             cache.remove(seq_id)
 
-    return [
-        Cost(
-            f"the same prompt of {blocks} blocks 4 times",
-            partial(work, cache_of(piece, 300, 16), blocks),
-            partial(work, PrefixKvCache(300, 16), blocks),
-        )
-        for blocks in (4, 32, 256)
-    ]
-
-
-_OPTIONS = {"kv": "prefix", "num_blocks": 22, "max_num_seqs": 4, "max_model_len": 256}
+    return work
 
 
 _RUBRIC = "Read the story and say whether the fox in it was kind to the turtle, to the owl and to the hen. "
@@ -307,9 +297,9 @@ EXERCISE = Exercise(
             _check_cache,
         ),
     ),
-    costs=_costs,
+    costs=Costs("the same prompt of {} blocks 4 times", (4, 32, 256), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options={"kv": "prefix", "num_blocks": 22, "max_num_seqs": 4, "max_model_len": 256},
     prompts=(
         *(_RUBRIC + f"Story {number}: {_STORIES[number % 4]}" for number in range(8)),
         *(f"{_STORIES[number]} That was story {number}. {_STORIES[number - 1]}" for number in range(4)),

@@ -3,7 +3,6 @@ engines behind it: every request ends once, on a running replica, and little is 
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from types import ModuleType
@@ -15,7 +14,7 @@ from forge.cluster.local import LocalCluster, LocalRun, Talk, run_talks
 from forge.cluster.routers import PrefixRouter
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
 from forge.llm import LLM
 from forge.trace.records import RouteRecord, StepRecord
 
@@ -230,9 +229,11 @@ def _check_choose(piece: ModuleType) -> None:
     trial.require(ours.computed_tokens <= 1.1 * theirs.computed_tokens, "little", finding)
 
 
-def drive(llm: LLM, router: Any, prompts: Sequence[str], params: SamplingParams) -> tuple[list[Any], list[Any]]:
+def drive(
+    llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None
+) -> tuple[list[RequestOutput], list[StepRecord]]:
     """Run the prompts on two engines behind a router. Returns the outputs in order and all steps."""
-    cluster = LocalCluster([llm.new_engine(), llm.new_engine()], router)
+    cluster = LocalCluster([llm.new_engine(), llm.new_engine()], piece.MyRouter if piece else PrefixRouter)
     records: list[StepRecord] = []
     cluster.on_step = lambda name, record: records.append(record)
     outputs: dict[str, RequestOutput] = {}
@@ -244,28 +245,12 @@ def drive(llm: LLM, router: Any, prompts: Sequence[str], params: SamplingParams)
     return [outputs[str(number)] for number in range(len(prompts))], records
 
 
-@contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    yield _OPTIONS | {"drive": lambda llm, prompts, params: drive(llm, piece.MyRouter, prompts, params)}
+def _cost(piece: ModuleType | None, number: int) -> Callable[[], object]:
+    fleet = _fleet({f"r{index}": (37 * index % 500, index, "xyzuvw"[: index % 7]) for index in range(number)})
+    router = (piece.MyRouter if piece else PrefixRouter)(fleet)
+    return partial(router.choose, RouteRequest("r", _keys("xyzuvw"), 104, _BLOCK), fleet.candidates())
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    costs = []
-    for number in (2, 16, 128):
-        fleet = _fleet({f"r{index}": (37 * index % 500, index, "xyzuvw"[: index % 7]) for index in range(number)})
-        request, candidates = RouteRequest("r", _keys("xyzuvw"), 104, _BLOCK), fleet.candidates()
-        yours, reference = piece.MyRouter(fleet), PrefixRouter(fleet)
-        costs.append(
-            Cost(
-                f"{number} replicas",
-                partial(yours.choose, request, candidates),
-                partial(reference.choose, request, candidates),
-            )
-        )
-    return costs
-
-
-_OPTIONS = {"kv": "prefix", "num_blocks": 128, "max_num_seqs": 8}
 _STORY = "Once upon a time there was a fox who lived in a den under an old oak, and every evening a turtle came. "
 
 EXERCISE = Exercise(
@@ -274,9 +259,9 @@ EXERCISE = Exercise(
         Part(("MyRouter.num_blocks",), _check_blocks),
         Part(("MyRouter.num_blocks", "MyRouter.choose"), _check_choose),
     ),
-    costs=_costs,
-    engine=engine,
-    reference=_OPTIONS | {"drive": lambda llm, prompts, params: drive(llm, PrefixRouter, prompts, params)},
+    costs=Costs("{} replicas", (2, 16, 128), _cost),
+    options={"kv": "prefix", "num_blocks": 128, "max_num_seqs": 8},
+    drive=drive,
     prompts=tuple(f"{_STORY}The {name}" for name in ("fox", "owl", "hen", "mole", "turtle", "duck", "mouse", "bee")),
     params=({"max_tokens": 24, "ignore_eos": True},),
 )

@@ -1,7 +1,7 @@
 """Exercise 1: greedy choice, the filters of sampling, one draw. The check compares exact sets of tokens, and draws with
 given noise."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
@@ -13,7 +13,7 @@ import numpy as np
 
 from forge.engine import rng, sampler, sampling
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
 
 _ROW = [2.0, -1.0, 2.0, 0.5, 1.0, -3.0, 1.5, 0.0]
 _LOGS = [-0.6931472, -1.3862944, -2.0794415, -2.7725887, -2.7725887]
@@ -139,7 +139,7 @@ def _check_draw(piece: ModuleType) -> None:
 
 
 @contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
+def engine(piece: ModuleType) -> Iterator[None]:
     def filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
         ids, scores = piece.filtered(logits, params)
         return np.asarray(ids, np.int64), np.asarray(scores, np.float64)
@@ -157,23 +157,14 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
         patch.object(sampling, "gumbel_argmax", drawn),
         patch.object(sampler, "argmax_rows", argmax_rows),
     ):
-        yield _OPTIONS
+        yield
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
+def _cost(piece: ModuleType | None, size: int) -> Callable[[], object]:
+    row = np.random.default_rng(0).standard_normal(size).astype(np.float32)
     params = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02)
-    rows = [np.random.default_rng(0).standard_normal(size).astype(np.float32) for size in (4_000, 32_000, 151_936)]
-    return [
-        Cost(
-            f"filtered, {len(row):,} logits",
-            partial(piece.filtered, row, params),
-            partial(sampling.filtered, row, params),
-        )
-        for row in rows
-    ]
+    return partial((piece or sampling).filtered, row, params)
 
-
-_OPTIONS = {"kv": "paged"}
 
 EXERCISE = Exercise(
     **words_of("sampling"),
@@ -182,9 +173,9 @@ EXERCISE = Exercise(
         Part(("filtered",), _check_filtered),
         Part(("draw",), _check_draw),
     ),
-    costs=_costs,
+    costs=Costs("filtered, {:,} logits", (4_000, 32_000, 151_936), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options={"kv": "paged"},
     params=(
         {"max_tokens": 32, "temperature": 0.0},
         {"max_tokens": 96, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "seed": 7},

@@ -1,9 +1,9 @@
 """Exercise 7: a scheduler's decision. The check runs workloads on the hash model and holds each step's plan against the
 rules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, StepPlan
-from forge.exercises.exercise import Cost, Exercise, Part, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, words_of
 from forge.exercises.trials import EngineTrial
 from forge.llm import LLM
 from forge.pieces import standing_in
@@ -265,38 +265,30 @@ def _check_all(piece: ModuleType) -> None:
     SchedulerTrial(piece, 64).admit_after_preemption()
 
 
-@contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    with standing_in(scheduler=piece.MyScheduler):
-        yield _OPTIONS
+def engine(piece: ModuleType) -> AbstractContextManager[None]:
+    return standing_in(scheduler=piece.MyScheduler)
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    def work(kind: type[Scheduler], number: int) -> None:
+def _cost(piece: ModuleType | None, number: int) -> Callable[[], object]:
+    kind = piece.MyScheduler if piece else Scheduler
+
+    def work() -> None:
         with standing_in(scheduler=kind):
             llm = LLM("hash", kv="paged", num_blocks=4 * number, max_num_seqs=64, max_num_batched_tokens=64)
         llm.generate([[97] * 20] * number, SamplingParams(max_tokens=10, ignore_eos=True))
 
-    return Cost.each("{} requests", (4, 16, 64), work, piece.MyScheduler, Scheduler)
+    return work
 
 
-_OPTIONS = {
-    "kv": "paged",
-    "num_blocks": 24,
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "prefill_only": False,
-}
-
+_OPTIONS = {"kv": "paged", "num_blocks": 24, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 _NAMES = tuple(f"MyScheduler.{name}" for name in ("schedule_running", "reason_to_wait", "admit"))
 
 EXERCISE = Exercise(
     **words_of("scheduler"),
     parts=(Part(_NAMES[1:2], _check_reason), Part(_NAMES, _check_all)),
-    costs=_costs,
+    costs=Costs("{} requests", (4, 16, 64), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options=_OPTIONS | {"prefill_only": False},
     prompts=("Once upon a time", "The fox and the lantern", "An owl", "A turtle on a bridge", "The hen", "A mill"),
     params=({"max_tokens": 40, "ignore_eos": True},),
     view="scheduler",

@@ -12,7 +12,7 @@ from rich.text import Text
 from forge.book.drawing import draw_source
 from forge.book.source_code import excerpt
 from forge.exercises.catalog import Entry
-from forge.exercises.comparison import source_of
+from forge.exercises.loading import source_of
 from forge.exercises.session import Result
 from forge.trace.records import SpecCycle
 from forge.views.block_map import SequenceNames, pool_lines, table_lines
@@ -24,7 +24,7 @@ from forge.views.terminal import new_table, print_hanging, print_table
 from forge.views.text import one_line
 
 if TYPE_CHECKING:
-    from forge.exercises.comparison import Comparison, Measured
+    from forge.exercises.running import Comparison, Measured
 
 
 _SIGNS = {"right": ("✓", GOOD), "wrong": ("✗", TROUBLE), "not written": ("·", QUIET), "not checked": (" ", QUIET)}

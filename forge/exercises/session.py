@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from forge.book.progress import state_file
 from forge.errors import ForgeError, UsageError
 from forge.exercises.catalog import ENTRIES, Entry, available
-from forge.exercises.loading import load
 
 State = Literal["right", "wrong", "not written", "not checked"]
 
@@ -314,10 +312,3 @@ def passed_entries(folder: Path) -> tuple[Entry, ...]:
     """List the exercises of this folder that have passed and whose files still exist."""
     passed = load_builds(folder).passed
     return tuple(entry for entry in ENTRIES if entry.number in passed and (folder / entry.file_name).is_file())
-
-
-def passed_part(piece: ModuleType, name: str) -> ModuleType | None:
-    """Import another exercise's file from this folder; None if it has not passed."""
-    folder = Path(str(piece.__file__)).parent
-    entry = next((passed for passed in passed_entries(folder) if passed.name == name), None)
-    return None if entry is None else load(folder / entry.file_name)

@@ -3,9 +3,8 @@ then runs the engine."""
 
 import random
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -13,20 +12,12 @@ from unittest.mock import patch
 
 from forge.engine import requests
 from forge.engine.output_text import OutputText
-from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 
 _TEXTS = ("café", "a<b", "ab<end>c", "🦊🦊x", "ü<en<end>", "aaab", "…<e")
 _STOPS = ((), ("<end>",), ("aab", "ab"), ("é", "🦊x"), ("a<b", "<"), ("aa", "aaab", "b"), ("nd>", "<end>"))
-_INVALID = (
-    b"\xff",
-    b"a\xc3(",
-    b"\xe2\x82",
-    b"\xf0\x9f\xa6",
-    b"\xc3\xc3\xa9",
-    b"\x80\x80",
-    b"\xf0\x9fa",
-)
+_INVALID = b"\xff a\xc3( \xe2\x82 \xf0\x9f\xa6 \xc3\xc3\xa9 \x80\x80 \xf0\x9fa".split()
 
 
 class _Bytes:
@@ -150,12 +141,12 @@ def _check_text(piece: ModuleType) -> None:
 
 
 @contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
+def engine(piece: ModuleType) -> Iterator[None]:
     with (
         patch.object(requests, "StreamingDetokenizer", lambda tokenizer: tokenizer),
         patch.object(requests, "OutputText", _text_of(piece)),
     ):
-        yield _OPTIONS
+        yield
 
 
 def _text_of(piece: ModuleType) -> Callable[..., Any]:
@@ -193,27 +184,18 @@ def _text_of(piece: ModuleType) -> Callable[..., Any]:
     return new
 
 
-def _costs(piece: ModuleType) -> list[Cost]:
-    def work(new: Callable[[], Any], tokens: Sequence[Any]) -> None:
-        text = new()
-        for token in tokens:
+def _cost(piece: ModuleType | None, number: int) -> Callable[[], object]:
+    tokens = [b" word", b"\xf0\x9f\xa6", b"\x8a<"] * (number // 3 + 1)
+    pushed: Sequence[Any] = tokens if piece else range(len(tokens))
+
+    def work() -> None:
+        text = piece.MyText(["<end>"]) if piece else OutputText(_Bytes(tokens), ["<end>"])
+        for token in pushed:
             text.push(token)
         text.finish()
 
-    costs = []
-    for number in (16, 256, 4096):
-        tokens = [b" word", b"\xf0\x9f\xa6", b"\x8a<"] * (number // 3 + 1)
-        yours = partial(work, partial(piece.MyText, ["<end>"]), tokens)
-        reference = partial(work, partial(_own_text, tokens), range(len(tokens)))
-        costs.append(Cost(f"{number:,} tokens", yours, reference))
-    return costs
+    return work
 
-
-def _own_text(tokens: Sequence[bytes]) -> OutputText:
-    return OutputText(_Bytes(tokens), ["<end>"])
-
-
-_OPTIONS = {"kv": "paged"}
 
 EXERCISE = Exercise(
     **words_of("streaming_text"),
@@ -221,9 +203,9 @@ EXERCISE = Exercise(
         Part(("whole_characters",), _check_characters),
         Part(("whole_characters", "MyText.push", "MyText.finish"), _check_text),
     ),
-    costs=_costs,
+    costs=Costs("{:,} tokens", (16, 256, 4096), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options={"kv": "paged"},
     prompts=("Once upon a time", "The fox and the lantern"),
     params=(
         {"max_tokens": 40, "ignore_eos": True, "stop": (" he said", ". The", " and a")},

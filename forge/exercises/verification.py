@@ -1,7 +1,7 @@
 """Exercise 9: verification. The check runs every draft over small vocabularies with every outcome of every decision,
 and compares the emitted tokens and the last token's distribution exactly."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -24,11 +24,10 @@ from forge.engine.sampling import (
     sampled_token,
 )
 from forge.engine.sequence import Sequence as TokenSequence
-from forge.exercises.exercise import Cost, Exercise, Part, Trial, words_of
-from forge.llm import LLM
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, words_of
 from forge.speculation import verification
 from forge.speculation.speculator import Speculator
-from forge.trace.records import StepRecord, TokenVerdict
+from forge.trace.records import TokenVerdict
 
 
 class VerificationTrial(Trial):
@@ -226,9 +225,12 @@ def _check_kept(piece: ModuleType) -> None:
 
 
 @contextmanager
-def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    with patch.object(Speculator, "verify", _verify_with(piece)):
-        yield _OPTIONS | {"drive": partial(_drive, piece)}
+def engine(piece: ModuleType) -> Iterator[None]:
+    with (
+        patch.object(Speculator, "verify", _verify_with(piece)),
+        cache_of_kind("", lambda cache, size: _roll_back_with(piece, cache)),
+    ):
+        yield
 
 
 _verified: dict[int, tuple[int, int]] = {}
@@ -305,8 +307,8 @@ def _sampled(
     return emitted, verdicts
 
 
-def roll_back_with(piece: ModuleType, cache: Any) -> None:
-    """Truncate the cache to the reader's `kept_length` after rejected tokens."""
+def _roll_back_with(piece: ModuleType, cache: Any) -> Any:
+    """Return the cache, which now truncates to the reader's `kept_length` after rejected tokens."""
     truncate = cache.truncate
 
     def rolled_back(seq_id: int, length: int) -> None:
@@ -314,28 +316,13 @@ def roll_back_with(piece: ModuleType, cache: Any) -> None:
         truncate(seq_id, length if verified is None else piece.kept_length(verified[0], 1, verified[1]))
 
     cache.truncate = rolled_back
+    return cache
 
 
-def _drive(piece: ModuleType, llm: LLM, prompts: Sequence[str], params: Any) -> tuple[list[Any], list[StepRecord]]:
-    if "truncate" not in vars(llm.engine.cache):
-        roll_back_with(piece, llm.engine.cache)
-    run = llm.start(list(prompts), params)
-    records = list(run)
-    return run.outputs, records
+def _cost(piece: ModuleType | None, size: int) -> Callable[[], object]:
+    rng = np.random.default_rng(0)
+    return partial((piece or verification).residual, _random(rng, size), _random(rng, size))
 
-
-def _costs(piece: ModuleType) -> list[Cost]:
-    costs = []
-    for size in (16, 256, 4096):
-        rng = np.random.default_rng(0)
-        p, q = (_random(rng, size) for _ in range(2))
-        costs.append(
-            Cost(f"residual over {size:,} tokens", partial(piece.residual, p, q), partial(verification.residual, p, q))
-        )
-    return costs
-
-
-_OPTIONS = {"kv": "paged", "speculate": "draft", "k": 4, "speculate_fixed": True, "acceptance": "rejection"}
 
 EXERCISE = Exercise(
     **words_of("verification"),
@@ -346,9 +333,9 @@ EXERCISE = Exercise(
         Part(("accept", "residual", "verify_sampled"), _check_sampled),
         Part(("kept_length",), _check_kept),
     ),
-    costs=_costs,
+    costs=Costs("residual over {:,} tokens", (16, 256, 4096), _cost),
     engine=engine,
-    reference=_OPTIONS,
+    options={"kv": "paged", "speculate": "draft", "k": 4, "speculate_fixed": True, "acceptance": "rejection"},
     params=(
         {"max_tokens": 32, "ignore_eos": True, "temperature": 0.0},
         {"max_tokens": 64, "ignore_eos": True, "temperature": 0.8, "seed": 3},

@@ -41,7 +41,7 @@ def _generated(sampled: bool, **options) -> list[tuple[int, ...]]:
 def test_all_parts_at_once_say_what_forges_own_say(folder, kv):
     options = {"kv": kv, "max_model_len": 96} if kv == "basic" else {"kv": kv, "num_blocks": 20}
     expected = [_generated(sampled, **options) for sampled in (False, True)]
-    with own_engine.assembled(folder) as calls:
+    with own_engine.all_parts(folder) as calls:
         assert [_generated(sampled, **options) for sampled in (False, True)] == expected
     parts = {"basic": ["contiguous_cache"], "paged": ["paged_cache", "preemption"], "prefix": ["prefix_index"]}[kv]
     for name in ("sampling", "scheduler", "ngram_proposer", *parts):
@@ -63,7 +63,7 @@ def test_a_wrong_part_is_seen_in_the_tokens(folder, capsys):
     path = folder / find_entry("sampling").file_name
     path.write_text(right("sampling").replace("int(np.argmax(logits))", "int(np.argmin(logits))"), encoding="utf-8")
     (folder / find_entry("ngram_proposer").file_name).unlink()
-    with own_engine.assembled(folder), own_engine.observed() as runs:
+    with own_engine.all_parts(folder), own_engine.observed() as runs:
         LLM.from_engine_args(own_engine.EngineArgs("hash")).generate("abc", SamplingParams(max_tokens=8, temperature=0))
     assert not own_engine.print_beside_own(runs[0])
     assert "1 of 1 request differ" in capsys.readouterr().out
