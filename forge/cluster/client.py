@@ -411,8 +411,7 @@ class ClusterClient(ResumableClient):
                 self._requests[key] = request
                 self._place(request)
             case Ask() | AskTasks():
-                self._asked[command.number] = question = _Question(command)
-                self._put_question(question)
+                self._put_question(self._asked.setdefault(command.number, _Question(command)))
             case Abort(key):
                 if key in self._requests:
                     self._abort(self._requests.pop(key))
@@ -553,26 +552,17 @@ class ClusterClient(ResumableClient):
 
     async def tokens_of(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
         """Return the seed of a request that any front had, and its samples' tokens, if an engine remembers them."""
-        questions: dict[int, asyncio.Future[Any]] = {}
-        for name, (_, link) in self._links.items():
-            question = _Question(Ask(next(self._numbers), "tokens", (request_id,)), name)
-            number = question.command.number
-            questions[number] = self._questions[number] = asyncio.get_running_loop().create_future()
-            self._asked[number] = question
-            link.send(question.command)
-        try:
-            answers = await asyncio.gather(*questions.values(), return_exceptions=True)
-        finally:
-            for number in questions:
-                self._questions.pop(number, None)
-                self._asked.pop(number, None)
+        asked = [(Ask(next(self._numbers), "tokens", (request_id,)), name) for name in self._links]
+        self._asked |= {question.number: _Question(question, name) for question, name in asked}
+        answers = await asyncio.gather(*[self._answer_to(question, 0) for question, _ in asked], return_exceptions=True)
         arrived = [answer for answer in answers if isinstance(answer, tuple)]
         return max(arrived, key=lambda known: sum(map(len, known[1])), default=None)
 
     def _put_question(self, question: _Question) -> None:
         command = question.command
         if isinstance(command, Ask):
-            question.replica = self.replica_of(command.arguments[0]) if command.arguments else None
+            if question.replica is None and command.arguments:
+                question.replica = self.replica_of(command.arguments[0])
             if question.replica not in self._links:
                 self._answer_failed(question, "the replica that was asked has ended")
                 return

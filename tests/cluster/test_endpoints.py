@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +203,10 @@ def test_every_endpoint_on_ray_answers_as_one_engine_does_also_across_a_kill(ans
                 before = list(map(cpu_ticks, engines))
                 asking = pool.submit(ask, server.url, method, path.format(**ids), body)
                 if kills and "max" in str(body):
-                    wait([asking], 0.1)
-                    for engine in engines:
-                        os.kill(engine, signal.SIGSTOP)
-                    used = [cpu_ticks(engine) - ticks for engine, ticks in zip(engines, before, strict=True)]
-                    if not asking.done():
-                        os.kill(engines[used.index(max(used))], signal.SIGKILL)
-                    for engine in engines:
-                        os.kill(engine, signal.SIGCONT)
+                    used = [0]
+                    while not asking.done() and max(used) < 3:  # its engine has not computed for a few steps
+                        used = [cpu_ticks(engine) - ticks for engine, ticks in zip(engines, before, strict=True)]
+                    os.kill(engines[used.index(max(used))], signal.SIGKILL)
                 answer = asking.result(60)
                 assert answer.status_code == 200, (path, answer.text)
                 note_ids(path, answer.text, ids)
