@@ -412,8 +412,10 @@ class ReplicaEngine(EngineServer):
             for item in getattr(update, kind):
                 if item[0] in front_of:  # the key of its request, or the number of its question
                     getattr(front_of[item[0]].update, kind).append(item)
-        for item in (*update.refused, *update.ends, *update.answers):
-            self._forget(item[0])
+        for key in [refusal.key for refusal in update.refused] + [end.key for end in update.ends]:
+            self._forget(key)
+        for answer in update.answers:
+            front_of.pop(answer.number, None)
 
     def _put(self, front: _Front) -> None:
         update = front.update

@@ -56,8 +56,8 @@ class Speeds:
 def measure_replicas() -> Report:
     if not ray_is_installed():
         return report({"ray": False}, lambda: screen({"ray": False}))
-    common = ("--model", MODEL, "--kv", "prefix", "--num-blocks", str(BLOCKS), "--max-num-seqs", str(SEQUENCES))
-    common += ("--max-num-batched-tokens", str(BATCHED_TOKENS))
+    sizes = {"num-blocks": BLOCKS, "max-num-seqs": SEQUENCES, "max-num-batched-tokens": BATCHED_TOKENS}
+    common = ["--model", MODEL, "--kv", "prefix", *[f"--{name}={size}" for name, size in sizes.items()]]
     two_options = ("--replicas", "2", "--threads", "1", "--ray-address", "local")
     with (
         ServerProcess((*common, "--threads", "2")) as one,
@@ -214,15 +214,13 @@ def measured_object(
         "to_front_ms": transport.to_front * 1e3,
     }
     one, two = (_speeds(turns[name][1:], lone[name]) for name in ("one", "two"))
+    parts = [prompts[start : start + REQUESTS] for start in range(REQUESTS, TURNS * REQUESTS, REQUESTS)]
     replayed = [
-        [
-            {"prompt": prompts[(number + 1) * REQUESTS + index], "answer_tokens": answer.num_tokens}
-            for index, answer in enumerate(turn)
-        ]
-        for number, turn in enumerate(turns["two"][1:])
+        [{"prompt": prompt, "answer_tokens": answer.num_tokens} for prompt, answer in zip(part, turn, strict=True)]
+        for part, turn in zip(parts, turns["two"][1:], strict=True)
     ]
     ratios = [_rate(two_turn) / _rate(one_turn) for one_turn, two_turn in zip(turns["one"], turns["two"], strict=True)]
-    lengths = sorted(request["answer_tokens"] for turn in replayed for request in turn)
+    lengths = sorted(answer.num_tokens for turn in turns["two"] for answer in turn)
     same = all(
         a.text == b.text and a.error is b.error is None
         for one_turn, two_turn in zip(turns["one"], turns["two"], strict=True)
