@@ -156,6 +156,7 @@ EXEMPT = (
     "forge bench oneshot -m hash",
     "forge bench prefix-planning",
     "forge cluster --only run --part failure",
+    "forge cluster --only run --part measured",
     "forge replay run.jsonl --svg run.svg",
     "forge review",
 )

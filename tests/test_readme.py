@@ -60,6 +60,7 @@ SHORTER = {
     "forge bench cpu -m qwen3-0.6b-q8_0.gguf": "--quick --peer none --only decode1",
     "forge bench engine --requests 64": "--requests 4 --reps 1 --batch 4 --max-tokens 8",
     "forge cluster --only run --part failure": "--part apart",
+    "forge cluster --only run --part measured": "--part apart",
     "forge bench cache": "--quick --length 32",
     "forge bench speculation": "--quick --tokens 8 --k 2 --batch 1 --speculate ngram",
     "forge bench oneshot -m hash": "--reps 1 --requests 4 --concurrency 2 --only sweep",

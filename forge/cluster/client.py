@@ -40,7 +40,6 @@ from forge.server.messages import (
     Ready,
     RequestEnd,
     Submit,
-    Update,
     Watch,
     Withdraw,
     prompt_id,
@@ -412,8 +411,7 @@ class ClusterClient(ResumableClient):
                 self._requests[key] = request
                 self._place(request)
             case Ask() | AskTasks():
-                self._asked[command.number] = question = _Question(command)
-                self._put_question(question)
+                self._put_question(self._asked.setdefault(command.number, _Question(command)))
             case Abort(key):
                 if key in self._requests:
                     self._abort(self._requests.pop(key))
@@ -442,21 +440,22 @@ class ClusterClient(ResumableClient):
             if PREFILLS in self.pools and not is_begun and len(submit.token_ids) >= MIN_PROMPT:
                 decision = self.pools[PREFILLS].route(route)
                 request.prefill = decision.replica
-                place = Place(prefill_of(submit), decision.cached_tokens, hands_over=True, trace=request.trace)
+                place = Place(prefill_of(submit), decision.cached_tokens, hands_over=True)
             else:
                 decision = self.pools[ENGINES].route(route)
                 request.replica = decision.replica
-                place = Place(submit, decision.cached_tokens, emitted if is_begun else (), trace=request.trace)
+                place = Place(submit, decision.cached_tokens, emitted if is_begun else ())
         except NoReplica:
             request.homeless_since = request.homeless_since or time.monotonic()
             self._homeless.append(request)
             return
         request.homeless_since = 0.0
-        self._note_version(request, decision.replica)
-        self._links[decision.replica][1].send(place)
+        self._send_place(request, decision.replica, place)
 
-    def _note_version(self, request: _Request, replica: str) -> None:
-        """Note which model computes a request. The ids of its stream's events hold it."""
+    def _send_place(self, request: _Request, replica: str, place: Place) -> None:
+        """Send a request to an engine, and note which model computes it: the ids of its stream's events hold that."""
+        num_streams = len(self._streams) + request.submit.stream
+        self._links[replica][1].send(place._replace(num_streams=num_streams, trace=request.trace))
         request.version = self._versions[replica]
         generation, _ = self._generations.get(request.submit.key, (None, 0))
         if generation is not None and generation.position is not None:
@@ -474,8 +473,7 @@ class ClusterClient(ResumableClient):
             return
         source = Source(self._addresses[prefill][1], submit.key) if prefill in self._addresses else None
         request.replica, request.prefill = decision.replica, None
-        self._note_version(request, decision.replica)
-        self._links[decision.replica][1].send(Place(submit, source=source, trace=request.trace))
+        self._send_place(request, decision.replica, Place(submit, source=source))
 
     def _fail_over(self, request: _Request, name: str, why: str) -> None:
         """Place a request that an engine failed at elsewhere, or end it if too many have failed."""
@@ -554,26 +552,17 @@ class ClusterClient(ResumableClient):
 
     async def tokens_of(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
         """Return the seed of a request that any front had, and its samples' tokens, if an engine remembers them."""
-        questions: dict[int, asyncio.Future[Any]] = {}
-        for name, (_, link) in self._links.items():
-            question = _Question(Ask(next(self._numbers), "tokens", (request_id,)), name)
-            number = question.command.number
-            questions[number] = self._questions[number] = asyncio.get_running_loop().create_future()
-            self._asked[number] = question
-            link.send(question.command)
-        try:
-            answers = await asyncio.gather(*questions.values(), return_exceptions=True)
-        finally:
-            for number in questions:
-                self._questions.pop(number, None)
-                self._asked.pop(number, None)
+        asked = [(Ask(next(self._numbers), "tokens", (request_id,)), name) for name in self._links]
+        self._asked |= {question.number: _Question(question, name) for question, name in asked}
+        answers = await asyncio.gather(*[self._answer_to(question, 0) for question, _ in asked], return_exceptions=True)
         arrived = [answer for answer in answers if isinstance(answer, tuple)]
         return max(arrived, key=lambda known: sum(map(len, known[1])), default=None)
 
     def _put_question(self, question: _Question) -> None:
         command = question.command
         if isinstance(command, Ask):
-            question.replica = self.replica_of(command.arguments[0]) if command.arguments else None
+            if question.replica is None and command.arguments:
+                question.replica = self.replica_of(command.arguments[0])
             if question.replica not in self._links:
                 self._answer_failed(question, "the replica that was asked has ended")
                 return
@@ -638,16 +627,8 @@ class ClusterClient(ResumableClient):
             update.answers = [answer for answer in update.answers if not self._retry_answer(name, answer)]
         if update.records:
             update.records = [self._located(name, record) for record in update.records]
-        rest = Update(
-            update.accepted,
-            update.refused,
-            update.tokens,
-            update.sample_ends,
-            update.ends,
-            update.answers,
-            records=update.records,
-        )
-        self._take_in(rest)
+        update.steps, update.gauges = [], None  # they are counted
+        self._take_in(update)
         self._flush_when_due()
         if name not in self._addresses:
             self._close_if_done(name)

@@ -27,13 +27,12 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from forge.cluster import scaling
 from forge.cluster.client import ENGINES, PREFILLS
 from forge.cluster.control import interface_of, version_of
 from forge.cluster.directory import Directory, listen_to
 from forge.cluster.keeper_messages import Changed, Deployment, Joined, Left, Notice, Running
-from forge.cluster.ray_address import answers, clear_folder, record_address, server_folder
-from forge.cluster.replica import DRAIN_SECONDS, EngineReplica
+from forge.cluster.ray_address import answers, clear_folder, name_taken, record_address, server_folder
+from forge.cluster.replica import DRAIN_SECONDS, EngineReplica, scale_by_sequences
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import Inbox, LoadFailed, frame
 
@@ -88,9 +87,7 @@ class Keeper:
                 self._apps[PREFILLS] = f"{name}-prefill"
             return
         if name in running:
-            raise UsageError(
-                f"a server called {name} runs already: --attach {name} shares its engines, --name names another"
-            )
+            raise name_taken(name)
         if cluster.prefill_replicas:
             self._apps[PREFILLS] = f"{name}-prefill"
         self._deploy()
@@ -164,7 +161,7 @@ class Keeper:
                 downscale_delay_s=cluster.downscale_delay,
                 look_back_period_s=2.0,
                 metrics_interval_s=1.0,
-                policy=AutoscalingPolicy(policy_function=scaling.by_sequences),
+                policy=AutoscalingPolicy(policy_function=scale_by_sequences),
             )
         else:
             scaled["num_replicas"] = replicas

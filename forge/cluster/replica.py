@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from math import ceil
 from typing import Any, NamedTuple
 
 from forge.cluster.control import check_interface
@@ -139,6 +140,21 @@ class EngineReplica:
             if self._last_pulse.num_sequences:
                 idle_since = time.monotonic()
         self._process.kill()
+
+
+def scale_by_sequences(context: Any) -> tuple[int, dict[str, Any]]:
+    """Ray Serve's autoscaling policy: its `AutoscalingContext` to the number of replicas that there should be, from
+    what `record_autoscaling_stats` tells.
+
+    Between `min_replicas` and `max_replicas`, and its delays, Serve keeps to itself.
+    """
+    told = (context.aggregated_metrics or {}).get("sequences", {})
+    return wanted_replicas(sum(told.values()), context.config.get_target_ongoing_requests()), {}
+
+
+def wanted_replicas(sequences: float, target: float) -> int:
+    """Return the replicas for so many sequences, `target` of them each; one at least."""
+    return max(1, ceil(sequences / target - 1e-9))
 
 
 def _own_name() -> str:

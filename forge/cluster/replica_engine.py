@@ -64,6 +64,8 @@ class _Front:
         self.keys: set[int] = set()
         """Of its requests that have not ended."""
         self.is_watching = False
+        self.num_streams = 0
+        """At all engines, when it sent its last request."""
 
 
 class ReplicaEngine(EngineServer):
@@ -253,6 +255,7 @@ class ReplicaEngine(EngineServer):
                 if front is not None:
                     self._front_of[key] = front
                     front.keys.add(key)
+                    front.num_streams = place.num_streams
                 if place.source is None:
                     super()._carry_out(place.submit)
                 else:
@@ -377,6 +380,13 @@ class ReplicaEngine(EngineServer):
         for front in list(self._fronts.values()):
             self._put(front)
 
+    def _num_paced(self) -> int:
+        """Return what `EngineServer` does; a front with streams at several engines passes on no more for that. One that
+        is alone here does not wait."""
+        if self._num_streams <= 1:
+            return self._num_streams
+        return max([self._num_streams, *[front.num_streams for front in self._fronts.values()]])
+
     def _share(self) -> None:
         """Divide the update among the fronts."""
         update, self._update = self._update, ReplicaUpdate()
@@ -398,23 +408,14 @@ class ReplicaEngine(EngineServer):
         for key in update.accepted:
             if key in front_of:
                 front_of[key].update.accepted.append(key)
-        for token in update.tokens:
-            if token[0] in front_of:
-                front_of[token[0]].update.tokens.append(token)
-        for sample_end in update.sample_ends:
-            if sample_end.key in front_of:
-                front_of[sample_end.key].update.sample_ends.append(sample_end)
-        for refusal in update.refused:
-            if refusal.key in front_of:
-                front_of[refusal.key].update.refused.append(refusal)
-                self._forget(refusal.key)
-        for end in update.ends:
-            if end.key in front_of:
-                front_of[end.key].update.ends.append(end)
-                self._forget(end.key)
+        for kind in ("tokens", "sample_ends", "refused", "ends", "answers"):
+            for item in getattr(update, kind):
+                if item[0] in front_of:  # the key of its request, or the number of its question
+                    getattr(front_of[item[0]].update, kind).append(item)
+        for key in [refusal.key for refusal in update.refused] + [end.key for end in update.ends]:
+            self._forget(key)
         for answer in update.answers:
-            if (asker := front_of.pop(answer.number, None)) is not None:
-                asker.update.answers.append(answer)
+            front_of.pop(answer.number, None)
 
     def _put(self, front: _Front) -> None:
         update = front.update

@@ -8,9 +8,12 @@ an answer becomes. A run depends on its arguments alone.
 
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
+
+import numpy as np
 
 from forge.cache.prefix import PrefixKvCache
 from forge.cluster.events import EventLog, LoadMeter
@@ -19,11 +22,11 @@ from forge.cluster.routers import DEFAULT_THRESHOLD, Router, new_router
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
-from forge.engine.sequence import Sequence
+from forge.engine.sequence import Sequence as EngineSequence
 from forge.engine.step_plan import Outcome, StepPlan
 from forge.reasons import FinishReason
 from forge.trace.records import RouteRecord
-from forge.workload.conversations import Conversation, TraceShape, Turn, conversations
+from forge.workload.conversations import Client, Conversation, KnownRequest, TraceShape, Turn, conversations
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,23 @@ class StepTime:
         return (self.fixed + self.prefill_token * prefilled + self.decode_token * decodes) / 1e3
 
 
+def fit_step_time(steps: Sequence[tuple[int, int, float]]) -> StepTime:
+    """Fit a step's time to measured steps by least squares: of each the prompt tokens that it computed, the sequences
+    that it decoded, and its milliseconds."""
+    prefilled, decoded, milliseconds = np.array(steps, float).T
+    rows = np.stack([np.ones_like(prefilled), prefilled, decoded], axis=1)
+    return StepTime(*[max(0.0, float(cost)) for cost in np.linalg.lstsq(rows, milliseconds, rcond=None)[0]])
+
+
 @dataclass(frozen=True)
 class Transport:
-    """Seconds between a front and an engine. The defaults are assumed and not measured: a millisecond each way."""
+    """Seconds between a client and an engine. The defaults are assumed, a millisecond each way; `forge cluster --part
+    measured` measures them."""
 
     to_engine: float = 0.001
-    """From a decision until the engine has the request."""
+    """From a request's sending until the engine has it: the front's reading, its decision, and the wire."""
     to_front: float = 0.001
-    """From a step's end until the front has what it brought: tokens, cache events and the load."""
+    """From a step's end until what it brought is there: tokens, cache events and the load."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,8 @@ class SimulationResult:
     computed_by_replica: list[int] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
     """Milliseconds from a request's arrival to its first token, sorted."""
+    tpot: list[float] = field(default_factory=list)
+    """Milliseconds per token after the first, of each request, sorted."""
     seconds: float = 0.0
     """From the first arrival to the last end."""
     decision_seconds: float = 0.0
@@ -113,7 +127,14 @@ class SimulationResult:
         return self.num_requests / self.decision_seconds if self.decision_seconds else 0.0
 
     def ttft_ms(self, quantile: float) -> float:
-        return self.ttft[min(len(self.ttft) - 1, int(quantile * len(self.ttft)))] if self.ttft else 0.0
+        return _quantile(self.ttft, quantile)
+
+    def tpot_ms(self, quantile: float) -> float:
+        return _quantile(self.tpot, quantile)
+
+
+def _quantile(ordered: list[float], quantile: float) -> float:
+    return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))] if ordered else 0.0
 
 
 class SimulatedReplica:
@@ -137,7 +158,7 @@ class SimulatedReplica:
     def add(self, seq_id: int, turn: Turn, arrived: float, cached_tokens: int) -> None:
         """arrived: when it came to its front. cached_tokens: what the router expects to be cached."""
         params = SamplingParams(max_tokens=self.max_tokens or len(turn.answer), ignore_eos=True)
-        sequence = Sequence(
+        sequence = EngineSequence(
             seq_id=seq_id,
             request_id="",
             sample_index=0,
@@ -189,9 +210,14 @@ class SimulatedReplica:
 class Simulation:
     """Replicas, a router and a trace, advanced from event to event."""
 
-    def __init__(self, options: SimulationOptions, router: Callable[[Fleet], Router] | None = None):
-        """router: makes one that is not in `ROUTERS`."""
-        self.options = options
+    def __init__(
+        self,
+        options: SimulationOptions,
+        router: Callable[[Fleet], Router] | None = None,
+        clients: Sequence[Client] = (),
+    ):
+        """router: makes one that is not in `ROUTERS`. clients: send their requests in place of the trace's."""
+        self.options, self._clients = options, clients
         self.replicas = {str(number): SimulatedReplica(str(number), options) for number in range(options.replicas)}
         self.routers: list[Router] = []
         for front in range(options.fronts):
@@ -203,14 +229,22 @@ class Simulation:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._names = count(), count()
         self._trace = conversations(options.trace)
+        self._most = inf if clients else options.trace.num_requests
+        """Requests that are sent in all."""
         self._begun = 0
         """Requests that are sent or sure to be sent."""
+        self._first_tokens: dict[int, float] = {}
+        """From a sequence's id to when the front had its first token."""
         self.now = 0.0
         self._arrival_seconds = self._mean_arrival()
 
     def run(self, on_progress: Callable[[int], None] = lambda number: None) -> SimulationResult:
         """Until the last request has ended."""
-        self._begin_conversations()
+        if self._clients:
+            for client in self._clients:
+                self._next_turn(client, self.now)
+        else:
+            self._begin_conversations()
         while self._queue:
             self.now, _, happen = heapq.heappop(self._queue)
             happen()
@@ -219,6 +253,7 @@ class Simulation:
         result = self.result
         result.seconds = self.now
         result.ttft.sort()
+        result.tpot.sort()
         result.requests_by_replica = [replica.num_requests for replica in self.replicas.values()]
         result.computed_by_replica = [replica.computed_tokens for replica in self.replicas.values()]
         result.computed_tokens = sum(result.computed_by_replica)
@@ -240,14 +275,14 @@ class Simulation:
         heapq.heappush(self._queue, (when, next(self._order), happen))
 
     def _begin_conversations(self) -> None:
-        if self._begun >= self.options.trace.num_requests:
+        if self._begun >= self._most:
             return
         for conversation in next(self._trace):
             self._next_turn(conversation, self.now - conversation.shape.think_seconds)
         self._at(self.now + self._arrival_seconds, self._begin_conversations)
 
-    def _next_turn(self, conversation: Conversation, now: float) -> None:
-        if self._begun >= self.options.trace.num_requests:
+    def _next_turn(self, conversation: Conversation | Client, now: float) -> None:
+        if self._begun >= self._most:
             return
         turn = conversation.next_turn(now)
         if turn is not None:
@@ -283,9 +318,13 @@ class Simulation:
         first, ended = replica.end_step()
         later = self.now + self.options.transport.to_front
         for seq_id in first:
+            self._first_tokens[seq_id] = later
             self.result.ttft.append((later - replica.turns[seq_id][1]) * 1e3)
         for seq_id in ended:
             turn, _ = replica.turns.pop(seq_id)
+            first_token = self._first_tokens.pop(seq_id, later)
+            if len(turn.answer) > 1:
+                self.result.tpot.append((later - first_token) * 1e3 / (len(turn.answer) - 1))
             self._next_turn(turn.conversation, later)
         self._report(replica)
         if replica.scheduler.has_unfinished():
@@ -309,3 +348,9 @@ class Simulation:
 def simulate(options: SimulationOptions) -> SimulationResult:
     """A whole run."""
     return Simulation(options).run()
+
+
+def replay(options: SimulationOptions, requests: Sequence[KnownRequest], num_clients: int) -> SimulationResult:
+    """Simulate clients that send these requests in order, each its next one as soon as its last one is answered."""
+    shared = iter(requests)
+    return Simulation(options, clients=[Client(shared) for _ in range(num_clients)]).run()

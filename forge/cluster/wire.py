@@ -55,6 +55,8 @@ class Place(NamedTuple):
     """Keep its cache for another engine to take (`Source`)."""
     source: Source | None = None
     """Take its beginning from there."""
+    num_streams: int = 0
+    """Of the front, at all engines: how often a stream has an event follows from it."""
     trace: str = ""
     """The id of the HTTP request, for the engine's log; empty where the front writes no log of requests."""
 

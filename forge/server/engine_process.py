@@ -412,10 +412,13 @@ class EngineServer:
         have another event, or when there is nothing left to do."""
         if self._urgent or self._update.is_awaited or not self.engine.has_unfinished():
             return True
-        pause = (
-            messages.pause_between_events(self._num_streams, self.llm.device) if self._num_streams else _MOST_SECONDS
-        )
+        num_streams = self._num_paced()
+        pause = messages.pause_between_events(num_streams, self.llm.device) if num_streams else _MOST_SECONDS
         return time.perf_counter() - self._last_sent >= min(pause, _MOST_SECONDS)
+
+    def _num_paced(self) -> int:
+        """Return the number of streams that share the events of each second."""
+        return self._num_streams
 
     def _current_gauges(self) -> messages.Gauges:
         queues, stats = self.engine.scheduler.queues, self.engine.cache.stats()

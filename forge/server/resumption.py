@@ -9,7 +9,7 @@ standard.)
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -20,6 +20,10 @@ from forge.errors import UsageError
 
 _REQUEST_ID = re.compile(r"(?:chat)?cmpl-[A-Za-z0-9_.~-]{1,200}")
 _ID = re.compile(r"([A-Za-z0-9_.~-]{1,200}):([0-9a-f]{1,16}):([0-9a-f]{8}):([0-9]+e?(?:,[0-9]+e?)*)")
+
+
+_DECIDING = [field.name for field in fields(SamplingParams) if field.name != "seed"]
+"""The parameters from which the tokens follow, beside the seed."""
 
 
 class Part(Protocol):
@@ -67,7 +71,7 @@ def shown_id(seen: SeenStream) -> str:
 
 def checksum_of(prompts: Iterable[Sequence[int]], params: SamplingParams) -> int:
     """Compute a checksum of everything from which the tokens follow, beside the seed."""
-    value = crc32(repr(replace(params, seed=None)).encode())
+    value = crc32(repr([getattr(params, name) for name in _DECIDING]).encode())
     for token_ids in prompts:
         value = crc32(np.asarray(token_ids, np.int32).tobytes(), value)
     return value

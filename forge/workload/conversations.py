@@ -38,7 +38,7 @@ class Turn:
 
     at: float
     """The earliest time at which it may be sent, in seconds."""
-    conversation: "Conversation"
+    conversation: "Conversation | Client"
     prompt: list[int]
     answer: list[int]
     """The model's answer: the trace knows it before the simulated engine does."""
@@ -64,6 +64,26 @@ class Conversation:
         prompt, answer = list(self.history), tokens(self.random, shape.answer_tokens)
         self.history += answer
         return Turn(now + self.random.expovariate(1 / shape.think_seconds), self, prompt, answer)
+
+
+@dataclass(frozen=True)
+class KnownRequest:
+    """A request whose answer has a known length, as one that was measured."""
+
+    prompt: list[int]
+    answer_tokens: int
+
+
+@dataclass
+class Client:
+    """A client that sends the next of the requests that several share as soon as its last one is answered."""
+
+    requests: Iterator[KnownRequest]
+
+    def next_turn(self, now: float) -> Turn | None:
+        """Return the next request, at once; None if none is left."""
+        request = next(self.requests, None)
+        return None if request is None else Turn(now, self, list(request.prompt), [0] * request.answer_tokens)
 
 
 def tokens(random_: random.Random, mean: int) -> list[int]:

@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +19,7 @@ from forge.server.engine_process import ready_message
 from forge.server.settings import Settings
 from tests.cluster.local_engines import LocalEngine, front_of, in_a_loop
 from tests.server.conftest import Server
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 MODEL = "tales"
 """Which has hidden states, for embeddings, and words for the reranker."""
@@ -112,6 +116,12 @@ def _collect(value: Any, written: dict[str, Any], choice: str) -> None:
                 _collect(part, written, choice)
 
 
+def ask(url: str, method: str, path: str, body: Any) -> httpx.Response:
+    data = None if body is None else json.dumps(body).encode()
+    with httpx.Client(base_url=url, headers={"content-type": "application/json"}, timeout=60) as client:
+        return client.request(method, path, content=data)
+
+
 @pytest.fixture(scope="module")
 def answers() -> list[Any]:
     """What the server of one engine answers."""
@@ -119,9 +129,7 @@ def answers() -> list[Any]:
     found, ids = list[Any](), dict[str, str]()
     try:
         for method, path, body in REQUESTS:
-            data = None if body is None else json.dumps(body).encode()
-            with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}) as client:
-                answer = client.request(method, path.format(**ids), content=data)
+            answer = ask(server.url, method, path.format(**ids), body)
             assert answer.status_code == 200, answer.text
             note_ids(path, answer.text, ids)
             found.append(essence(path, answer.text))
@@ -178,3 +186,38 @@ async def first_held(engines: dict[str, LocalEngine], asking: asyncio.Task[Any])
     """Wait for an engine that is held in the middle of a request, or for an answer that needs none."""
     await eventually(lambda: asking.done() or any(engine.is_held for engine in engines.values()))
     return None if asking.done() else next(name for name, engine in engines.items() if engine.is_held)
+
+
+@pytest.mark.skipif(not os.environ.get("FORGE_ALL_TESTS"), reason="it takes a minute: run with FORGE_ALL_TESTS=1")
+@pytest.mark.parametrize("kills", [False, True])
+def test_every_endpoint_on_ray_answers_as_one_engine_does_also_across_a_kill(answers, kills: bool):
+    from tests.cluster.test_serve import is_whole, pids  # skips this where Ray is not installed
+
+    options = ("--replicas", "2", "--ray-address", "local", "--served-model-name", "served")
+    server, ids = Server("--model", MODEL, "--threads", "1", *options), dict[str, str]()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            for (method, path, body), wanted in zip(REQUESTS, answers, strict=True):
+                assert until(lambda: is_whole(server), 90)
+                engines = pids(server, "engine")
+                before = list(map(cpu_ticks, engines))
+                asking = pool.submit(ask, server.url, method, path.format(**ids), body)
+                if kills and "max" in str(body):
+                    used = [0]
+                    while not asking.done() and max(used) < 3:  # its engine has not computed for a few steps
+                        used = [cpu_ticks(engine) - ticks for engine, ticks in zip(engines, before, strict=True)]
+                    os.kill(engines[used.index(max(used))], signal.SIGKILL)
+                answer = asking.result(60)
+                assert answer.status_code == 200, (path, answer.text)
+                note_ids(path, answer.text, ids)
+                assert essence(path, answer.text) == wanted, path
+        resumed = server.metric("forge:requests_resumed_total")
+        assert resumed >= 5 if kills else resumed == 0
+    finally:
+        server.stop()
+
+
+def cpu_ticks(pid: int) -> int:
+    """The processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

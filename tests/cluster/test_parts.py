@@ -10,7 +10,7 @@ from forge.cluster.events import CacheEvents
 from forge.cluster.launch import default_name
 from forge.cluster.options import _NAME
 from forge.cluster.pool import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
-from forge.cluster.scaling import by_sequences, wanted_replicas
+from forge.cluster.replica import scale_by_sequences, wanted_replicas
 from forge.cluster.wire import Pulse, Unreachable, admit, connect, listen, pulses
 
 
@@ -104,8 +104,8 @@ def test_as_many_engines_as_the_sequences_need(sequences: int, replicas: int):
 def test_scaling_adds_up_what_the_engines_tell():
     config = SimpleNamespace(get_target_ongoing_requests=lambda: 2.0)
     context = SimpleNamespace(config=config, aggregated_metrics={"sequences": {"a": 3.0, "b": 4.0}})
-    assert by_sequences(context) == (4, {})
-    assert by_sequences(SimpleNamespace(config=config, aggregated_metrics=None)) == (1, {})
+    assert scale_by_sequences(context) == (4, {})
+    assert scale_by_sequences(SimpleNamespace(config=config, aggregated_metrics=None)) == (1, {})
 
 
 def test_two_batches_of_events_are_one_batch_with_what_holds_at_the_end():

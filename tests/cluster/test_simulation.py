@@ -1,12 +1,16 @@
 """The simulation: nothing is lost, a run is reproducible, and prefixes that are cached are not computed."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forge.cluster.routers import ROUTERS
-from forge.cluster.simulation import SimulationOptions, StepTime, simulate
-from forge.workload.conversations import TraceShape
+from forge.cluster.simulation import SimulationOptions, StepTime, Transport, fit_step_time, replay, simulate
+from forge.experiments.cluster.measured import WITHIN, deviations, simulate_turns
+from forge.workload.conversations import KnownRequest, TraceShape
 
 TRACE = TraceShape(num_requests=400)
 
@@ -57,3 +61,55 @@ def test_prefix_routing_computes_less_than_taking_turns():
 def test_a_cache_too_small_for_a_request_ends_it_and_loses_nothing():
     result = simulate(SimulationOptions(replicas=2, num_blocks=30, trace=TRACE))
     assert result.num_requests == 400
+
+
+def test_a_request_takes_its_transport_and_its_steps():
+    options = SimulationOptions(replicas=1, step_time=StepTime(1.0, 0.1, 0.5), transport=Transport(0.004, 0.002))
+    result = replay(options, [KnownRequest(list(range(100)), 11)] * 2, num_clients=1)
+    assert result.ttft[-1] == pytest.approx(4 + 1 + 0.1 * 100 + 2) and result.tpot == pytest.approx([1.5, 1.5])
+    assert result.seconds == pytest.approx(sum(result.ttft) / 1e3 + 2 * 10 * 1.5 / 1e3)
+
+
+def test_clients_of_a_replay_send_one_request_at_a_time_and_every_request_once():
+    requests = [KnownRequest([number] * 40, 1 + number) for number in range(30)]
+    one, four = (replay(SimulationOptions(replicas=2), requests, clients) for clients in (1, 4))
+    assert one.num_requests == four.num_requests == len(four.ttft) == 30 and len(four.tpot) == 29
+    assert 2 * four.seconds < one.seconds
+
+
+def test_the_costs_of_steps_are_found_again():
+    steps = [
+        (prefilled, decoded, 0.7 + 0.02 * prefilled + 0.3 * decoded)
+        for prefilled in (0, 64, 512)
+        for decoded in (0, 3, 8)
+    ]
+    fitted = fit_step_time(steps)
+    assert [fitted.fixed, fitted.prefill_token, fitted.decode_token] == pytest.approx([0.7, 0.02, 0.3])
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    """What `forge cluster --only run --part measured --json` wrote on a machine of 2 cores under other work."""
+    return json.loads(Path(__file__).with_name("measured_run.json").read_text())
+
+
+def off(run: dict[str, Any], **costs: float) -> dict[str, float]:
+    results = simulate_turns(run["costs"] | costs, run["turns"], run["clients"])
+    return deviations(run["two"], results)["deviation"]
+
+
+def test_times_and_throughput_of_a_measured_run_are_simulated_within_a_quarter(run):
+    assert all(abs(share) <= WITHIN for share in off(run).values()), off(run)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "figure"),
+    [
+        ({"to_engine_ms": 0.0, "to_front_ms": 0.0}, "ttft_ms"),
+        ({"prefill_token_ms": 0.0}, "ttft_ms"),
+        ({"decode_token_ms": 0.0}, "tpot_ms"),
+        ({"step_ms": 0.0}, "tpot_ms"),
+    ],
+)
+def test_without_one_of_the_costs_they_are_not(run, wrong: dict[str, float], figure: str):
+    assert abs(off(run, **wrong)[figure]) > WITHIN

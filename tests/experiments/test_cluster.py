@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from forge.bench.http_client import Timed
 from forge.cli.main import main
 from forge.experiments.cluster.failure import num_identical
+from forge.experiments.cluster.measured import fit_costs
 
 COMMAND = ("cluster", "--only", "run", "--json")
 
@@ -52,3 +54,28 @@ def test_an_unknown_router_is_refused(capfd):
 
 def test_requests_that_fail_both_times_are_not_identical():
     assert num_identical(["a", "b", "c", ""], ["a", "x", "", ""]) == 1
+
+
+@pytest.mark.parametrize("part", ["failure", "measured"])
+def test_without_ray_serve_a_part_that_needs_it_says_so(capfd, monkeypatch, part: str):
+    monkeypatch.setattr("forge.experiments.cluster.failure.find_spec", lambda name: None)
+    assert main(("cluster", "--only", "run", "--part", part)) == 0
+    assert "Ray Serve is not installed" in capfd.readouterr().out
+
+
+def test_costs_are_read_from_steps_and_from_what_clients_saw():
+    """An engine computes 10 tokens in 20 ms, then decodes twice in 5 ms, 1 ms of which lies between the steps."""
+    item = {"phase": "prefill", "num_tokens": 10}
+    arrived = {"request_id": "cmpl-1", "seq_ids": [0], "arrived": 100.003}
+    decode = {"phase": "decode", "num_tokens": 1}
+    token = {"tokens": [{"seq_id": 0}], "replica": "a"}
+    steps = [
+        token | {"started": 100.004, "ended": 100.023, "items": [item], "arrived": [arrived]},
+        token | {"started": 100.024, "ended": 100.028, "items": [decode]},
+        token | {"started": 100.029, "ended": 100.034, "items": [decode]},
+    ]
+    answer = Timed(100.0, chunks=[100.025, 100.031], ended=100.04, request_id="cmpl-1")
+    step_time, transport = fit_costs(steps, [answer])
+    assert step_time.fixed + 10 * step_time.prefill_token == pytest.approx(20)
+    assert step_time.fixed + step_time.decode_token == pytest.approx(5)
+    assert (transport.to_engine, transport.to_front) == pytest.approx((0.003, 0.002))

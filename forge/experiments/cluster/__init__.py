@@ -45,10 +45,11 @@ class ClusterArgs:
     requests: int = option(96, "Of conversations with four turns.", _CLUSTER, flags="--requests -n")
     router: Sequence[str] = option((), "May be repeated.", _CLUSTER, shown="all of them")
     threshold: int | None = option(None, "Tokens that a prefix's holder may be busier by.", _CLUSTER, shown="512")
-    part: Literal["routers", "scale", "apart", "failure"] = option(
+    part: Literal["routers", "scale", "apart", "failure", "measured"] = option(
         "routers",
         "routers on the same requests; scale, a simulation of up to 32; apart, prefill and decode; failure, an engine "
-        "of a running server is killed (Ray Serve).",
+        "of a running server is killed; measured, two engines against one, and the simulator against them (both need "
+        "Ray Serve).",
         _CLUSTER,
     )
 
@@ -84,6 +85,10 @@ def cluster(
             from forge.experiments.cluster.failure import measure_failure
 
             return measure_failure(max(2, asked.replicas))
+        if asked.part == "measured":
+            from forge.experiments.cluster.measured import measure_replicas
+
+            return measure_replicas()
         return _measure(engine, asked)
 
     return Experiment(run)

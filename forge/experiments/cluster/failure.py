@@ -10,17 +10,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from forge.errors import ForgeError
 from forge.server.server_process import ServerProcess
+from forge.views.palette import QUIET
 from forge.views.progress import progress_line
 from forge.views.screen import Part, Report, check, fill, question, report, sentences, title
 
 STREAMS = WHOLE = 6
-MAX_TOKENS = 1500
+MAX_TOKENS = 400
+MODEL = "tales"
+SHOWN = 60
+"""Characters of a stream that are shown before the kill, and after it."""
 QUESTION = "What do clients notice when an engine dies?"
 MISSING = "Ray Serve is not installed, so no engine was killed: pip install 'ray[serve]'"
 
@@ -46,34 +51,44 @@ class Failure:
     """The longest such time of any stream in the run with the kill."""
     back_seconds: float = 0.0
     """Seconds until as many engines as before answered again."""
+    before: str = ""
+    """The end of what the stream that paused longest had said until then."""
+    after: str = ""
+    """The beginning of what it said from then on."""
+
+
+def ray_is_installed() -> bool:
+    return find_spec("ray") is not None
 
 
 def measure_failure(replicas: int) -> Report:
-    if find_spec("ray") is None:
+    if not ray_is_installed():
         failure = Failure(ray=False)
     else:
-        options = ("--model", "hash", "--ray-address", "local", "--threads", "1", "--replicas", str(replicas))
+        options = ("--model", MODEL, "--ray-address", "local", "--threads", "1", "--replicas", str(replicas))
         with ServerProcess(options) as server, progress_line() as progress:
             progress(f"starting {replicas} engines")
             server.wait_until_ready()
-            _wait(lambda: _metric(server.url, "forge:replicas_reachable") == replicas)
+            wait_until(lambda: metric(server.url, "forge:replicas_reachable") == replicas)
             progress("answers while no engine dies")
-            before, gaps = _ask_all(server, kill=False)
+            before, gaps, _ = _ask_all(server, progress, kill=False)
             progress("the same while one is killed")
-            after, pauses = _ask_all(server, kill=True)
+            after, pauses, (said, said_next) = _ask_all(server, progress, kill=True)
             began = time.perf_counter()
-            _wait(lambda: _metric(server.url, "forge:replicas_reachable") == replicas)
+            wait_until(lambda: metric(server.url, "forge:replicas_reachable") == replicas)
             identical = num_identical(before, after)
             failure = Failure(
                 True,
                 STREAMS,
                 WHOLE,
-                int(_metric(server.url, "forge:requests_resumed_total")),
+                int(metric(server.url, "forge:requests_resumed_total")),
                 identical,
                 STREAMS + WHOLE - identical,
                 sorted(gaps)[len(gaps) // 2],
                 max(pauses),
                 time.perf_counter() - began,
+                said,
+                said_next,
             )
     return report(asdict(failure), lambda: screen(failure), 1 if failure.lost else 0)
 
@@ -83,46 +98,63 @@ def num_identical(before: list[str], after: list[str]) -> int:
     return sum(text != "" and text == later for text, later in zip(before, after, strict=True))
 
 
-def _ask_all(server: ServerProcess, kill: bool) -> tuple[list[str], list[float]]:
-    """Return the texts of all requests, and each stream's longest time between two events in milliseconds."""
+def _ask_all(
+    server: ServerProcess, watch: Callable[[str], None], kill: bool
+) -> tuple[list[str], list[float], tuple[str, str]]:
+    """Return the texts of all requests, each stream's longest time between two events in milliseconds, and what the
+    stream that paused longest said before and after. watch: is called with the end of the first stream's text."""
     with ThreadPoolExecutor(STREAMS + WHOLE) as pool:
         victim, has_begun = _engines(server.pid)[0], threading.Semaphore(0)
         whole = [pool.submit(_whole, server.url, number) for number in range(WHOLE)]
-        streams = [pool.submit(_stream, server.url, number, has_begun.release) for number in range(STREAMS)]
+        streams = [
+            pool.submit(_stream, server.url, number, has_begun.release, watch if number == 0 else lambda text: None)
+            for number in range(STREAMS)
+        ]
         if kill:
             for _ in range(STREAMS):
                 has_begun.acquire()
             os.kill(victim, signal.SIGKILL)
         streamed = [request.result() for request in streams]
-        return [text for text, _ in streamed] + [request.result() for request in whole], [gap for _, gap in streamed]
+        text, _, paused_at = max(streamed, key=lambda stream: stream[1])
+        around = text[:paused_at][-SHOWN:], text[paused_at:][:SHOWN]
+        texts = [text for text, _, _ in streamed] + [request.result() for request in whole]
+        return texts, [gap for _, gap, _ in streamed], around
 
 
 def _post(url: str, number: int, stream: bool) -> Any:
-    body = {"prompt": f"{number} story", "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+    prompt = f"Once upon a time there were {number} hens"
+    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     data = json.dumps(body | {"stream": stream}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data, {"content-type": "application/json"})
     return urllib.request.urlopen(request, timeout=120)
 
 
-def _stream(url: str, number: int, on_begin: Callable[[], None]) -> tuple[str, float]:
-    """Read a stream. Returns its text, empty if it did not end well, and the longest time between two events in
-    milliseconds. on_begin: is called at its first event."""
-    events = []
+def _stream(
+    url: str, number: int, on_begin: Callable[[], None], watch: Callable[[str], None]
+) -> tuple[str, float, int]:
+    """Read a stream. Returns its text, empty if it did not end well, the longest time between two events in
+    milliseconds, and the characters that came before that. on_begin: is called at its first event. watch: is called
+    with the end of the text at every event."""
+    text, last, longest, paused_at, is_well = "", 0.0, 0.0, 0, False
     try:
         with _post(url, number, True) as answer:
             for line in answer:
-                if line.startswith(b"data: "):
-                    events.append((time.perf_counter(), line[6:].strip()))
-                    if len(events) == 1:
-                        on_begin()
+                if not line.startswith(b"data: "):
+                    continue
+                now = time.perf_counter()
+                if last == 0.0:
+                    on_begin()
+                elif now - last > longest:
+                    longest, paused_at = now - last, len(text)
+                last, is_well = now, line.startswith(b"data: [DONE]")
+                if not is_well:
+                    event = json.loads(line[6:])
+                    text += "".join(choice["text"] for choice in event.get("choices", ()))
+                    watch(text[-SHOWN:].replace("\n", " "))
     finally:
-        if not events:
+        if last == 0.0:
             on_begin()  # it has failed, and nothing waits for it
-    longest = max((later - before) * 1e3 for (before, _), (later, _) in pairwise(events))
-    if events[-1][1] != b"[DONE]" or any(event.startswith(b'{"error"') for _, event in events):
-        return "", longest
-    chunks = [json.loads(event) for _, event in events[:-1]]
-    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]), longest
+    return (text if is_well else ""), longest * 1e3, paused_at
 
 
 def _whole(url: str, number: int) -> str:
@@ -133,7 +165,7 @@ def _whole(url: str, number: int) -> str:
         return ""
 
 
-def _metric(url: str, name: str) -> float:
+def metric(url: str, name: str) -> float:
     """Return the sum of a metric over its labels."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
@@ -162,7 +194,7 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def _wait(condition: Any, seconds: float = 60.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -183,5 +215,8 @@ def screen(failure: Failure) -> Iterator[Part]:
         "seconds until the engine was back                {back_seconds:>6.1f}",
     )
     yield from sentences(fill(line, failure) for line in lines)
+    if failure.before:
+        around = f"… {failure.before} ‖ {failure.after} …".replace("\n", " ")
+        yield from (None, "The stream that stood still longest, before and after", Text(around, QUIET))
     same = "every request has the text of a run in which no engine died"
     yield from (None, check(not failure.lost, same, fill("{lost:plural request} ended otherwise", failure)))
