@@ -24,7 +24,7 @@ from forge.engine.async_scheduling import AsyncEngine
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import NO_SPECULATION, NoSpeculation, Proposer, Speculation
+from forge.engine.proposer import Proposer, Speculation
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Readout, Task
 from forge.engine_args import EngineArgs, keywords_of
@@ -319,10 +319,11 @@ class LLM:
         with self.engine.lock:
             self.engine.speculation = self.new_speculation()
 
-    def new_speculation(self) -> Speculation | NoSpeculation:
-        """Create a `Speculation` with this model's proposers, for an engine of `new_engine` while no other runs."""
+    def new_speculation(self) -> Speculation | None:
+        """Create a `Speculation` with this model's proposers, or None without one, for an engine of
+        `new_engine` while no other runs."""
         if not self._proposers:
-            return NO_SPECULATION
+            return None
         return Speculator(
             self._proposers,
             max_k=self._args.k,

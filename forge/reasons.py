@@ -72,5 +72,5 @@ class Deferred:
 
 
 WaitReason = NoBlocks | MaxNumSeqs | NoBudget | Deferred
-SpecReason = Literal["fixed", "wins", "turned_down", "loses", "waits", "probes", "on_again", "cannot_win"]
+SpecReason = Literal["fixed", "wins", "turned_down", "loses", "probes", "on_again", "cannot_win"]
 UndraftedReason = Literal["measures", "off", "no_proposal", "pauses", "no_room", "last_token", "not_wanted"]

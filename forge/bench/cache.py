@@ -146,7 +146,7 @@ def _step_time(llm: LLM, length: int, block_size: int, steps: int) -> Facts:
     blocks = -(-longest // block_size)
     rng = random.Random(SEED)
     prompt = [rng.randrange(llm.model.vocab_size) for _ in range(length)]
-    caches = {
+    caches: dict[str, KvCache] = {
         "basic": BasicKvCache(1, longest, block_size),
         "paged": PagedKvCache(2 * blocks, block_size),
         "scattered": _scattered(PagedKvCache(2 * blocks, block_size)),

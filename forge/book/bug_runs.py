@@ -97,7 +97,7 @@ def run_requests(
             engine.step()
             check()
             if steps == revokes_draft_after:
-                for proposer in engine.speculation.proposers:
+                for proposer in engine.proposers:
                     if isinstance(proposer, DraftProposer):
                         lease_model(proposer, "draft").revoke()
             for index, request in enumerate(requests[:arrived]):

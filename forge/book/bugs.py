@@ -201,8 +201,8 @@ def _lease() -> Iterator[None]:
     """A proposer's error is not caught where it is asked: it reaches the step, which takes it for the target's."""
     ask = Speculator.ask
 
-    def ask_unguarded(speculator: Speculator, source, items, running, drafts) -> None:
-        ask(speculator, source, items, running, drafts)
+    def ask_unguarded(speculator: Speculator, source, items, drafts) -> None:
+        ask(speculator, source, items, drafts)
         for failure in drafts.failures.values():
             raise ModelUnavailable(failure.message)
 

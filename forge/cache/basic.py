@@ -9,12 +9,12 @@ Runs are blocks here only because all kinds share one storage. A run has one own
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from forge.cache.block_pool import blocks_for
-from forge.cache.kv_cache import CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
+from forge.cache.kv_cache import CacheStats, Hit, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
-from forge.trace.records import BlockMap, TableRecord
+from forge.cache.table_cache import TableCache
+from forge.trace.records import BlockMap
 
 
 @dataclass
@@ -26,7 +26,7 @@ class _Run:
     computed: int = 0
 
 
-class BasicKvCache(KvCache):
+class BasicKvCache(TableCache[_Run]):
     """A cache that reserves room for the longest sequence when a sequence begins.
 
     Holds one run per sequence and per snapshot; a run that neither has is free. Promises that a sequence which has
@@ -37,13 +37,10 @@ class BasicKvCache(KvCache):
 
     def __init__(self, num_runs: int, max_model_len: int, block_size: int):
         """Make room for `num_runs` sequences (or snapshots) of up to `max_model_len` tokens each."""
-        self.block_size = block_size
+        super().__init__(block_size)
         self.max_model_len = max_model_len
         self.blocks_per_run = blocks_for(max_model_len, block_size)
         self.num_blocks = num_runs * self.blocks_per_run
-        self._sequences: dict[int, _Run] = {}
-        self._snapshots: dict[int, _Run] = {}
-        self._snapshot_ids = count()
 
     @property
     def max_sequence_length(self) -> int:
@@ -58,17 +55,17 @@ class BasicKvCache(KvCache):
         return self.blocks_per_run
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
-        assert seq_id not in self._sequences, f"sequence {seq_id} is already there"
-        self._sequences[seq_id] = self._free_run()
+        assert seq_id not in self._tables, f"sequence {seq_id} is already there"
+        self._tables[seq_id] = self._free_run()
         return 0
 
     def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
         """Return 0: the sequence took its whole run when it began."""
-        self._sequences[seq_id]  # KeyError for an unknown sequence
+        self._tables[seq_id]  # KeyError for an unknown sequence
         return 0
 
     def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
-        run = self._sequences[seq_id]
+        run = self._tables[seq_id]
         if run.reserved + num_tokens > self.max_model_len:
             beyond = blocks_for(run.reserved + num_tokens, self.block_size) - self.blocks_per_run
             raise OutOfBlocks(needed=max(1, beyond), free=0)
@@ -76,77 +73,37 @@ class BasicKvCache(KvCache):
         return ()
 
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        run = self._sequences[seq_id]
+        run = self._tables[seq_id]
         assert run.computed + len(token_ids) <= run.reserved, "committed more tokens than were reserved"
         run.computed += len(token_ids)
 
     def truncate(self, seq_id: int, length: int) -> None:
-        run = self._sequences[seq_id]
+        run = self._tables[seq_id]
         run.reserved, run.computed = min(run.reserved, length), min(run.computed, length)
 
-    def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
-        assert child not in self._sequences, f"sequence {child} is already there"
-        self._sequences[child], copies = self._copied(self._sequences[parent])
-        return copies
-
-    def snapshot(self, seq_id: int) -> tuple[Snapshot, tuple[BlockCopy, ...]]:
-        run, copies = self._copied(self._sequences[seq_id])
-        snapshot = Snapshot(next(self._snapshot_ids), run.computed)
-        self._snapshots[snapshot.snapshot_id] = run
-        return snapshot, copies
-
-    def restore(self, snapshot: Snapshot, seq_id: int) -> tuple[BlockCopy, ...]:
-        assert seq_id not in self._sequences, f"sequence {seq_id} is already there"
-        self._sequences[seq_id], copies = self._copied(self._snapshots[snapshot.snapshot_id])
-        return copies
-
-    def release(self, snapshot: Snapshot) -> None:
-        del self._snapshots[snapshot.snapshot_id]
-
-    def remove(self, seq_id: int) -> None:
-        del self._sequences[seq_id]
-
-    def rename(self, seq_id: int, new_id: int) -> None:
-        assert new_id not in self._sequences, f"sequence {new_id} is already there"
-        self._sequences[new_id] = self._sequences.pop(seq_id)
-
-    def clear(self) -> None:
-        self._sequences = {}
-
     def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._sequences
+        return seq_id in self._tables
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:
-        run = self._sequences[seq_id]
+        run = self._tables[seq_id]
         return tuple(run.blocks[: blocks_for(run.reserved, self.block_size)])
 
     def reserved_length(self, seq_id: int) -> int:
-        return self._sequences[seq_id].reserved
+        return self._tables[seq_id].reserved
 
     def computed_length(self, seq_id: int) -> int:
-        return self._sequences[seq_id].computed
+        return self._tables[seq_id].computed
 
     def stats(self) -> CacheStats:
-        runs = self.all_runs()
-        used_blocks, filled = len(runs) * self.blocks_per_run, sum(run.computed for run in runs)
-        return CacheStats(
-            num_blocks=self.num_blocks,
-            used_blocks=used_blocks,
-            tokens_held=filled,
-            slots_reserved=used_blocks * self.block_size,
-            slots_filled=filled,
-        )
+        used, filled = self.num_blocks - self.num_available, sum(run.computed for run in self.all_runs())
+        return CacheStats(self.num_blocks, used, filled, slots_reserved=used * self.block_size, slots_filled=filled)
 
     def block_map(self) -> BlockMap:
         """Return the block map. All blocks of a run belong to its owner, also those that `block_table` does not reach
         yet."""
-        tables = tuple(
-            TableRecord(owner, is_snapshot, tuple(run.blocks), run.computed, run.reserved)
-            for owners, is_snapshot in ((self._sequences, False), (self._snapshots, True))
-            for owner, run in owners.items()
-        )
-        used = {block for table in tables for block in table.blocks}
-        return BlockMap(self.block_size, tables, tuple(int(block in used) for block in range(self.num_blocks)), ())
+        used = {block for run in self.all_runs() for block in run.blocks}
+        counts = tuple(int(block in used) for block in range(self.num_blocks))
+        return BlockMap(self.block_size, self._table_records(), counts, ())
 
     def check_invariants(self) -> None:
         runs = self.all_runs()
@@ -157,7 +114,7 @@ class BasicKvCache(KvCache):
 
     def all_runs(self) -> list[_Run]:
         """Return the runs that belong to a sequence or a snapshot."""
-        return [*self._sequences.values(), *self._snapshots.values()]
+        return list(self._all_tables())
 
     def _free_run(self, length: int = 0) -> _Run:
         """Return the lowest free run, with its first `length` slots computed. It is taken once it has an owner."""

@@ -7,8 +7,7 @@ arithmetic is the same, only nothing is kept.
 
 from collections.abc import Sequence
 
-from forge.cache.kv_cache import CacheStats, Snapshot
-from forge.cache.kv_storage import BlockCopy
+from forge.cache.kv_cache import CacheStats
 from forge.cache.paged import PagedKvCache
 from forge.trace.records import BlockMap
 
@@ -33,16 +32,6 @@ class OffKvCache(PagedKvCache):
     def computed_length(self, seq_id: int) -> int:
         self._tables[seq_id]  # KeyError for an unknown sequence
         return 0
-
-    def snapshot(self, seq_id: int) -> tuple[Snapshot, tuple[BlockCopy, ...]]:
-        return Snapshot(seq_id, self.computed_length(seq_id)), ()
-
-    def restore(self, snapshot: Snapshot, seq_id: int) -> tuple[BlockCopy, ...]:
-        self.add(seq_id, ())
-        return ()
-
-    def release(self, snapshot: Snapshot) -> None:
-        """Do nothing: a snapshot of nothing holds nothing."""
 
     def stats(self) -> CacheStats:
         return CacheStats(num_blocks=0, used_blocks=0, tokens_held=0)

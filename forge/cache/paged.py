@@ -8,19 +8,16 @@ decision, and the copy that the engine performs before the write, are `reserve`'
 Only a sequence's last block can be both shared and written, so one `reserve` copies one block at most.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, count
-from typing import TypeVar
+from collections.abc import Sequence
 
 from forge.cache.block_pool import BlockPool, BlockTable, blocks_for
-from forge.cache.kv_cache import NO_HIT, CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
+from forge.cache.kv_cache import NO_HIT, CacheStats, Hit, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
-from forge.trace.records import BlockMap, BlockSplit, CacheEvent, TableRecord
+from forge.cache.table_cache import TableCache
+from forge.trace.records import BlockMap, BlockSplit, CacheEvent
 
-Table = TypeVar("Table", bound=BlockTable)
 
-
-class PagedKvCache(KvCache):
+class PagedKvCache(TableCache[BlockTable]):
     """A cache whose sequences grow block by block and share blocks after a fork or a snapshot.
 
     Holds a `BlockPool` and one `BlockTable` per sequence and per snapshot. The tables are the truth; counts, free list
@@ -31,11 +28,8 @@ class PagedKvCache(KvCache):
     kind = "paged"
 
     def __init__(self, num_blocks: int, block_size: int):
-        self.block_size = block_size
+        super().__init__(block_size)
         self.pool = BlockPool(num_blocks)
-        self._tables: dict[int, BlockTable] = {}
-        self._snapshots: dict[int, BlockTable] = {}
-        self._snapshot_ids = count()
         self._events: list[CacheEvent] = []
         self._counts = {"splits": 0}
         """What `stats` tells that is counted from the beginning."""
@@ -99,37 +93,6 @@ class PagedKvCache(KvCache):
         for block in reversed(dropped):
             self._release_block(block)
 
-    def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
-        assert child not in self._tables, f"sequence {child} is already there"
-        self._tables[child] = self._attached(self._tables[parent].computed_part(self.block_size))
-        return ()
-
-    def snapshot(self, seq_id: int) -> tuple[Snapshot, tuple[BlockCopy, ...]]:
-        table = self._attached(self._tables[seq_id].computed_part(self.block_size))
-        snapshot = Snapshot(next(self._snapshot_ids), table.computed)
-        self._snapshots[snapshot.snapshot_id] = table
-        return snapshot, ()
-
-    def restore(self, snapshot: Snapshot, seq_id: int) -> tuple[BlockCopy, ...]:
-        assert seq_id not in self._tables, f"sequence {seq_id} is already there"
-        table = self._snapshots[snapshot.snapshot_id].computed_part(self.block_size)
-        self._tables[seq_id] = self._attached(table)
-        return ()
-
-    def release(self, snapshot: Snapshot) -> None:
-        self._detach(self._snapshots.pop(snapshot.snapshot_id))
-
-    def remove(self, seq_id: int) -> None:
-        self._detach(self._tables.pop(seq_id))
-
-    def rename(self, seq_id: int, new_id: int) -> None:
-        assert new_id not in self._tables, f"sequence {new_id} is already there"
-        self._tables[new_id] = self._tables.pop(seq_id)
-
-    def clear(self) -> None:
-        self._tables = {}
-        self._rebuild()
-
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._tables
 
@@ -165,12 +128,8 @@ class PagedKvCache(KvCache):
         )
 
     def block_map(self) -> BlockMap:
-        tables = tuple(
-            TableRecord(owner, is_snapshot, table.blocks, table.computed, table.reserved)
-            for owners, is_snapshot in ((self._tables, False), (self._snapshots, True))
-            for owner, table in owners.items()
-        )
-        return BlockMap(self.block_size, tables, tuple(self.pool.reference_counts), tuple(self.pool.cached))
+        counts, cached = self.pool.reference_counts, self.pool.cached
+        return BlockMap(self.block_size, self._table_records(), tuple(counts), tuple(cached))
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()
@@ -215,12 +174,17 @@ class PagedKvCache(KvCache):
         self._events.append(BlockSplit(seq_id, last, copy, references))
         return (BlockCopy(last, copy),)
 
-    def _attached(self, table: Table) -> Table:
-        """Create a table over blocks that are referenced or cached already, and count its references."""
+    def _copied(self, table: BlockTable) -> tuple[BlockTable, tuple[BlockCopy, ...]]:
+        """Share the blocks of the computed tokens: no block is copied before one is written."""
+        part = table.computed_part(self.block_size)
+        self._attach(part)
+        return part, ()
+
+    def _attach(self, table: BlockTable) -> None:
+        """Count the references of a new table over blocks that are referenced or cached already."""
         self._filled = None
         for block in table.blocks:
             self.pool.incref(block)
-        return table
 
     def release_order(self, blocks: tuple[int, ...]) -> Sequence[int]:
         """Return the order in which a sequence that ends releases its blocks: the last one first.
@@ -253,9 +217,6 @@ class PagedKvCache(KvCache):
         """Recompute everything that follows from the tables."""
         self.pool.recount(table.blocks for table in self._all_tables())
         self._filled = None
-
-    def _all_tables(self) -> Iterator[BlockTable]:
-        return chain(self._tables.values(), self._snapshots.values())
 
     def _count_filled(self) -> int:
         """Return the number of slots that some table has as computed.

@@ -18,9 +18,8 @@ and only the last one stays cached.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import eq
-from typing import cast
 
 from forge.cache.block_pool import BlockTable, blocks_for
 from forge.cache.eviction import EvictionPolicy, lru
@@ -68,6 +67,7 @@ class PrefixKvCache(PagedKvCache):
 
     kind = "prefix"
     _tables: dict[int, PrefixTable]  # type: ignore[assignment]  # narrower: `add` enters no other tables
+    _snapshots: dict[int, PrefixTable]  # type: ignore[assignment]  # copies of these
 
     def __init__(
         self, num_blocks: int, block_size: int, hash_function: ChainHash = chain_hash, evict: EvictionPolicy = lru
@@ -96,7 +96,8 @@ class PrefixKvCache(PagedKvCache):
         assert seq_id not in self._tables, f"sequence {seq_id} is already there"
         length, blocks, tip = self._match(token_ids, salt, max_cached)
         table = PrefixTable(blocks, length, length, tip=tip, salt=salt, token_ids=list(token_ids[:length]))
-        self._tables[seq_id] = self._attached(table)
+        self._attach(table)
+        self._tables[seq_id] = table
         self._num_requests += 1
         while tip.parent is not None:
             tip.num_hits += 1
@@ -231,7 +232,7 @@ class PrefixKvCache(PagedKvCache):
             self.pool.unmark(lost)
 
     def _all_tables(self) -> Iterator[PrefixTable]:
-        return cast("Iterator[PrefixTable]", super()._all_tables())
+        return chain(self._tables.values(), self._snapshots.values())
 
     def _rebuild(self) -> None:
         """Index what the tables hold again, and drop what was merely cached."""

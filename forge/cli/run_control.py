@@ -61,7 +61,7 @@ def warm_up(llm: "LLM", prompt: str) -> None:
 
     What a prefix cache would remember of them is forgotten.
     """
-    max_tokens = 24 if llm.engine.speculation.proposers else 2
+    max_tokens = 24 if llm.engine.proposers else 2
     llm.generate([prompt], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
     forget_prefixes(llm)
 

@@ -30,7 +30,7 @@ from dataclasses import replace
 import numpy as np
 
 from forge.engine.engine import Engine
-from forge.engine.proposer import SpeculationUpdate
+from forge.engine.proposer import SpeculationFacts
 from forge.engine.sampler import StepResults
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.engine.step_record import LaunchedStep, StepTimes
@@ -69,7 +69,7 @@ class AsyncEngine(Engine):
     def _launch_ahead(self, step: LaunchedStep) -> None:
         """Launch the step after `step`, unless that depends on the tokens of `step`."""
         shown = self.on_logits or self.report_probabilities
-        if shown or self.speculation.proposers:
+        if shown or self.proposers:
             return
         started, on_device = time.perf_counter(), None if isinstance(step.logits, np.ndarray) else step.logits
         plan = self._plan_next(step.plan, on_device is not None)
@@ -81,7 +81,7 @@ class AsyncEngine(Engine):
             on_device.release()  # nothing but its tokens will be read
         self._in_flight = self._launch(plan, started)
 
-    def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationUpdate:
+    def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationFacts:
         if step.plan.ahead:
             items = tuple([item for item in step.plan.items if item.sequence.finish_reason is None])
             self._records.discarded += len(step.plan.items) - len(items)

@@ -22,7 +22,7 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.batch_builder import BatchBuilder
 from forge.engine.draft_slots import DraftSlots
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import NO_DRAFTS, NO_SPECULATION, NO_UPDATE, NoSpeculation, Speculation, SpeculationUpdate
+from forge.engine.proposer import NO_DRAFTS, NO_FACTS, Speculation, SpeculationFacts
 from forge.engine.readout import max_logit_rows, run_separate_forwards
 from forge.engine.registry import RequestRegistry
 from forge.engine.requests import PromptLimits
@@ -101,7 +101,7 @@ class Engine(RequestRegistry):
         self.waits_for_model = False
         """Without its model, raise `ModelUnavailable` and keep all sequences for the next step: none of them ends."""
         self.model = model
-        self.speculation = speculation or NO_SPECULATION
+        self.speculation = speculation
         self._batch_builder = BatchBuilder(storage.layout.block_size)
         self._eos_token_ids = tokenizer.eos_token_ids
 
@@ -116,14 +116,14 @@ class Engine(RequestRegistry):
         self.scheduler.prefill_only.temporary_bytes = model.temporary_bytes
 
     @property
-    def speculation(self) -> Speculation | NoSpeculation:
-        """What proposes and verifies draft tokens. It may be replaced between two steps."""
-        return self._speculation or NO_SPECULATION
+    def speculation(self) -> Speculation | None:
+        """What proposes and verifies draft tokens; None for no speculation. It may be replaced between two steps."""
+        return self._speculation
 
     @speculation.setter
-    def speculation(self, speculation: Speculation | NoSpeculation) -> None:
-        self._speculation = None if isinstance(speculation, NoSpeculation) else speculation
-        self.scheduler.draft_slots = DraftSlots(self.cache, self._speculation) if self._speculation else None
+    def speculation(self, speculation: Speculation | None) -> None:
+        self._speculation = speculation
+        self.scheduler.draft_slots = DraftSlots(self.cache, speculation) if speculation is not None else None
 
     @property
     def report_blocks(self) -> bool:
@@ -155,13 +155,13 @@ class Engine(RequestRegistry):
                 exhausted = [self.scheduler.find(seq_id) for seq_id in step.plan.exhausted]
                 results = sampler.sample(step.plan, StepLogits.of(step.logits), step.drafts, step.separate, exhausted)
                 times = StepTimes(started, sampling_started, time.perf_counter())
-                update = self._commit(step, results, times)
+                facts = self._commit(step, results, times)
             except ModelUnavailable as error:
                 if self.waits_for_model:
                     raise
-                step, results, update = _NO_STEP, self._end_all(error), NO_UPDATE
+                step, results, facts = _NO_STEP, self._end_all(error), NO_FACTS
                 times = StepTimes(started, started, time.perf_counter())
-            record = self._records.build(step, results, update, times)
+            record = self._records.build(step, results, facts, times)
             self.timeline.journal.append(record)
             if self.checks_invariants:
                 self.scheduler.check_invariants()
@@ -178,7 +178,7 @@ class Engine(RequestRegistry):
         assert plan.items or plan.separate or plan.exhausted, f"nothing can run: {plan.waiting}"
         self._plan = plan
         speculation = self._speculation
-        drafts = speculation.propose(plan, self.scheduler.running) if speculation is not None else NO_DRAFTS
+        drafts = speculation.propose(plan) if speculation is not None else NO_DRAFTS
         batch = self._batch_builder.build(plan.items, drafts.proposals) if plan.items else None
         if plan.copies or plan.swap_outs or plan.swap_ins:
             self.scheduler.host.move(self.storage, plan.swap_outs, plan.copies, plan.swap_ins)
@@ -188,22 +188,20 @@ class Engine(RequestRegistry):
         schedule_ms, forward_ms = (launched - started) * 1e3, (time.perf_counter() - launched) * 1e3
         return LaunchedStep(plan, drafts, batch, logits, separate, schedule_ms - drafts.total_ms, forward_ms)
 
-    def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationUpdate:
+    def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationFacts:
         """Commit a step: append its tokens to their sequences, and its keys and values to the cache."""
-        update, running, speculation = NO_UPDATE, self.scheduler.running, self._speculation
-        if speculation is not None:
-            cost, verified = step.cost(times.ended - times.started), results.verified
-            update = speculation.learn(step.plan, step.drafts, verified, results.outcomes, running, cost)
+        facts, speculation = NO_FACTS, self._speculation
         self._decided = results.outcomes  # from here on the step has happened
+        if speculation is not None:
+            cost = step.cost(times.ended - times.started)
+            facts = speculation.learn(step.plan, step.drafts, results.verified, results.outcomes, cost)
         copies = self.scheduler.commit(step.plan, results.outcomes)
         if copies:
             self.storage.copy_blocks(copies)
-        if speculation is not None:
-            speculation.commit(update)
         self._decided = ()
         for finish in results.finished:
             self._drop_state(finish.seq_id)
-        return update
+        return facts
 
     def _drop_state(self, seq_id: int) -> None:
         self._batch_builder.forget(seq_id)

@@ -9,13 +9,13 @@ its own state only as far as that agrees with them. So a rejection, a preemption
 
 A step calls `Speculation` in this order:
 
-    wanted() ─▶ schedule() ─▶ propose() ─▶ forward ─▶ verify() ─▶ learn() ─▶ commit()
+    schedule() with wanted() ─▶ propose() ─▶ forward ─▶ verify() ─▶ learn() ─▶ commit()
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +56,8 @@ class Proposal:
     """Where the request is `independent` and the tokens were drawn: what each was drawn from. Else None."""
     cached: tuple[int, int] | None = None
     """Positions of the sequence in the proposer's own cache, before and after, if it has one."""
+    proposer: str = ""
+    """The proposer's name. The engine fills it in."""
 
     def __post_init__(self) -> None:
         if self.distributions is not None and len(self.distributions) != len(self.token_ids):
@@ -64,13 +66,17 @@ class Proposal:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def first(self, num_tokens: int) -> "Proposal":
+        """Return the first `num_tokens` tokens at most."""
+        if num_tokens >= len(self):
+            return self
+        distributions = self.distributions and self.distributions[:num_tokens]
+        return replace(self, token_ids=self.token_ids[:num_tokens], distributions=distributions)
+
     def cut(self, max_tokens: int, vocab_size: int) -> "Proposal":
         """Return the first `max_tokens` at most, ending before the first token outside the target's vocabulary."""
         ids = self.token_ids[:max_tokens]
-        outside = next((index for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), len(ids))
-        if outside == len(self):
-            return self
-        return Proposal(ids[:outside], self.distributions and self.distributions[:outside], self.cached)
+        return self.first(next((i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), len(ids)))
 
 
 NO_PROPOSAL = Proposal()
@@ -109,14 +115,10 @@ class StepDrafts:
 
     proposals: dict[int, tuple[Proposal, ...]] = field(default_factory=dict)
     """By sequence id: its drafts, none of them empty."""
-    proposers: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """By sequence id: the name of each draft's proposer."""
     ms: dict[str, float] = field(default_factory=dict)
     """Each proposer's time, by name."""
     failures: dict[int, ProposerFailure] = field(default_factory=dict)
     """By sequence id: why a proposer that was asked gave no draft tokens."""
-    silent: set[int] = field(default_factory=set)
-    """Sequences for which no proposer had a proposal."""
     total_ms: float = 0.0
 
 
@@ -158,18 +160,15 @@ class StepCost(NamedTuple):
     """The whole step without the proposers' time."""
 
 
-class SpeculationUpdate(NamedTuple):
-    """What a step taught, for `Speculation.commit`."""
+class SpeculationFacts(NamedTuple):
+    """What a step's record says of its draft tokens."""
 
     cycles: tuple[SpecCycle, ...] = ()
-    """For the step's record."""
-    states: Mapping[int, object] = {}
-    """The next state of sequences, by id; only the `Speculation` that made them reads them."""
     undrafted: tuple[Undrafted, ...] = ()
-    """For the step's record: who had no draft tokens, and why."""
+    """Who had no draft tokens, and why."""
 
 
-NO_UPDATE = SpeculationUpdate()
+NO_FACTS = SpeculationFacts()
 
 
 class Speculation(Protocol):
@@ -177,7 +176,7 @@ class Speculation(Protocol):
 
     @property
     def proposers(self) -> tuple[Proposer, ...]:
-        """The proposers in use. Without one, nothing else needs to be called."""
+        """The proposers in use."""
         ...
 
     def wanted(self, sequence: Sequence) -> int:
@@ -188,7 +187,7 @@ class Speculation(Protocol):
         """Return the number of drafts beyond the first: one for each further proposer."""
         ...
 
-    def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
+    def propose(self, plan: StepPlan) -> StepDrafts:
         """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error: a
         sequence that loses its proposer notes why (`Sequence.add_error`)."""
         ...
@@ -216,26 +215,13 @@ class Speculation(Protocol):
         plan: StepPlan,
         drafts: StepDrafts,
         verified: Mapping[int, Verification],
-        results: Items[Outcome],
-        running: Mapping[int, Sequence],
+        outcomes: Items[Outcome],
         cost: StepCost,
-    ) -> SpeculationUpdate:
-        """Compute what a step's verifications teach. The running sequences must not have their new tokens yet."""
-        ...
-
-    def commit(self, update: SpeculationUpdate) -> None:
-        """Take over what a step taught, once it is committed. Committing an update twice does no harm."""
+    ) -> SpeculationFacts:
+        """Take over what a step's verifications teach. Called once the step's tokens are decided, before the sequences
+        have them."""
         ...
 
     def forget(self, seq_id: int) -> None:
         """Drop the state of a sequence, which has ended. After an exception from this, call it again."""
         ...
-
-
-class NoSpeculation:
-    """Stands for speculation where there are no proposers: the engine asks nothing of it."""
-
-    proposers: tuple[Proposer, ...] = ()
-
-
-NO_SPECULATION = NoSpeculation()

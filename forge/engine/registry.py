@@ -16,7 +16,7 @@ from forge.cache.host_pool import HostEntry
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
 from forge.engine.outputs import RequestOutput
-from forge.engine.proposer import NoSpeculation, Speculation
+from forge.engine.proposer import Proposer, Speculation
 from forge.engine.requests import PromptLimits, RequestState, SequenceBuilder, check_answerable, check_drafts
 from forge.engine.sampler import StepResults
 from forge.engine.sampling_params import SamplingParams
@@ -55,7 +55,7 @@ class RequestRegistry(ABC):
     cache: KvCache
     storage: KvStorage
     tokenizer: Tokenizer
-    speculation: Speculation | NoSpeculation
+    speculation: Speculation | None
     operation: AbstractContextManager[None]
     """What changes the engine runs inside."""
     compile_grammar: CompileGrammar | None = None
@@ -78,6 +78,11 @@ class RequestRegistry(ABC):
         """The outcomes of a step whose tokens are all chosen, until they are committed."""
         self._plan: StepPlan | None = None
         """Of the step that is carried out; None until it is decided."""
+
+    @property
+    def proposers(self) -> tuple[Proposer, ...]:
+        """The proposers in use; none without speculation."""
+        return self.speculation.proposers if self.speculation is not None else ()
 
     @property
     @abstractmethod
@@ -183,7 +188,7 @@ class RequestRegistry(ABC):
         """Return the prompt's tokens. Raises `UsageError` if the request asks for what cannot be done."""
         token_ids = self._limits.checked(prompt_token_ids)
         self._limits.check_bias(params)
-        check_drafts(params.drafts or (), [proposer.name for proposer in self.speculation.proposers])
+        check_drafts(params.drafts or (), [proposer.name for proposer in self.proposers])
         self._limits.check_ids(task.candidates)
         check_answerable(task, self.model)
         if request_id in self._requests:

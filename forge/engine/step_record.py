@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forge.engine.proposer import SpeculationUpdate, StepCost, StepDrafts
+from forge.engine.proposer import SpeculationFacts, StepCost, StepDrafts
 from forge.engine.readout import SeparateResult
 from forge.engine.sampler import StepResults
 from forge.engine.scheduler import Scheduler
@@ -71,7 +71,7 @@ class RecordBuilder:
         self,
         step: LaunchedStep,
         results: StepResults,
-        update: SpeculationUpdate,
+        facts: SpeculationFacts,
         times: StepTimes,
     ) -> StepRecord:
         """Build the record of a committed step."""
@@ -112,8 +112,8 @@ class RecordBuilder:
             temporary_bytes=temporary_bytes(len(batch.token_ids), len(batch.logit_rows)) if batch else 0,
             events=cache.take_events(),
             blocks=scheduler.block_map and _with_written(scheduler.block_map, batch, cache.block_size),
-            cycles=update.cycles,
-            undrafted=update.undrafted,
+            cycles=facts.cycles,
+            undrafted=facts.undrafted,
             execution=getattr(step.logits, "execution", None),
             planned_ahead=plan.ahead,
             discarded=discarded,

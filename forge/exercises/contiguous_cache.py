@@ -25,7 +25,7 @@ class ContiguousBase(BasicKvCache):
     @property
     def runs(self) -> dict[int, _Run]:
         """Each sequence's run, by sequence id."""
-        return self._sequences
+        return self._tables
 
     def free_run(self) -> range:
         raise NotImplementedError("free_run")

@@ -62,18 +62,6 @@ def speed_up(accept_rate: float, k: int, costs: Costs) -> float:
     return (accept_rate * k + 1) / (1 + k * (costs.token + costs.row))
 
 
-class Cycle(NamedTuple):
-    """The numbers of draft tokens and of accepted ones in one cycle."""
-
-    proposed: int
-    accepted: int
-
-    @property
-    def decided(self) -> int:
-        """The number of draft tokens that the target decided about: up to the first that it rejected."""
-        return min(self.accepted + 1, self.proposed)
-
-
 class AcceptanceEstimate(NamedTuple):
     """The estimated acceptance a: accepted draft tokens over decided ones, each cycle weighing less than the one after
     it."""
@@ -81,9 +69,10 @@ class AcceptanceEstimate(NamedTuple):
     accepted: float = _PRIOR_ACCEPTANCE * _PRIOR_WEIGHT
     decided: float = _PRIOR_WEIGHT
 
-    def after(self, cycle: Cycle) -> "AcceptanceEstimate":
-        """Return the estimate with one more cycle."""
-        return AcceptanceEstimate(_DECAY * self.accepted + cycle.accepted, _DECAY * self.decided + cycle.decided)
+    def after(self, proposed: int, accepted: int) -> "AcceptanceEstimate":
+        """Return the estimate with one more cycle. The target decided up to the first token that it rejected."""
+        decided = min(accepted + 1, proposed)
+        return AcceptanceEstimate(_DECAY * self.accepted + accepted, _DECAY * self.decided + decided)
 
     @property
     def acceptance(self) -> float:
@@ -94,17 +83,16 @@ class AcceptanceEstimate(NamedTuple):
 class RecentCycles(NamedTuple):
     """The last 50 cycles of a sequence or of a proposer, with their sums."""
 
-    cycles: tuple[Cycle, ...] = ()
+    cycles: tuple[tuple[int, int], ...] = ()
+    """(proposed, accepted) of each."""
     proposed: int = 0
     accepted: int = 0
 
     def add(self, proposed: int, accepted: int) -> "RecentCycles":
-        cycles = (*self.cycles, Cycle(proposed, accepted))
-        dropped = cycles[0] if len(cycles) > WINDOW else Cycle(0, 0)
+        cycles = (*self.cycles, (proposed, accepted))
+        dropped = cycles[0] if len(cycles) > WINDOW else (0, 0)
         return RecentCycles(
-            cycles[-WINDOW:],
-            self.proposed + proposed - dropped.proposed,
-            self.accepted + accepted - dropped.accepted,
+            cycles[-WINDOW:], self.proposed + proposed - dropped[0], self.accepted + accepted - dropped[1]
         )
 
     @property
@@ -147,7 +135,7 @@ class SpeculationControl:
         """Return the control after a cycle. One without draft tokens changes nothing."""
         if proposed == 0:
             return self
-        recent, estimate = self.recent.add(proposed, accepted), self.estimate.after(Cycle(proposed, accepted))
+        recent, estimate = self.recent.add(proposed, accepted), self.estimate.after(proposed, accepted)
         known = replace(self, recent=recent, estimate=estimate, num_cycles=self.num_cycles + 1)
         if self.decision.reason == "probes" and accepted == 0 and not self.fixed:
             return known._off(costs)
@@ -155,13 +143,8 @@ class SpeculationControl:
             known = replace(known, pause=_FIRST_PAUSE)
         return known._decided(costs)
 
-    def after_plain_tokens(self, num_tokens: int, costs: Costs) -> "SpeculationControl":
-        """Return the control after output tokens without draft tokens. While it is off, they count down its pause."""
-        if self.k > 0:
-            return self
-        left = (self.decision.retry_in or 0) - num_tokens
-        if left > 0:
-            return replace(self, decision=replace(self.decision, reason="waits", retry_in=left))
+    def probing(self, costs: Costs) -> "SpeculationControl":
+        """Return the control after the pause, in which it was off: one draft token is tried."""
         probe = self._decision(1, "probes", speed_up(_PRIOR.acceptance, 1, costs))
         return replace(self, estimate=_PRIOR, num_cycles=0, decision=probe)
 

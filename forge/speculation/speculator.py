@@ -16,8 +16,8 @@ one or the new one, and both are right.
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from forge.engine.proposer import (
     ProposalRequest,
     Proposer,
     ProposerFailure,
-    SpeculationUpdate,
+    SpeculationFacts,
     StepCost,
     StepDrafts,
     Verification,
@@ -60,8 +60,6 @@ class _State(NamedTuple):
     """The draft length of one sequence, and what decides it."""
 
     control: SpeculationControl
-    since: int
-    """Tokens that it had when `control` was decided."""
     until: int
     """Tokens before which it wants nothing."""
     follows: bool = False
@@ -72,7 +70,7 @@ class _State(NamedTuple):
     @classmethod
     def after(cls, control: SpeculationControl, length: int, follows: bool = False) -> "_State":
         """Return the state with the decision for a sequence of `length` tokens."""
-        return cls(control, length, length + (0 if control.k else control.decision.retry_in or 0), follows)
+        return cls(control, length + (0 if control.k else control.decision.retry_in or 0), follows)
 
     def after_silence(self, length: int) -> "_State":
         """Return the state after no proposer had a proposal at `length` tokens."""
@@ -152,31 +150,24 @@ class Speculator:
         seq_id = sequence.seq_id
         if not self._sources or not self._sources_of(sequence):
             return Undrafted(seq_id, "not_wanted")
-        state = self._states.get(sequence.seq_id)
-        if state is None:
-            state = self._begin(sequence)
+        state = self._states.get(seq_id) or self._begin(sequence)
         length = len(sequence.token_ids)
         if length < state.until:
             left = state.until - length
             if state.control.k:
                 return Undrafted(seq_id, "pauses", left)
             return Undrafted(seq_id, "off", left, state.control.decision)
-        k = state.control.k
-        if k == 0:
-            control = state.control.after_plain_tokens(length - state.since, self._costs(sequence))
-            self._states[sequence.seq_id] = _State.after(control, length)
-            k = control.k
-            if k == 0:
-                return Undrafted(seq_id, "off", control.decision.retry_in, control.decision)
+        if not state.control.k:
+            state = self._states[seq_id] = _State.after(state.control.probing(self._costs(sequence)), length)
         # The first steps have no draft tokens: they show what a plain one costs.
         left = 0 if self.fixed else self._sources[0].meter.plain_forwards_left
-        return Undrafted(seq_id, "measures", left) if left else k
+        return Undrafted(seq_id, "measures", left) if left else state.control.k
 
     def wanted_forks(self, sequence: Sequence) -> int:
         """Return the number of drafts beyond the first: one for each further proposer."""
         return max(0, len(self._sources_of(sequence)) - 1)
 
-    def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
+    def propose(self, plan: StepPlan) -> StepDrafts:
         """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error."""
         items = [item for item in plan.items if item.num_draft_tokens]
         if not items:
@@ -184,11 +175,10 @@ class Speculator:
         drafts = StepDrafts()
         for source in self._sources:
             # As many of a sequence's proposers as the plan has slots for.
-            mine = [item for item in items if source in self._sources_of(running[item.seq_id])[: 1 + len(item.forks)]]
+            mine = [item for item in items if source in self._sources_of(item.sequence)[: 1 + len(item.forks)]]
             if mine:
-                self.ask(source, mine, running, drafts)
+                self.ask(source, mine, drafts)
         drafts.total_ms = sum(drafts.ms.values())
-        drafts.silent = {item.seq_id for item in items} - drafts.proposals.keys()
         return drafts
 
     def _begin(self, sequence: Sequence) -> _State:
@@ -206,10 +196,10 @@ class Speculator:
             return self._sources
         return tuple(source for source in self._sources if source.proposer.name in params.drafts)
 
-    def ask(self, source: _Source, items: list[PlanItem], running: Mapping[int, Sequence], drafts: StepDrafts) -> None:
+    def ask(self, source: _Source, items: list[PlanItem], drafts: StepDrafts) -> None:
         """Add one proposer's draft tokens for these items. If it fails, go on without it."""
         name = source.proposer.name
-        requests = [self._request(source, item, running[item.seq_id]) for item in items]
+        requests = [self._request(source, item) for item in items]
         started = time.perf_counter()
         try:
             proposals = source.proposer.propose(requests)
@@ -217,27 +207,25 @@ class Speculator:
             self._sources = tuple(kept for kept in self._sources if kept is not source)
             release_ms = error.release_ms if isinstance(error, LeaseRevoked) else None
             for item in items:
-                running[item.seq_id].add_error(str(error))
+                item.sequence.add_error(str(error))
                 drafts.failures[item.seq_id] = ProposerFailure(name, str(error), release_ms)
             return
         ms = drafts.ms[name] = (time.perf_counter() - started) * 1e3
         longest = 0
         for item, proposal in zip(items, proposals, strict=True):
-            proposal = proposal.cut(item.num_draft_tokens, self.vocab_size)
-            sequence = running[item.seq_id]
-            if sequence.matcher is not None and len(proposal):
-                proposal = _without_refused(proposal, sequence.matcher, sequence.output_token_ids)
+            proposal = replace(proposal, proposer=name).cut(item.num_draft_tokens, self.vocab_size)
+            if item.sequence.matcher is not None and len(proposal):
+                proposal = _without_refused(proposal, item.sequence.matcher, item.sequence.output_token_ids)
             if len(proposal):
                 longest = max(longest, len(proposal))
                 drafts.proposals[item.seq_id] = (*drafts.proposals.get(item.seq_id, ()), proposal)
-                drafts.proposers[item.seq_id] = (*drafts.proposers.get(item.seq_id, ()), name)
         if longest:
             follows = all(self._states[item.seq_id].follows for item in items)  # else it read a text as well
             (source.meter.add_proposal if follows else source.meter.add_bound)(len(items), longest, ms)
 
-    def _request(self, source: _Source, item: PlanItem, sequence: Sequence) -> ProposalRequest:
-        branch, independent = self._sources_of(sequence).index(source), self.acceptance == "rejection"
-        return ProposalRequest(sequence.seq_id, sequence.draw, item.num_draft_tokens, branch, independent)
+    def _request(self, source: _Source, item: PlanItem) -> ProposalRequest:
+        branch, independent = self._sources_of(item.sequence).index(source), self.acceptance == "rejection"
+        return ProposalRequest(item.seq_id, item.sequence.draw, item.num_draft_tokens, branch, independent)
 
     # After the forward
 
@@ -261,96 +249,42 @@ class Speculator:
         plan: StepPlan,
         drafts: StepDrafts,
         verified: Mapping[int, Verification],
-        results: Items[Outcome],
-        running: Mapping[int, Sequence],
+        outcomes: Items[Outcome],
         cost: StepCost,
-    ) -> SpeculationUpdate:
-        """Compute what a step's verifications teach. Measured times count at once, states with `commit`. The sequences
-        must not have their new tokens yet."""
+    ) -> SpeculationFacts:
+        """Take over what a step's verifications and times teach. The sequences must not have their new tokens yet."""
         undrafted = self._without_drafts(plan, drafts)
         self._batch = len(plan.items) or self._batch
         if drafts is NO_DRAFTS:
             if cost.num_rows == len(plan.items):
                 self._add_forward(cost.num_rows, cost.step_ms)
-            return SpeculationUpdate(undrafted=undrafted)
+            return SpeculationFacts(undrafted=undrafted)
         started = time.perf_counter()
         cycles: list[SpecCycle] = []
-        states: dict[int, _State] = {}
-        for result in results:
-            seq_id = result.seq_id
+        outcome_of = {outcome.seq_id: outcome for outcome in outcomes}
+        for item in plan.items:
+            seq_id, outcome = item.seq_id, outcome_of[item.seq_id]
+            decision = self.decision(seq_id)
             if seq_id in verified:
-                states[seq_id] = self._next_state(result, drafts, verified[seq_id], running[seq_id])
-                then = states[seq_id].control.decision
-                cycles += self._cycles(result, drafts, verified[seq_id], cost.forward_ms, then)
-            elif seq_id in drafts.silent:
-                states[seq_id] = self._states[seq_id].after_silence(result.position)
+                state = self._states[seq_id] = self._next_state(item, outcome, drafts, verified[seq_id])
+                cycles += _cycles(outcome, drafts, verified[seq_id], cost.forward_ms, decision, state.control.decision)
+            elif item.num_draft_tokens and seq_id not in drafts.proposals:
+                self._states[seq_id] = self._states[seq_id].after_silence(outcome.position)
             if seq_id in drafts.failures:
-                cycles.append(self._failed(result, drafts, cost.forward_ms))
+                cycles.append(_failed(outcome, drafts, cost.forward_ms, decision))
         if plan.execution_class == "decode":
             self._add_forward(cost.num_rows, cost.step_ms + (time.perf_counter() - started) * 1e3)
-        return SpeculationUpdate(tuple(cycles), states, undrafted)
-
-    def commit(self, update: SpeculationUpdate) -> None:
-        """Take over what a committed step taught."""
-        self._states.update(cast(Mapping[int, _State], update.states))
+        return SpeculationFacts(tuple(cycles), undrafted)
 
     def _add_forward(self, num_rows: int, step_ms: float) -> None:
         for source in self._sources if num_rows else ():
             source.meter.add_forward(num_rows, step_ms)
 
-    def _next_state(
-        self, result: Outcome, drafts: StepDrafts, verification: Verification, sequence: Sequence
-    ) -> _State:
-        proposed = max(map(len, drafts.proposals[result.seq_id]))
-        control = self._states[result.seq_id].control
-        control = control.after_cycle(proposed, verification.num_accepted, self._costs(sequence))
-        return _State.after(control, result.position + len(result.token_ids), follows=control.k > 0)
-
-    def _cycles(
-        self, result: Outcome, drafts: StepDrafts, verification: Verification, ms: float, then: SpecDecision
-    ) -> list[SpecCycle]:
-        """Return a record for each draft."""
-        seq_id, cycles = result.seq_id, []
-        judged = zip(drafts.proposers[seq_id], drafts.proposals[seq_id], verification.by_draft, strict=True)
-        for draft, (name, proposal, verdicts) in enumerate(judged):
-            won = draft == verification.winner
-            emitted = result.token_ids if won else ()
-            times = drafts.ms[name], ms
-            decision = self.decision(seq_id)
-            cycles.append(
-                SpecCycle(
-                    seq_id,
-                    name,
-                    result.position,
-                    proposal.token_ids,
-                    verdicts,
-                    emitted,
-                    *times,
-                    decision,
-                    then,
-                    won,
-                    draft_cached=proposal.cached,
-                )
-            )
-        return cycles
-
-    def _failed(self, result: Outcome, drafts: StepDrafts, ms: float) -> SpecCycle:
-        """Record a proposer's failure. What was emitted may be in another proposer's record."""
-        failure = drafts.failures[result.seq_id]
-        return SpecCycle(
-            result.seq_id,
-            failure.proposer,
-            result.position,
-            proposed=(),
-            verdicts=(),
-            emitted=() if result.seq_id in drafts.proposals else result.token_ids,
-            draft_ms=0.0,
-            target_ms=ms,
-            decision=self.decision(result.seq_id),
-            won=False,
-            error=failure.message,
-            release_ms=failure.release_ms,
-        )
+    def _next_state(self, item: PlanItem, outcome: Outcome, drafts: StepDrafts, verification: Verification) -> _State:
+        proposed = max(map(len, drafts.proposals[item.seq_id]))
+        control = self._states[item.seq_id].control
+        control = control.after_cycle(proposed, verification.num_accepted, self._costs(item.sequence))
+        return _State.after(control, outcome.position + len(outcome.token_ids), follows=control.k > 0)
 
     def _without_drafts(self, plan: StepPlan, drafts: StepDrafts) -> tuple[Undrafted, ...]:
         """Return why sequences of this step were decoded without draft tokens."""
@@ -370,6 +304,54 @@ class Speculator:
         return Costs(sum(cost.token for cost in costs), sum(cost.row for cost in costs))
 
 
+def _cycles(
+    outcome: Outcome,
+    drafts: StepDrafts,
+    verification: Verification,
+    target_ms: float,
+    decision: SpecDecision | None,
+    then: SpecDecision,
+) -> list[SpecCycle]:
+    """Return a record for each draft of a sequence."""
+    judged = zip(drafts.proposals[outcome.seq_id], verification.by_draft, strict=True)
+    return [
+        SpecCycle(
+            outcome.seq_id,
+            proposal.proposer,
+            outcome.position,
+            proposal.token_ids,
+            verdicts,
+            outcome.token_ids if draft == verification.winner else (),
+            drafts.ms[proposal.proposer],
+            target_ms,
+            decision,
+            then,
+            won=draft == verification.winner,
+            draft_cached=proposal.cached,
+        )
+        for draft, (proposal, verdicts) in enumerate(judged)
+    ]
+
+
+def _failed(outcome: Outcome, drafts: StepDrafts, target_ms: float, decision: SpecDecision | None) -> SpecCycle:
+    """Record a proposer's failure. What was emitted may be in another proposer's record."""
+    failure = drafts.failures[outcome.seq_id]
+    return SpecCycle(
+        outcome.seq_id,
+        failure.proposer,
+        outcome.position,
+        proposed=(),
+        verdicts=(),
+        emitted=() if outcome.seq_id in drafts.proposals else outcome.token_ids,
+        draft_ms=0.0,
+        target_ms=target_ms,
+        decision=decision,
+        won=False,
+        error=failure.message,
+        release_ms=failure.release_ms,
+    )
+
+
 def _no_drafts(item: PlanItem) -> UndraftedReason:
     """Return why a sequence that wanted draft tokens has none."""
     if item.num_draft_tokens:
@@ -385,6 +367,4 @@ def _without_refused(proposal: Proposal, matcher: Matcher, output: Items[int]) -
     would make a plain draw of what has to be a draw from what it leaves of p, and the result would be biased.
     """
     num_allowed = matcher.num_allowed(output, proposal.token_ids)
-    if proposal.distributions is None:
-        return Proposal(proposal.token_ids[:num_allowed])
-    return Proposal(proposal.token_ids[: num_allowed + 1], proposal.distributions[: num_allowed + 1])
+    return proposal.first(num_allowed if proposal.distributions is None else num_allowed + 1)

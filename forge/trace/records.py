@@ -27,6 +27,7 @@ FORMERLY = {
     "oneshot": "prefill_only",
     "policy": "preempt",
     "mode": "preemption",
+    "waits": "loses",
 }
 """Former names and values of fields in older traces → those of now."""
 

@@ -57,7 +57,6 @@ def draft_facts(records: Sequence[StepRecord]) -> list[Fact]:
 _UNDRAFTED = {
     "measures": "to know what one takes",
     "loses": "because draft tokens did not pay",
-    "waits": "because draft tokens did not pay",
     "cannot_win": "because even accepted draft tokens would not pay",
     "no_proposal": "without a proposal",
     "pauses": "in a pause after no proposals",

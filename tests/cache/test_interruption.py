@@ -72,12 +72,12 @@ def clear(oracle: Oracle, kind: str) -> None:
     oracle.sequences = {}
     tables = cache.block_map().tables
     assert all(table.is_snapshot for table in tables), "a sequence is still there"
-    left = {table.owner for table in tables}
+    left = cache._snapshots.keys()
     if kind == "snapshot":  # the new one may have been entered, and then belongs to no caller
         for table in tables:
             if table.owner not in snapshots:
                 cache.release(Snapshot(table.owner, table.computed))
-    elif kind == "release" and cache.persistent:
+    elif kind == "release":
         oracle.snapshots = {name: pair for name, pair in oracle.snapshots.items() if pair[0].snapshot_id in left}
         assert len(snapshots - left) <= 1
     stats = cache.stats()

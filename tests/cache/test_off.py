@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.cache.kv_cache import OutOfBlocks
+from forge.cache.kv_cache import OutOfBlocks, Snapshot
 from forge.cache.off import OffKvCache
 
 
@@ -49,6 +49,8 @@ def test_it_never_shows_a_block_as_used():
         lambda cache: cache.truncate(9, 0),
         lambda cache: cache.fork(9, 1),
         lambda cache: cache.snapshot(9),
+        lambda cache: cache.restore(Snapshot(9, 0), 1),
+        lambda cache: cache.release(Snapshot(9, 0)),
         lambda cache: cache.remove(9),
         lambda cache: cache.rename(9, 1),
         lambda cache: cache.block_table(9),

@@ -630,7 +630,7 @@ class Play:
         )
         assert scheduler.host.num_free == scheduler.host.num_blocks, "the host's pool is not empty"
         assert not (self.engine._requests or self.engine.timeline.requests() or self.engine._batch_builder._tables)
-        for draft in self.engine.speculation.proposers[: len(self.case.drafts)]:
+        for draft in self.engine.proposers[: len(self.case.drafts)]:
             assert draft.cache.stats().used_blocks == 0, "a draft still holds blocks"
         assert scheduler.num_finished == len(self.said)
         in_flight = isinstance(self.engine, AsyncEngine) and self.engine._in_flight

@@ -20,7 +20,7 @@ def test_a_sound_pair_holds_and_says_what_was_compared(llm):
     found = pins.check_pins(llm, ["hash:0.6"], PARAMS)
     assert [pin.failure for pin in found] == [None] * 4
     assert found[0].compared.endswith("draft tokens accepted") and found[1].compared == "72 rows of logits, all bits"
-    assert found[3].compared == "72 tokens of 3 prompts" and not llm.engine.speculation.proposers
+    assert found[3].compared == "72 tokens of 3 prompts" and not llm.engine.proposers
 
 
 def test_a_draft_that_is_not_the_target_fails_the_first_check_at_a_position(llm, monkeypatch):

@@ -102,9 +102,7 @@ def test_one_that_never_begins_is_told_too():
     assert "even draft tokens that are all accepted would not pay" in told and "64 tokens" in told
 
 
-@pytest.mark.parametrize(
-    "reason", ["fixed", "wins", "turned_down", "loses", "waits", "probes", "on_again", "cannot_win"]
-)
+@pytest.mark.parametrize("reason", ["fixed", "wins", "turned_down", "loses", "probes", "on_again", "cannot_win"])
 def test_every_reason_has_its_sentence(reason):
     assert decision_sentence(SpecDecision(2, reason, 1.2, 0.5))
 

@@ -25,11 +25,12 @@ def simulate(acceptance, costs: Costs, *, max_k=4, tokens=256, seed=0, fixed=Fal
     rng = np.random.default_rng(seed)
     known = believed or costs
     control = SpeculationControl.begin(max_k, known, fixed=fixed)
-    time, emitted, reasons = 0.0, 0, [control.decision.reason]
+    time, emitted, reasons, paused = 0.0, 0, [control.decision.reason], 0
     while emitted < tokens:
         if control.k == 0:
-            time, emitted = time + 1, emitted + 1
-            control = control.after_plain_tokens(1, known)
+            time, emitted, paused = time + 1, emitted + 1, paused + 1
+            if paused == control.decision.retry_in:
+                control, paused = control.probing(known), 0
         else:
             known, k, accepted = costs, control.k, 0
             while accepted < k and rng.random() < acceptance(emitted + accepted):
@@ -136,7 +137,7 @@ def test_it_tries_again_with_one_guess_after_pauses_that_grow():
     for _ in range(1_500):
         if control.k == 0:
             plain += 1
-            control = control.after_plain_tokens(1, DEAR)
+            control = control.probing(DEAR) if plain == control.decision.retry_in else control
         else:
             if control.decision.reason == "probes":
                 assert control.k == 1
@@ -147,11 +148,9 @@ def test_it_tries_again_with_one_guess_after_pauses_that_grow():
     assert pauses == [64, 192, 256, 256, 256, 256]
 
 
-def test_while_it_waits_it_says_for_how_long():
-    control = SpeculationControl.begin(4, Costs(1.2)).after_plain_tokens(60, Costs(1.2))
-    assert (control.decision.reason, control.decision.retry_in, control.k) == ("waits", 4, 0)
+def test_after_a_pause_it_tries_one_draft_token():
+    control = SpeculationControl.begin(4, Costs(1.2)).probing(Costs(1.2))
 
-    control = control.after_plain_tokens(9, Costs(1.2))
     assert (control.decision.reason, control.decision.retry_in, control.k) == ("probes", None, 1)
 
 
@@ -159,7 +158,7 @@ def test_an_accepted_probe_switches_it_on_again_and_a_rejected_one_does_not():
     off = SpeculationControl.begin(4, DEAR)
     while off.k:
         off = off.after_cycle(off.k, 0, DEAR)
-    probing = off.after_plain_tokens(64, DEAR)
+    probing = off.probing(DEAR)
 
     accepted, rejected = probing.after_cycle(1, 1, DEAR), probing.after_cycle(1, 0, DEAR)
 
@@ -184,7 +183,7 @@ def test_pauses_are_short_again_once_it_has_proven_itself():
 
 
 def test_measured_costs_that_fall_bring_back_one_that_could_not_win():
-    control = SpeculationControl.begin(4, Costs(1.2)).after_plain_tokens(64, Costs(1.2))
+    control = SpeculationControl.begin(4, Costs(1.2)).probing(Costs(1.2))
 
     control = control.after_cycle(1, 1, CHEAP)
 

@@ -8,7 +8,7 @@ import pytest
 
 from forge.engine import readout
 from forge.engine.engine import Engine
-from forge.engine.proposer import NO_PROPOSAL, NoSpeculation, Proposal, Proposer
+from forge.engine.proposer import NO_PROPOSAL, Proposal, Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.speculation.controller import Costs
@@ -50,10 +50,10 @@ def finish(engine: Engine, names=REQUESTS) -> dict[str, list]:
     for name in names:
         engine.forget(name)
     assert_nothing_held(engine)
-    for proposer in engine.speculation.proposers:
+    for proposer in engine.proposers:
         if getattr(proposer, "cache", None):
             assert proposer.cache.stats().used_blocks == 0
-    assert isinstance(engine.speculation, NoSpeculation) or engine.speculation._states == {}
+    assert engine.speculation is None or engine.speculation._states == {}
     return found
 
 
@@ -511,7 +511,7 @@ def test_a_draft_revoked_at_any_point_costs_no_token_and_is_noted(kv, number, pl
     assert failed
     assert all("draft model was revoked" in cycle.error and cycle.release_ms is not None for cycle in failed)
     assert all(not cycle.proposed for cycle in failed)
-    assert engine.speculation.proposers == ()
+    assert engine.proposers == ()
     noted = {seq_id for cycle in failed for seq_id in [cycle.seq_id]}
     for seq_id, name in enumerate(SINGLE):
         output = engine.output(name)

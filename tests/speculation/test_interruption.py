@@ -46,7 +46,7 @@ def uninterrupted(kv: str, several: bool) -> list:
 def assert_nothing_held_by_drafts(engine: Engine) -> None:
     assert_nothing_held(engine)
     assert engine.speculation._states == {}
-    for proposer in engine.speculation.proposers:
+    for proposer in engine.proposers:
         proposer.cache.check_invariants()
         assert proposer.cache.stats().used_blocks == 0
 
@@ -103,7 +103,7 @@ def test_interrupted_again_and_again_it_still_comes_to_the_same_end(kv):
 @pytest.mark.parametrize("who", mostly_slow(["draft", "target"], quick=["draft"]))
 def test_a_revocation_may_be_interrupted_too(who):
     def revoke_and_step(engine: Engine) -> None:
-        lease_model(engine if who == "target" else engine.speculation.proposers[0], who).revoke()
+        lease_model(engine if who == "target" else engine.proposers[0], who).revoke()
         engine.step()
 
     expected = uninterrupted("paged", False)

@@ -90,7 +90,7 @@ def test_speculative_batched_verify_paged_matches_sequential_decode_one(k, kv_dt
 
 def test_guesses_can_be_switched_between_runs(files, plain):
     llm = LLM(files["target"], kv="paged", threads=1, max_model_len=96, speculate_fixed=True)
-    assert llm.engine.speculation.proposers == ()
+    assert llm.engine.proposers == ()
     for mode, drafts, names in (
         ("ngram", (), ["ngram"]),
         ("draft", files["other"], ["other"]),
@@ -98,7 +98,7 @@ def test_guesses_can_be_switched_between_runs(files, plain):
         ("off", (), []),
     ):
         llm.speculate_with(mode, drafts)
-        assert [proposer.name for proposer in llm.engine.speculation.proposers] == names
+        assert [proposer.name for proposer in llm.engine.proposers] == names
         assert outputs(llm) == plain["greedy"]
 
 
@@ -210,7 +210,7 @@ def test_the_draft_may_be_on_another_device(files, plain, params):
         draft_device="reference",
         speculate_fixed=True,
     )
-    (draft,) = llm.engine.speculation.proposers
+    (draft,) = llm.engine.proposers
     assert type(draft.model.backend).__name__ == "ReferenceBackend" != type(llm.model.backend).__name__
     assert outputs(llm, {"greedy": GREEDY, "sampled": SAMPLED}[params]) == plain[params]
 

@@ -135,7 +135,7 @@ def test_a_cache_and_a_proposer_are_pieces_too():
 
     llm = LLM("hash", kv="paged", speculate="ngram", pieces=Pieces(kv_cache=new_cache, ngram=Same))
     assert llm.engine.cache.kind == "basic" and modes == ["paged"]
-    assert [proposer.name for proposer in llm.engine.speculation.proposers] == ["same"]
+    assert [proposer.name for proposer in llm.engine.proposers] == ["same"]
 
 
 class Same(Proposer):
@@ -148,12 +148,12 @@ class Same(Proposer):
 def test_a_proposer_guesses_from_the_beginning_or_from_later_on():
     plain = said(LLM("hash", kv="paged"), max_tokens=30)
     llm = LLM("hash", kv="paged", speculate=Same(), speculate_fixed=True)
-    (proposer,) = llm.engine.speculation.proposers
+    (proposer,) = llm.engine.proposers
     assert proposer.name == "same" and said(llm, max_tokens=30) == plain
     llm.speculate_with("off")
-    assert not llm.engine.speculation.proposers
+    assert not llm.engine.proposers
     llm.speculate_with(proposer)
-    assert list(llm.engine.speculation.proposers) == [proposer] and said(llm, max_tokens=30) == plain
+    assert list(llm.engine.proposers) == [proposer] and said(llm, max_tokens=30) == plain
 
 
 def test_a_model_stays_as_it_is():

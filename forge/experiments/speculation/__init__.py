@@ -163,7 +163,7 @@ def _measure(
     """Run with draft tokens and without, in turns; the shortest run of each counts."""
     warm_up(llm, text)
     speculation = llm.engine.speculation
-    names = [proposer.name for proposer in speculation.proposers]
+    names = [proposer.name for proposer in llm.engine.proposers]
     acceptance = getattr(speculation, "acceptance", "gumbel")
     with watching(open_console(), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
@@ -290,7 +290,6 @@ def decision_sentence(decision: SpecDecision) -> str:
         "turned_down": f"turned down to {plural(decision.k, 'draft token')} a cycle ({rate}{gain})",
         "loses": f"switched off ({rate}{gain}){wait}",
         "cannot_win": f"switched off: even draft tokens that are all accepted would not pay ({rate}{gain}){wait}",
-        "waits": f"off{wait}",
         "probes": f"one draft token to see whether it pays again ({rate}{gain})",
         "on_again": f"on again with {plural(decision.k, 'draft token')} a cycle ({rate}{gain})",
     }[decision.reason]

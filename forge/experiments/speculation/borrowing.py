@@ -145,7 +145,7 @@ def _draft_leases(llm: "LLM") -> "list[Lease]":
     from forge.speculation.draft import DraftProposer
     from forge.speculation.leases import lease_model
 
-    proposers = llm.engine.speculation.proposers
+    proposers = llm.engine.proposers
     return [lease_model(proposer, "draft") for proposer in proposers if isinstance(proposer, DraftProposer)]
 
 

@@ -140,7 +140,7 @@ def chi_squared(left: Counter[int], right: Counter[int]) -> tuple[float, int]:
 def _run(llm: LLM, prompt: Prompt, params: SamplingParams) -> _Outcome:
     run = llm.start([prompt], params, keep_logits=True)
     cache, outcome = llm.engine.cache, _Outcome((), [], [], [], [])
-    drafts = [proposer for proposer in llm.engine.speculation.proposers if isinstance(proposer, DraftProposer)]
+    drafts = [proposer for proposer in llm.engine.proposers if isinstance(proposer, DraftProposer)]
     for record in run:
         ids = [item.seq_id for item in record.items]
         outcome.records.append(record)
