@@ -5,9 +5,9 @@ A process is forked for each mutant (`tests.mutation`). It puts the changed code
 and runs the tests that reach the changed line, the quickest way to a failure first; the first failure ends it. A change
 outside of all functions needs a process that has not imported the module, and shows it to all tests.
 
-The report has the share of mutants that were caught, and those that survived. A survivor that does all that is promised
-stands in `equivalent_mutants.toml` with the reason, and counts neither way. `build/mutants.json` keeps the last results:
-`--survivors` tries again what survived, and `--table` prints them.
+The report has the share of mutants that were caught, and those that survived. A survivor that does all that is
+promised stands in `equivalent_mutants.toml` with the reason, and counts neither way. `build/mutants.json` keeps the last
+results: `--survivors` tries again what survived, and `--table` prints them.
 """
 
 import argparse
@@ -53,7 +53,7 @@ _SPAWNS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.ex
 TESTS: dict[str, tuple[str, ...]] = {
     "forge.cache": ("cache",),
     "forge.grammar.tool_calls": ("server/test_tool_parts.py", "server/test_tools.py"),
-    "forge.cluster.routers": ("cluster/test_routers.py", "cluster/test_simulation.py"),
+    "forge.cluster.routers": ("cluster/test_routers.py",),
     "forge.engine": (
         *("engine/test_engine.py", "engine/test_scheduler.py", "engine/test_scheduler_scenarios.py"),
         *("engine/test_preemption.py", "engine/test_oneshot.py", "engine/test_oneshot_planning.py"),
@@ -68,12 +68,21 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_scheduler.py",
         "engine/test_preemption.py",
     ),
-    "forge.engine.rng": ("engine/test_rng.py", "engine/test_sampling.py"),
+    "forge.engine.readout": ("engine/test_tasks.py", "engine/test_oneshot.py"),
+    "forge.engine.tasks": ("engine/test_tasks.py", "engine/test_oneshot.py"),
+    "forge.engine.step_plan": ("engine/test_scheduler_scenarios.py", "engine/test_block_pairs.py"),
+    "forge.engine.rng": ("engine/test_rng.py",),
     "forge.engine.sampler": ("engine/test_sampling.py", "engine/test_token_filter.py", "engine/test_engine.py"),
-    "forge.engine.sampling": ("engine/test_sampling.py", "engine/test_token_filter.py"),
-    "forge.engine.sampling_params": ("engine/test_sampling_params.py", "engine/test_sampling.py"),
+    "forge.engine.sampling": ("engine/test_sampling.py",),
+    "forge.engine.sampling_params": ("engine/test_sampling_params.py",),
     "forge.engine.token_filter": ("engine/test_token_filter.py",),
-    "forge.grammar": ("grammar",),
+    "forge.grammar.compiler": ("grammar/test_compiler.py", "grammar/test_json_schema.py", "grammar/test_thinking.py"),
+    "forge.grammar.matcher": ("grammar/test_matcher.py", "grammar/test_compiler.py", "grammar/test_distribution.py"),
+    "forge.grammar.sandbox": ("grammar/test_sandbox.py",),
+    "forge.grammar.sandbox_process": ("grammar/test_sandbox.py",),
+    "forge.grammar.thinking": ("grammar/test_thinking.py",),
+    "forge.grammar.vocabulary": ("grammar/test_vocabulary.py", "grammar/test_compiler.py", "grammar/test_matcher.py"),
+    "forge.grammar.work_estimate": ("grammar/test_work_estimate.py",),
     "forge.speculation": ("speculation",),
     "forge.speculation.controller": (
         "speculation/test_controller.py",
@@ -82,9 +91,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "forge.speculation.leases": ("speculation/test_leases.py",),
     "forge.speculation.lookup": ("speculation/test_ngram.py", "speculation/test_replay.py"),
-    "forge.speculation.verification": ("speculation/test_verification.py", "speculation/test_distribution.py"),
+    "forge.speculation.verification": ("speculation/test_verification.py",),
 }
 """Which tests a module's mutants are shown to, the quick ones first: those of the longest name that fits."""
+
 
 class Mutant(NamedTuple):
     module: str

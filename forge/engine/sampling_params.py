@@ -86,7 +86,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
             _check(bool(self.allowed_token_ids), "allowed_token_ids is empty: name at least one token, or leave it out")
-            for token_id in self.allowed_token_ids or ():
+            for token_id in self.allowed_token_ids:
                 _require_int("a token id of allowed_token_ids", token_id)
         bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", bad_words)
