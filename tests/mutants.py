@@ -6,8 +6,8 @@ and runs the tests that reach the changed line, the quickest way to a failure fi
 outside of all functions needs a process that has not imported the module, and shows it to all tests.
 
 The report has the share of mutants that were caught, and those that survived. A survivor that does all that is
-promised stands in `equivalent_mutants.toml` with the reason, and counts neither way. `build/mutants.json` keeps the last
-results: `--survivors` tries again what survived, and `--table` prints them.
+promised stands in `equivalent_mutants.toml` with the reason, and counts neither way. `build/mutants.json` keeps the
+last results: `--survivors` tries again what survived, and `--table` prints them.
 """
 
 import argparse

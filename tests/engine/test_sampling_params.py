@@ -14,6 +14,7 @@ def test_the_defaults_are_one_greedy_sample_of_16_tokens():
     assert params.greedy and (params.max_tokens, params.min_tokens, params.n) == (16, 0, 1)
     assert (params.top_p, params.top_k, params.min_p) == (1, 0, 0)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
+    assert (params.stop, params.include_stop_str_in_output, params.drafts) == ((), False, None)
     assert not SamplingParams(temperature=1e-9).greedy
 
 
