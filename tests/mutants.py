@@ -27,6 +27,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
@@ -135,6 +136,12 @@ def path_of(module: str) -> Path:
     return ROOT.joinpath(*module.split(".")).with_suffix(".py")
 
 
+@cache
+def source_of(module: str) -> str:
+    """The text of a module, as it is when it is first read."""
+    return path_of(module).read_text()
+
+
 def modules() -> list[str]:
     """All modules that have tests in `TESTS`."""
     found = set()
@@ -153,14 +160,13 @@ def tests_of(module: str) -> list[Path]:
 
 
 def mutants_of(module: str) -> list[Mutant]:
-    text = path_of(module).read_text()
+    text = source_of(module)
     lines = ["", *text.splitlines()]
     return [Mutant(module, number, lines[change.line].strip(), change) for number, change in enumerate(changes(text))]
 
 
 def code_of(mutant: Mutant) -> CodeType:
-    path = path_of(mutant.module)
-    return compile(mutant.change.made_in(path.read_text()), str(path), "exec")
+    return compile(mutant.change.made_in(source_of(mutant.module)), str(path_of(mutant.module)), "exec")
 
 
 def put_in_place(mutant: Mutant) -> None:
@@ -230,7 +236,7 @@ class _Judge:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         reaches = self._in_child(lambda: self._reaches(session))
         functions = functions_of(self._mutants[0].module)
-        original = compile(Path(self._path).read_text(), self._path, "exec")
+        original = compile(source_of(self._mutants[0].module), self._path, "exec")
         kills: Counter[str] = Counter()
         for mutant in self._mutants:
             changed = changed_functions(original, code_of(mutant), functions)

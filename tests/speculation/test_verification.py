@@ -8,7 +8,7 @@ from forge.engine.rng import DrawName, Purpose, uniform
 from forge.engine.sampling import BrokenLogits, Distribution, choose, distribution
 from forge.engine.sampling_params import SamplingParams
 from forge.model.model import Draw
-from forge.speculation.verification import residual, verify_drafts
+from forge.speculation.verification import residual, verify_argmax, verify_drafts
 from tests.speculation.small_chain import verify
 
 VOCAB = 12
@@ -213,9 +213,11 @@ def test_of_several_drafts_the_one_that_is_accepted_longest_wins(runs, emitted, 
     truth = [7, 8, 9, 3]
     rows = [rows_saying(truth[: len(run) + 1]) for run in runs]
 
-    result = verify_drafts(rows, [Proposal(tuple(run)) for run in runs], Draw(GREEDY, 5, 0, [1, 2]))
+    proposals = [Proposal(tuple(run)) for run in runs]
+    result = verify_drafts(rows, proposals, Draw(GREEDY, 5, 0, [1, 2]), wants_probabilities=False)
 
     assert (result.token_ids, result.winner) == (emitted, winner)
+    assert verify_argmax([row.argmax(1) for row in rows], [row.max(1) for row in rows], proposals) == result
     for run, verdicts in zip(runs, result.by_draft, strict=True):
         agreeing = next((i for i in range(len(run)) if run[i] != truth[i]), len(run))
         assert [verdict.accepted for verdict in verdicts] == [True] * agreeing + [False] * (agreeing < len(run))
@@ -282,6 +284,8 @@ def test_a_token_outside_the_vocabulary_is_refused_and_cut_off_before(token_id):
     with pytest.raises(ValueError, match=f"proposed token {token_id} is outside the vocabulary of {VOCAB} tokens"):
         run(random_rows(0, 3), [1, token_id])
 
+    with pytest.raises(ValueError, match=f"proposed token {token_id} is outside"):
+        verify_drafts([random_rows(0, 2)] * 2, [Proposal((1,)), Proposal((token_id,))], Draw(GREEDY, 5, 0, [1]))
     odds = (certain(1), certain(token_id), certain(2))
     assert Proposal((1, token_id, 2), odds).cut(3, VOCAB) == Proposal((1,), odds[:1])
     assert Proposal((1, token_id, 2)).cut(3, VOCAB) == Proposal((1,))
@@ -320,6 +324,8 @@ def test_logits_that_are_no_numbers_are_refused_where_they_are_needed_and_the_to
     if row:
         found = run(rows, [7, 8], params)
         assert (found.token_ids, found.num_accepted) == ((7, 8)[:row], row - 1)
+    with pytest.raises(BrokenLogits):
+        verify_argmax([[7]], [[value]], [NO_PROPOSAL])
     with pytest.raises(BrokenLogits):
         run(rows[row:], [7, 8][row:], params)
     rejected_first = run(rows, [6, 8], params) if row > 0 else None  # later rows follow a token that is not there
