@@ -100,11 +100,18 @@ def test_a_grammar_counts_the_words_of_its_largest_rule_with_the_rules_copied_in
 
 @pytest.mark.parametrize(
     ("regex", "repetitions"),
-    [("ab", 0), ("a{9}", 9), ("(a{9})", 10), ("(a{9}){3}", 10 + 30), ("(ab)(cd){3}", 1 + 1 + 3)]
-    + [("(a{9}){3}b{9}", 40 + 9), ("((a{9}){3}){9}", 41 + 41 * 9)],
+    [
+        ("ab", 0),
+        ("a{9}", 9),
+        ("(a{9})", 10),
+        ("(a{9}){3}", 10 + 30),
+        ("(ab)(cd){3}", 1 + 1 + 3),
+        ("(a{9}){3}b{9}", 40 + 9),
+        ("((a{9}){3}){9}", 41 + 41 * 9),
+    ],
 )
 def test_repetitions_add_up_over_neighbours_and_multiply_where_they_are_nested(regex, repetitions):
-    assert estimate(StructuredOutput(regex=regex)) == len(regex) + repetitions + 1, "a divisor is 1, where there is none"
+    assert estimate(StructuredOutput(regex=regex)) == len(regex) + repetitions + 1, "no divisor counts as 1"
 
 
 def test_repetitions_count_by_their_greatest_number_in_every_notation():
