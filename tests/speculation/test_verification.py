@@ -95,6 +95,8 @@ def test_a_verdict_says_how_likely_the_target_held_the_token():
         (verdict,) = run(rows, [token_id]).verdicts
         assert verdict.target_probability == pytest.approx(expected[token_id], rel=1e-5)
         assert (verdict.p, verdict.q, verdict.draw) == (None, None, None)
+        (tried,) = run(rows, Proposal((token_id,), (certain(token_id),)), SamplingParams(temperature=1.0)).verdicts
+        assert tried.target_probability == pytest.approx(expected[token_id], rel=1e-5)
 
 
 # Sampling
@@ -122,6 +124,8 @@ def test_a_guess_without_odds_stands_where_plain_sampling_draws_it(seed):
 
     assert list(result.sampled) == plain[:3]
     assert [(verdict.p, verdict.q, verdict.draw) for verdict in result.verdicts] == [(None, None, None)] * 3
+    with_odds = Proposal(tuple(proposed), tuple(map(certain, proposed)))
+    assert verify_drafts([rows], [with_odds], Draw(params, seed, 0, [1, 2])).sampled == result.sampled, "by default"
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -162,6 +166,8 @@ def test_what_the_targets_filters_left_out_is_never_emitted():
 
 
 def test_the_residual_is_the_positive_part_of_the_difference_normalized():
+    thirds = [Distribution(np.arange(3), np.array(shares)) for shares in ([0.5, 0.25, 0.25], [0.25, 0.25, 0.5])]
+    assert residual(*thirds).token_ids.tolist() == [0]
     rng = np.random.default_rng(0)
     for _ in range(300):
         ours, theirs = (np.sort(rng.choice(9, size=rng.integers(1, 9), replace=False)) for _ in range(2))
@@ -236,7 +242,9 @@ def test_one_fork_of_several_is_what_it_is_alone_where_the_others_propose_nothin
         assert beside.by_draft == (alone.verdicts, ())
 
 
-def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_under_sampling_each_draft_is_tried_against_what_those_before_left(is_certain):
+    """is_certain: the second has no odds beside the first, which has."""
     params = SamplingParams(temperature=1.0)
     tried = set()
     for seed in range(400):
@@ -244,9 +252,11 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
         p, q1, q2 = (distribution(row, params) for row in (target, first, second))
         x1, x2 = (q.draw(DrawName(seed, 0, 2, Purpose.PROPOSE, branch)) for branch, q in enumerate((q1, q2)))
         rows = np.stack([target, target])
+        if is_certain:
+            q2 = certain(x2)
         result = verify_drafts(
             [rows, rows],
-            [Proposal((x1,), (q1,)), Proposal((x2,), (q2,))],
+            [Proposal((x1,), (q1,)), Proposal((x2,), None if is_certain else (q2,))],
             Draw(params, seed, 0, [1, 2]),
             acceptance="rejection",
         )
@@ -263,6 +273,16 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
         assert result.token_ids[0] == expected
         tried.add((x1 == expected, x2 == expected))
     assert tried == {(True, False), (False, True), (False, False), (True, True)}
+
+
+def test_what_comes_after_an_accepted_draft_is_not_drawn_for_and_is_said_against_the_same_odds():
+    params, target = SamplingParams(temperature=1.0), random_rows(4, 1)[0]
+    p = distribution(target, params)
+    x = int(p.token_ids[p.probabilities.argmax()])
+    drafts = [Proposal((x,), (p,)), Proposal((x,), (certain(x),)), Proposal((x,), (p,))]
+    result = verify_drafts([np.stack([target] * 2)] * 3, drafts, Draw(params, 3, 0, [1]), acceptance="rejection")
+    assert [verdicts[0].draw is None for verdicts in result.by_draft] == [False, True, True]
+    assert {verdicts[0].p for verdicts in result.by_draft} == {p.probability(x)}
 
 
 @pytest.mark.parametrize("acceptance", ["gumbel", "rejection"])
