@@ -86,6 +86,7 @@ def test_of_a_prompt_that_is_cached_whole_one_token_is_computed():
     router = new_router("prefix", fleet)
     assert router.route(RouteRequest("r0", (1, 2), 32, 16)).cached_tokens == 31
     assert router.route(RouteRequest("r1", (1, 2), 33, 16)).cached_tokens == 32
+    assert router.route(RouteRequest("r3", (), 0, 16)).cached_tokens == 0
     no_prefix = router.route(RouteRequest("r2", (7,), 16, 16))
     assert (no_prefix.cached_tokens, no_prefix.holder, no_prefix.holder_tokens, no_prefix.holder_load) == (
         0,
