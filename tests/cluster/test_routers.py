@@ -279,6 +279,13 @@ def test_the_estimate_believes_in_what_it_sent_and_forgets_the_oldest():
     assert fleet.prefixes.longest((7, 8, 9), fleet.mask)[0] == 3 and len(fleet.prefixes) == 4
 
 
+def test_the_estimate_remembers_ten_thousand_blocks_unless_another_number_is_given():
+    router = new_router("prefix-estimate", fleet_of("a"))
+    for number in range(100):
+        router.route(request(number, tuple(range(100 * number, 100 * number + 100))))
+    assert router.fleet.prefixes.longest(tuple(range(100)), 1) == (100, 1)
+
+
 def test_the_estimate_keeps_what_was_sent_again():
     fleet = fleet_of("a")
     router = EstimatedPrefixRouter(fleet, num_blocks=4)
