@@ -471,7 +471,7 @@ def main() -> int:
                 survived.append(mutant.title)
                 print(f"    {module}:{mutant.change.line} survived: {mutant.title}", flush=True)
         results[module] = {
-            "judged": before["judged"] if arguments.survivors else len(those),
+            "judged": before["judged"] - len(before["survived"]) + len(those) if arguments.survivors else len(those),
             "survived": survived,
             "listed": sum(map(is_listed, mutants_of(module))),
             "killers": before.get("killers") if arguments.survivors else dict(killers.most_common()),

@@ -1,6 +1,7 @@
 """What each task asks of an engine, and what it makes of the readouts: without a model."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ def test_labels_of_several_tokens_are_scored_behind_each_prompt():
     [
         ([[1]], "two labels or more, got 1"),
         ([[1], []], "must not be empty"),
+        ([[], [1]], "must not be empty"),
         ([[1], [2], [2]], "labels 'b' and 'c' are the same tokens"),
         ([[1, 2], [3], (1, 2)], "labels 'a' and 'c' are the same tokens"),
     ],
@@ -118,6 +120,8 @@ def test_a_heads_answers_are_its_labels_yes_and_no_or_its_only_one():
     with pytest.raises(UsageError, match="'yes' is 3 tokens in this model's vocabulary, and one is needed"):
         rerank_candidates(BYTES, [])
     assert single_token(BYTES, "a") == ord("a")
+    of_words = SimpleNamespace(encode=lambda text, add_special_tokens: [["yes", "no"].index(text)])
+    assert rerank_candidates(of_words, []) == (0, 1)
 
 
 def test_prompts_ask_for_the_labels_and_for_what_the_reranker_was_trained_with():
