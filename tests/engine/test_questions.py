@@ -115,18 +115,21 @@ def test_reranking_is_the_share_of_yes_whatever_the_logits():
 def test_a_heads_answers_are_its_labels_yes_and_no_or_its_only_one():
     assert rerank_candidates(BYTES, ["relevance"]) == (0, 1)
     assert rerank_candidates(BYTES, ["no", "maybe", "yes"]) == (2, 0)
+    assert rerank_candidates(BYTES, ["no", "yes"]) == (1, 0)
     with pytest.raises(UsageError, match="classifies into no, maybe; a reranker has one label, or yes and no"):
         rerank_candidates(BYTES, ["no", "maybe"])
     with pytest.raises(UsageError, match="'yes' is 3 tokens in this model's vocabulary, and one is needed"):
         rerank_candidates(BYTES, [])
     assert single_token(BYTES, "a") == ord("a")
-    of_words = SimpleNamespace(encode=lambda text, add_special_tokens: [["yes", "no"].index(text)])
-    assert rerank_candidates(of_words, []) == (0, 1)
+    of_words = SimpleNamespace(encode=lambda text, add_special_tokens: [7] * add_special_tokens + [len(text)])
+    assert rerank_candidates(of_words, []) == (3, 2)
 
 
 def test_prompts_ask_for_the_labels_and_for_what_the_reranker_was_trained_with():
     text = BYTES.decode(classify_prompt(BYTES, "It rains.", ["yes", "no"]))
     assert "It rains.\n\nWhich is it: yes or no? Answer with one word." in text and text.endswith("assistant\n")
     assert "It rains.\n\nWet?" in BYTES.decode(classify_prompt(BYTES, "It rains.", ["yes", "no"], "Wet?"))
-    text = BYTES.decode(rerank_prompt(BYTES, "who", "me", "Find."))
+    prompt = rerank_prompt(BYTES, "who", "me", "Find.")
+    assert BYTES.encode("<|im_start|>", allow_special=True)[0] in prompt
+    text = BYTES.decode(prompt)
     assert "<|im_start|>user\n<Instruct>: Find.\n<Query>: who\n<Document>: me<|im_end|>" in text
