@@ -102,17 +102,6 @@ def test_a_verdict_says_how_likely_the_target_held_the_token():
 # Sampling
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, top_p=0.9, logprobs=2)], ids=str)
-def test_an_empty_proposal_emits_what_choose_chooses(params, seed):
-    rows = random_rows(seed, 1)
-
-    result = run(rows, NO_PROPOSAL, params, [3, 4], seed, 2)
-
-    assert result.sampled == (choose(rows[0], Draw(params, seed, 2, [3, 4])),)
-    assert result.verdicts == ()
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_a_guess_without_odds_stands_where_plain_sampling_draws_it(seed):
     params = SamplingParams(temperature=1.0, repetition_penalty=1.2)
@@ -154,15 +143,6 @@ def test_a_draft_like_the_target_is_always_accepted():
     for seed in range(200):
         proposed = tuple(q.draw(DrawName(seed, 0, 2 + i, Purpose.PROPOSE)) for i, q in enumerate(odds))
         assert run(rows, Proposal(proposed, odds), params, seed=seed).num_accepted == 3
-
-
-def test_what_the_targets_filters_left_out_is_never_emitted():
-    params = SamplingParams(temperature=2.0, top_k=1)
-    rows = rows_saying([7, 8])
-    for seed in range(300):
-        for token_id in (4, 7):
-            result = run(rows, Proposal((token_id,), (certain(token_id),)), params, seed=seed)
-            assert result.token_ids == ((7, 8) if token_id == 7 else (7,))
 
 
 def test_the_residual_is_the_positive_part_of_the_difference_normalized():
@@ -350,16 +330,3 @@ def test_logits_that_are_no_numbers_are_refused_where_they_are_needed_and_the_to
         run(rows[row:], [7, 8][row:], params)
     rejected_first = run(rows, [6, 8], params) if row > 0 else None  # later rows follow a token that is not there
     assert rejected_first is None or rejected_first.token_ids == (7,)
-
-
-def test_the_same_names_give_the_same_verification_whatever_was_verified_between():
-    params = SamplingParams(temperature=1.0)
-    rows, q = random_rows(7, 3), distribution(random_rows(8, 1)[0], params)
-    proposal = Proposal(tuple(q.draw(DrawName(1, 0, position, Purpose.PROPOSE)) for position in (2, 3)), (q, q))
-    first = run(rows, proposal, params, seed=3)
-    for seed in range(50):
-        run(rows, proposal, params, seed=seed)
-
-    assert run(rows, proposal, params, seed=3) == first
-    assert len({run(rows, proposal, params, seed=seed).token_ids for seed in range(50)}) > 1
-    assert len({run(rows, proposal, params, sample_index=index).token_ids for index in range(50)}) > 1
