@@ -72,7 +72,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "forge.engine.readout": ("engine/test_tasks.py", "engine/test_oneshot.py"),
     "forge.engine.tasks": ("engine/test_questions.py",),
-    "forge.engine.step_plan": ("engine/test_scheduler_scenarios.py", "engine/test_block_pairs.py"),
+    "forge.engine.step_plan": ("engine/test_step_plan.py",),
     "forge.engine.rng": ("engine/test_rng.py",),
     "forge.engine.sampler": ("engine/test_sampling.py", "engine/test_token_filter.py", "engine/test_engine.py"),
     "forge.engine.sampling": ("engine/test_sampling.py",),
