@@ -87,3 +87,5 @@ def test_the_outcomes_of_samples_follow_that_of_their_prompt():
     nested = [outcome(0), outcome(1, outcome(2), outcome(3)), outcome(4)]
     assert [outcome.seq_id for outcome in flat(nested)] == [0, 1, 2, 3, 4]
     assert outcome(0)[:6] == (0, 0, (), None, None, 0)
+    assert item(0)[8:] == (0, 0, (), None, 0), "and an item is a plain one, if nothing else is said"
+    assert PlanBuilder(9, 9).num_passing == 0
