@@ -180,6 +180,7 @@ class Forces:
 
 
 def test_without_a_filter_a_form_is_itself_and_no_form_is_none():
-    tokenizer, form = TwoLetters(), Forces([1])
-    filters: Any = TokenFilters(tokenizer, tokenizer.vocab_size)  # type: ignore[arg-type]
+    tokenizer: Any = TwoLetters()
+    form: Any = Forces([1])
+    filters = TokenFilters(tokenizer, tokenizer.vocab_size)
     assert filters.applied(SamplingParams(), form) is form and filters.applied(SamplingParams(), None) is None
