@@ -3,14 +3,14 @@
 Tests marked `slow` run with FORGE_ALL_TESTS (`make test-all`), and are deselected without it; the summary counts them.
 They are the long cases of what a quicker test checks, servers and terminals of their own, other instruction sets, and
 whole chapters. Hypothesis: the default profile is small and deterministic; FORGE_HYPOTHESIS_PROFILE=fuzz looks far, at
-random.
+random; "mutants" makes no failing example simpler.
 """
 
 import os
 import signal
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "default",
@@ -20,6 +20,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.register_profile("fuzz", settings.get_profile("default"), max_examples=20_000, derandomize=False)
+settings.register_profile("mutants", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile(os.environ.get("FORGE_HYPOTHESIS_PROFILE", "default"))
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -87,7 +87,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
             _check(bool(self.allowed_token_ids), "allowed_token_ids is empty: name at least one token, or leave it out")
-            for token_id in self.allowed_token_ids or ():
+            for token_id in self.allowed_token_ids:
                 _require_int("a token id of allowed_token_ids", token_id)
         _check(_are_texts(self.bad_words), "bad_words are texts, none of them empty")
         _check(all(isinstance(name, str) for name in self.drafts or ()), f"drafts are names, got {self.drafts!r}")

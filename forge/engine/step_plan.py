@@ -147,8 +147,7 @@ class PlanBuilder:
         item = self.items.pop(seq_id, None)
         if item is not None:
             self.budget += item.num_tokens
-        if self.copies:
-            self.copies = [copy for copy in self.copies if copy.destination not in blocks]
+        self.copies = [copy for copy in self.copies if copy.destination not in blocks]
 
     def before_copies(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         """Return the blocks that hold the content of `blocks` until the plan's copies have run."""

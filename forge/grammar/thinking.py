@@ -28,7 +28,7 @@ class ThinkingGrammar:
         """is_open: the prompt ends inside the thinking; otherwise the output may open it. Raises `UsageError` if the
         tokenizer has no tokens for that."""
         tokens = {tokenizer.spec.tokens[token_id]: token_id for token_id in tokenizer.spec.user_defined_ids}
-        if OPEN not in tokens or CLOSE not in tokens:
+        if not thinks(tokenizer):
             raise UsageError(f"this model does not think: its vocabulary has no {OPEN}")
         self._grammar, self.is_open = grammar, is_open
         self.open, self.close = tokens[OPEN], tokens[CLOSE]

@@ -25,6 +25,7 @@ Everything here is a pure function.
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -137,8 +138,7 @@ def _verify(proposals: Sequence[Proposal], decide: Decide) -> Verification:
     emitted: list[SampledToken] = []
     verdicts: list[list[TokenVerdict]] = [[] for _ in proposals]
     agreeing = list(range(len(proposals)))  # the drafts that hold all emitted tokens
-    winner = 0
-    for index in range(max(map(len, proposals)) + 1):
+    for index in count():
         winner = agreeing[0]  # the others have the same rows: they hold the same tokens
         proposed = [_draft_token(draft, proposals[draft], index) for draft in agreeing if index < len(proposals[draft])]
         try:

@@ -86,6 +86,7 @@ def test_of_a_prompt_that_is_cached_whole_one_token_is_computed():
     router = new_router("prefix", fleet)
     assert router.route(RouteRequest("r0", (1, 2), 32, 16)).cached_tokens == 31
     assert router.route(RouteRequest("r1", (1, 2), 33, 16)).cached_tokens == 32
+    assert router.route(RouteRequest("r3", (), 0, 16)).cached_tokens == 0
     no_prefix = router.route(RouteRequest("r2", (7,), 16, 16))
     assert (no_prefix.cached_tokens, no_prefix.holder, no_prefix.holder_tokens, no_prefix.holder_load) == (
         0,
@@ -276,6 +277,13 @@ def test_the_estimate_believes_in_what_it_sent_and_forgets_the_oldest():
     router.route(request(3, (11,)))
     assert fleet.prefixes.longest((1, 2, 3), fleet.mask) == (0, 0)
     assert fleet.prefixes.longest((7, 8, 9), fleet.mask)[0] == 3 and len(fleet.prefixes) == 4
+
+
+def test_the_estimate_remembers_ten_thousand_blocks_unless_another_number_is_given():
+    router = new_router("prefix-estimate", fleet_of("a"))
+    for number in range(100):
+        router.route(request(number, tuple(range(100 * number, 100 * number + 100))))
+    assert router.fleet.prefixes.longest(tuple(range(100)), 1) == (100, 1)
 
 
 def test_the_estimate_keeps_what_was_sent_again():

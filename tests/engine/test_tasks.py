@@ -90,11 +90,6 @@ def test_slices_have_the_bits_of_the_whole(llm, monkeypatch):
         assert llm.score([("", text), ("the ", text)], top=2) == whole
 
 
-def test_fewer_than_no_alternatives_are_refused(llm):
-    with pytest.raises(UsageError, match="top is a number of tokens"):
-        llm.score([("the ", "rain")], top=-1)
-
-
 def test_a_score_is_the_sum_of_its_tokens_given_the_prompt(llm, theirs):
     prompt, continuation = (llm.tokenizer.encode(text) for text in ("the tin ", "hat on a ship"))
     (found,) = llm.score([(prompt, continuation)])
@@ -130,15 +125,6 @@ def test_labels_of_several_tokens_are_scored_jointly(llm, theirs):
         joint = sum(row[len(prompt) - 1 + place, token_id] for place, token_id in enumerate(own))
         assert found.logprobs[label] == pytest.approx(joint, abs=3e-3)
     assert sum(found.probabilities.values()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [(["x"], "two labels or more"), (["x", "x"], "the same tokens"), (["x", ""], "must not be empty")],
-)
-def test_labels_that_are_none_are_refused(llm, labels, message):
-    with pytest.raises(UsageError, match=message):
-        llm.classify(PROMPTS, labels)
 
 
 @pytest.mark.slow
@@ -255,11 +241,6 @@ def test_reranking_is_the_probability_of_yes_against_no():
     assert by_embedding == pytest.approx((vectors[1:] @ vectors[0]).tolist())
     with pytest.raises(UsageError, match="answer or embedding"):
         tales.rerank("q", documents, by="luck")
-
-
-def test_a_vocabulary_without_the_word_is_refused(llm):
-    with pytest.raises(UsageError, match="'yes' is 3 tokens"):
-        llm.rerank("q", ["d"])
 
 
 # Beside one another

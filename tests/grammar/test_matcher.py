@@ -185,4 +185,5 @@ def test_of_a_long_forced_text_only_the_beginning_is_tokenized(tokenizer, monkey
         output = expected[:length]
         allowed, forced = np.flatnonzero(matcher.mask(output)), matcher.forced(output)
         assert forced == tuple(expected[length:][: len(forced)]) and allowed.tolist() == [forced[0]]
+        assert length or len(forced) > 64, "many at once"
     assert max(lengths) <= 512 < len(text)

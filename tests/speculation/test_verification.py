@@ -8,7 +8,7 @@ from forge.engine.rng import DrawName, Purpose, uniform
 from forge.engine.sampling import BrokenLogits, Distribution, choose, distribution
 from forge.engine.sampling_params import SamplingParams
 from forge.model.model import Draw
-from forge.speculation.verification import residual, verify_drafts
+from forge.speculation.verification import residual, verify_argmax, verify_drafts
 from tests.speculation.small_chain import verify
 
 VOCAB = 12
@@ -95,20 +95,11 @@ def test_a_verdict_says_how_likely_the_target_held_the_token():
         (verdict,) = run(rows, [token_id]).verdicts
         assert verdict.target_probability == pytest.approx(expected[token_id], rel=1e-5)
         assert (verdict.p, verdict.q, verdict.draw) == (None, None, None)
+        (tried,) = run(rows, Proposal((token_id,), (certain(token_id),)), SamplingParams(temperature=1.0)).verdicts
+        assert tried.target_probability == pytest.approx(expected[token_id], rel=1e-5)
 
 
 # Sampling
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, top_p=0.9, logprobs=2)], ids=str)
-def test_an_empty_proposal_emits_what_choose_chooses(params, seed):
-    rows = random_rows(seed, 1)
-
-    result = run(rows, NO_PROPOSAL, params, [3, 4], seed, 2)
-
-    assert result.sampled == (choose(rows[0], Draw(params, seed, 2, [3, 4])),)
-    assert result.verdicts == ()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -122,6 +113,8 @@ def test_a_guess_without_odds_stands_where_plain_sampling_draws_it(seed):
 
     assert list(result.sampled) == plain[:3]
     assert [(verdict.p, verdict.q, verdict.draw) for verdict in result.verdicts] == [(None, None, None)] * 3
+    with_odds = Proposal(tuple(proposed), tuple(map(certain, proposed)))
+    assert verify_drafts([rows], [with_odds], Draw(params, seed, 0, [1, 2])).sampled == result.sampled, "by default"
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -152,16 +145,9 @@ def test_a_draft_like_the_target_is_always_accepted():
         assert run(rows, Proposal(proposed, odds), params, seed=seed).num_accepted == 3
 
 
-def test_what_the_targets_filters_left_out_is_never_emitted():
-    params = SamplingParams(temperature=2.0, top_k=1)
-    rows = rows_saying([7, 8])
-    for seed in range(300):
-        for token_id in (4, 7):
-            result = run(rows, Proposal((token_id,), (certain(token_id),)), params, seed=seed)
-            assert result.token_ids == ((7, 8) if token_id == 7 else (7,))
-
-
 def test_the_residual_is_the_positive_part_of_the_difference_normalized():
+    thirds = [Distribution(np.arange(3), np.array(shares)) for shares in ([0.5, 0.25, 0.25], [0.25, 0.25, 0.5])]
+    assert residual(*thirds).token_ids.tolist() == [0]
     rng = np.random.default_rng(0)
     for _ in range(300):
         ours, theirs = (np.sort(rng.choice(9, size=rng.integers(1, 9), replace=False)) for _ in range(2))
@@ -213,9 +199,11 @@ def test_of_several_drafts_the_one_that_is_accepted_longest_wins(runs, emitted, 
     truth = [7, 8, 9, 3]
     rows = [rows_saying(truth[: len(run) + 1]) for run in runs]
 
-    result = verify_drafts(rows, [Proposal(tuple(run)) for run in runs], Draw(GREEDY, 5, 0, [1, 2]))
+    proposals = [Proposal(tuple(run)) for run in runs]
+    result = verify_drafts(rows, proposals, Draw(GREEDY, 5, 0, [1, 2]), wants_probabilities=False)
 
     assert (result.token_ids, result.winner) == (emitted, winner)
+    assert verify_argmax([row.argmax(1) for row in rows], [row.max(1) for row in rows], proposals) == result
     for run, verdicts in zip(runs, result.by_draft, strict=True):
         agreeing = next((i for i in range(len(run)) if run[i] != truth[i]), len(run))
         assert [verdict.accepted for verdict in verdicts] == [True] * agreeing + [False] * (agreeing < len(run))
@@ -234,7 +222,9 @@ def test_one_fork_of_several_is_what_it_is_alone_where_the_others_propose_nothin
         assert beside.by_draft == (alone.verdicts, ())
 
 
-def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_under_sampling_each_draft_is_tried_against_what_those_before_left(is_certain):
+    """is_certain: the second has no odds beside the first, which has."""
     params = SamplingParams(temperature=1.0)
     tried = set()
     for seed in range(400):
@@ -242,9 +232,11 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
         p, q1, q2 = (distribution(row, params) for row in (target, first, second))
         x1, x2 = (q.draw(DrawName(seed, 0, 2, Purpose.PROPOSE, branch)) for branch, q in enumerate((q1, q2)))
         rows = np.stack([target, target])
+        if is_certain:
+            q2 = certain(x2)
         result = verify_drafts(
             [rows, rows],
-            [Proposal((x1,), (q1,)), Proposal((x2,), (q2,))],
+            [Proposal((x1,), (q1,)), Proposal((x2,), None if is_certain else (q2,))],
             Draw(params, seed, 0, [1, 2]),
             acceptance="rejection",
         )
@@ -261,6 +253,16 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
         assert result.token_ids[0] == expected
         tried.add((x1 == expected, x2 == expected))
     assert tried == {(True, False), (False, True), (False, False), (True, True)}
+
+
+def test_what_comes_after_an_accepted_draft_is_not_drawn_for_and_is_said_against_the_same_odds():
+    params, target = SamplingParams(temperature=1.0), random_rows(4, 1)[0]
+    p = distribution(target, params)
+    x = int(p.token_ids[p.probabilities.argmax()])
+    drafts = [Proposal((x,), (p,)), Proposal((x,), (certain(x),)), Proposal((x,), (p,))]
+    result = verify_drafts([np.stack([target] * 2)] * 3, drafts, Draw(params, 3, 0, [1]), acceptance="rejection")
+    assert [verdicts[0].draw is None for verdicts in result.by_draft] == [False, True, True]
+    assert {verdicts[0].p for verdicts in result.by_draft} == {p.probability(x)}
 
 
 @pytest.mark.parametrize("acceptance", ["gumbel", "rejection"])
@@ -282,6 +284,8 @@ def test_a_token_outside_the_vocabulary_is_refused_and_cut_off_before(token_id):
     with pytest.raises(ValueError, match=f"proposed token {token_id} is outside the vocabulary of {VOCAB} tokens"):
         run(random_rows(0, 3), [1, token_id])
 
+    with pytest.raises(ValueError, match=f"proposed token {token_id} is outside"):
+        verify_drafts([random_rows(0, 2)] * 2, [Proposal((1,)), Proposal((token_id,))], Draw(GREEDY, 5, 0, [1]))
     odds = (certain(1), certain(token_id), certain(2))
     assert Proposal((1, token_id, 2), odds).cut(3, VOCAB) == Proposal((1,), odds[:1])
     assert Proposal((1, token_id, 2)).cut(3, VOCAB) == Proposal((1,))
@@ -321,19 +325,8 @@ def test_logits_that_are_no_numbers_are_refused_where_they_are_needed_and_the_to
         found = run(rows, [7, 8], params)
         assert (found.token_ids, found.num_accepted) == ((7, 8)[:row], row - 1)
     with pytest.raises(BrokenLogits):
+        verify_argmax([[7]], [[value]], [NO_PROPOSAL])
+    with pytest.raises(BrokenLogits):
         run(rows[row:], [7, 8][row:], params)
     rejected_first = run(rows, [6, 8], params) if row > 0 else None  # later rows follow a token that is not there
     assert rejected_first is None or rejected_first.token_ids == (7,)
-
-
-def test_the_same_names_give_the_same_verification_whatever_was_verified_between():
-    params = SamplingParams(temperature=1.0)
-    rows, q = random_rows(7, 3), distribution(random_rows(8, 1)[0], params)
-    proposal = Proposal(tuple(q.draw(DrawName(1, 0, position, Purpose.PROPOSE)) for position in (2, 3)), (q, q))
-    first = run(rows, proposal, params, seed=3)
-    for seed in range(50):
-        run(rows, proposal, params, seed=seed)
-
-    assert run(rows, proposal, params, seed=3) == first
-    assert len({run(rows, proposal, params, seed=seed).token_ids for seed in range(50)}) > 1
-    assert len({run(rows, proposal, params, sample_index=index).token_ids for index in range(50)}) > 1
