@@ -56,7 +56,7 @@ def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-COMPLETIONS: dict[str, Callable[[str], list[str]]] = {
+COMPLETIONS: dict[str, Callable[..., list[str]]] = {
     "model": models,
     "draft": models,
     "kv": names_in("forge.cache.factory", "KV_MODES", "ALIASES"),
