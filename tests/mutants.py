@@ -54,7 +54,6 @@ _SPAWNS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.ex
 
 TESTS: dict[str, tuple[str, ...]] = {
     "forge.cache": ("cache",),
-    "forge.grammar.compiler": ("grammar", "server/test_tool_parts.py", "server/test_tools.py"),
     "forge.cluster.routers": ("cluster/test_routers.py",),
     "forge.engine": (
         *("engine/test_engine.py", "engine/test_scheduler.py", "engine/test_scheduler_scenarios.py"),
@@ -78,7 +77,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "forge.engine.sampling": ("engine/test_sampling.py",),
     "forge.engine.sampling_params": ("engine/test_sampling_params.py",),
     "forge.engine.token_filter": ("engine/test_token_filter.py",),
-    "forge.grammar.compiler": ("grammar/test_compiler.py", "grammar/test_json_schema.py", "grammar/test_thinking.py"),
+    "forge.grammar.compiler": (
+        *("grammar/test_compiler.py", "grammar/test_json_schema.py", "grammar/test_thinking.py"),
+        *("server/test_tool_parts.py", "server/test_tools.py"),
+    ),
     "forge.grammar.matcher": ("grammar/test_matcher.py", "grammar/test_compiler.py", "grammar/test_distribution.py"),
     "forge.grammar.sandbox": ("grammar/test_sandbox.py",),
     "forge.grammar.sandbox_process": ("grammar/test_sandbox.py",),

@@ -177,10 +177,3 @@ class Forces:
 
     def num_allowed(self, output, token_ids) -> int:
         return min(2, len(token_ids))
-
-
-def test_without_a_filter_a_form_is_itself_and_no_form_is_none():
-    tokenizer: Any = TwoLetters()
-    form: Any = Forces([1])
-    filters = TokenFilters(tokenizer, tokenizer.vocab_size)
-    assert filters.applied(SamplingParams(), form) is form and filters.applied(SamplingParams(), None) is None
