@@ -194,10 +194,13 @@ def test_a_question_after_an_interruption_changes_nothing_and_is_answered_as_aft
     def answers(engine: Engine) -> tuple:
         return engine.has_unfinished(), *map(engine.is_unfinished, REQUESTS), *map(engine.is_retained, range(4))
 
-    for line in lines_to_try("paged", steps, last=True)[::7]:
+    lines = lines_to_try("paged", steps, last=True)[::7]
+    for line in lines:
         engine, _ = busy_engine("paged", steps)
         engine._requests["ends first"].sequences[0].retain_cache = True
-        assert interrupted_at(line, engine.step)
+        if not interrupted_at(line, engine.step):  # retaining a cache takes fewer lines than dropping it
+            assert line == max(lines)
+            continue
         was_interrupted = engine.operation.unfinished
         before = answers(engine)
         assert engine.operation.unfinished == was_interrupted, "a question has recovered"
