@@ -6,8 +6,10 @@ import pytest
 
 from forge.bench.http_client import Timed
 from forge.cli.main import main
+from forge.cluster.simulation import StepTime, Transport
+from forge.experiments.cluster import measured as measured_part
 from forge.experiments.cluster.failure import num_identical
-from forge.experiments.cluster.measured import fit_costs
+from forge.experiments.cluster.measured import fit_costs, measured_object, screen
 
 COMMAND = ("cluster", "--only", "run", "--json")
 
@@ -79,3 +81,19 @@ def test_costs_are_read_from_steps_and_from_what_clients_saw():
     assert step_time.fixed + 10 * step_time.prefill_token == pytest.approx(20)
     assert step_time.fixed + step_time.decode_token == pytest.approx(5)
     assert (transport.to_engine, transport.to_front) == pytest.approx((0.003, 0.002))
+
+
+def test_a_measured_run_is_drawn_with_its_simulation_beside_it(monkeypatch):
+    monkeypatch.setattr(measured_part, "REQUESTS", 2)
+    prompts = [[number] * 40 for number in range(measured_part.TURNS * 2)]
+
+    def turn(seconds: float) -> list[Timed]:
+        return [Timed(0.0, [0.05, seconds], seconds, 40, 11, "once") for _ in range(2)]
+
+    turns = {"one": [turn(0.2)] * measured_part.TURNS, "two": [turn(0.1)] * measured_part.TURNS}
+    lone = {"one": turn(0.2), "two": turn(0.1)}
+    facts = measured_object(prompts, turns, lone, StepTime(), Transport())
+    assert facts["ratio"] == pytest.approx(2) and facts["identical"]
+    assert facts["two"]["tpot_ms"] == pytest.approx(5) and facts["lone_ratio"] == pytest.approx(1 / 3)
+    drawn = "\n".join(map(str, screen(facts)))
+    assert "answers of 11 to 11 tokens" in drawn and "simulated against measured: TTFT -" in drawn

@@ -263,7 +263,7 @@ def screen(facts: dict[str, Any]) -> Iterator[Part]:
         yield from (title(QUESTION), None, MISSING)
         return
     about = (
-        "{clients} clients; answers of {answer_tokens[least]} to {answer_tokens[most]} tokens, {allowed_tokens} allowed"
+        "{clients} clients; answers of {answer_tokens.least} to {answer_tokens.most} tokens, {allowed_tokens} allowed"
     )
     yield from question(QUESTION, fill(about, facts))
     rows = [facts["one"] | {"name": "one engine, 2 threads"}, facts["two"] | {"name": "two engines, 1 each"}]
