@@ -4,6 +4,7 @@ Run a reader's file in this process, within limits, and write the result to RESU
 `cost`. TRACES: where to write at which line the process was, should it have to be ended. OPTIONS: of `run`, as JSON.
 """
 
+import io
 import json
 import os
 import sys
@@ -14,9 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rich.console import Console
+
+from forge.errors import ForgeError
 from forge.exercises.catalog import Entry, find_entry
 from forge.exercises.exercise import BROKEN, Exercise, Mistake, Trial
 from forge.exercises.loading import Endless, is_missing, limit_process, line_in, load, time_limit, unwritten
+from forge.exercises.running import compare, facts, measure
+from forge.exercises.screens import print_comparison
 from forge.exercises.session import Result, State
 
 _IMPORT_SECONDS = 10
@@ -29,7 +35,7 @@ def check_here(entry: Entry, path: Path) -> Result:
     try:
         piece = loaded(exercise, path)
     except Mistake as mistake:
-        return _failed(entry, exercise, mistake, states)
+        return _failed(entry, mistake, states)
     missing = set(unwritten(path, exercise.functions))
     states |= dict.fromkeys(missing, "not written")
     first: Mistake | None = None
@@ -49,7 +55,7 @@ def check_here(entry: Entry, path: Path) -> Result:
         names = ", ".join(name for name in exercise.functions if name in missing)
         first = Mistake("unwritten", f"not written yet: {names}")
     if first is not None:
-        return _failed(entry, exercise, first, states)
+        return _failed(entry, first, states)
     return Result(entry.number, entry.name, True, functions=states)
 
 
@@ -86,22 +92,31 @@ def _unforeseen(piece: ModuleType, error: BaseException) -> BaseException:
     return Mistake("unusable", f"{type(error).__name__}: {error}")
 
 
-def _failed(entry: Entry, exercise: Exercise, mistake: Mistake, states: dict[str, State]) -> Result:
-    rule = exercise.rule(mistake.rule)
-    return Result(
-        entry.number,
-        entry.name,
-        False,
-        mistake.rule,
-        rule.sentence,
-        mistake.finding,
-        mistake.calls,
-        mistake.before,
-        mistake.after,
-        mistake.line,
-        rule.question,
-        states,
+def _failed(entry: Entry, mistake: Mistake, states: dict[str, State]) -> Result:
+    told = {name: getattr(mistake, name) for name in ("calls", "before", "after", "line")}
+    return Result.failed(entry, mistake.rule, mistake.finding, functions=states, **told)
+
+
+def run_here(entry: Entry, path: Path, options: Mapping[str, Any], limit: Callable[[], None]) -> dict[str, Any]:
+    """Run the engine on a file in this process, and draw the screen. limit: called before the file is loaded."""
+    try:
+        comparison = compare(entry, path, options["model"], limit)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ForgeError):
+            return {"error": str(error)}
+        raise
+    written = io.StringIO()
+    console = Console(
+        file=written,
+        width=options["width"],
+        force_terminal=options["is_terminal"],
+        color_system=options["colors"],
+        markup=False,
+        emoji=False,
+        highlight=False,
     )
+    print_comparison(console, entry, comparison)
+    return {"facts": facts(comparison), "screen": written.getvalue()}
 
 
 def main(args: Sequence[str]) -> None:
@@ -124,14 +139,10 @@ def _performed(
     task: str, entry: Entry, file: Path, options: Sequence[str], limit: Callable[[], None]
 ) -> Mapping[str, Any]:
     if task == "run":
-        from forge.exercises.running import run_here
-
         return run_here(entry, file, json.loads(options[0]), limit)
     entry.exercise()
     limit()
     if task == "cost":
-        from forge.exercises.running import measure
-
         return {"costs": [asdict(measured) for measured in measure(entry, file)]}
     return asdict(check_here(entry, file))
 

@@ -4,7 +4,6 @@ the same requests, and `forge build solution` times both at three sizes, in turn
 The reader's code runs in a process of its own (`child`), which draws the screen of a run too.
 """
 
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,30 +99,6 @@ def run(
     if "error" in ended.result:
         raise BrokenRun(ended.result["error"])
     return Shown(ended.result["facts"], ended.result["screen"])
-
-
-def run_here(entry: Entry, path: Path, options: Mapping[str, Any], limit: Callable[[], None]) -> dict[str, Any]:
-    """Do the same in this process. limit: called before the reader's file is loaded."""
-    try:
-        comparison = compare(entry, path, options["model"], limit)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ForgeError):
-            return {"error": str(error)}
-        raise
-    from forge.exercises.screens import print_comparison
-
-    written = io.StringIO()
-    console = Console(
-        file=written,
-        width=options["width"],
-        force_terminal=options["is_terminal"],
-        color_system=options["colors"],
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
-    print_comparison(console, entry, comparison)
-    return {"facts": facts(comparison), "screen": written.getvalue()}
 
 
 def compare(entry: Entry, path: Path, model: str | None = None, limit: Callable[[], None] = lambda: None) -> Comparison:

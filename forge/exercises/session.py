@@ -50,6 +50,12 @@ class Result:
     changed: bool = False
     """Whether the exercise has changed since the reader's file was begun."""
 
+    @classmethod
+    def failed(cls, entry: Entry, rule: str, found: str, **more: Any) -> "Result":
+        """Describe a broken rule in the words of the exercise. more: further fields."""
+        words = entry.exercise().rule(rule)
+        return cls(entry.number, entry.name, False, rule, words.sentence, found, question=words.question, **more)
+
 
 DEADLINE = 90.0
 """Seconds that a whole check or run may take. A single call is ended much earlier (`loading.time_limit`)."""
@@ -278,30 +284,12 @@ def check(entry: Entry, path: Path, deadline: float = DEADLINE) -> Result:
     if ended.result is not None:
         result = Result(**dict(ended.result) | {"calls": tuple(ended.result["calls"]), "printed": ended.printed})
     else:
-        result = _without_result(entry, ended)
+        result = Result.failed(entry, *ended.failure, line=ended.line, printed=ended.printed)
     builds = load_builds(path.parent)
     builds.last = entry.number
     (builds.passed.add if result.passed else builds.passed.discard)(entry.number)
     save_builds(path.parent, builds)
     return replace(result, changed=has_changed(entry, builds))
-
-
-def _without_result(entry: Entry, ended: Ended) -> Result:
-    from forge.exercises.exercise import UNIVERSAL
-
-    name, explanation = ended.failure
-    rule = UNIVERSAL[name]
-    return Result(
-        entry.number,
-        entry.name,
-        False,
-        name,
-        rule.sentence,
-        explanation,
-        line=ended.line,
-        question=rule.question,
-        printed=ended.printed,
-    )
 
 
 def _last_lines(text: str) -> str:

@@ -17,11 +17,10 @@ from typing import Any
 from forge.cache.block_pool import BlockError
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import BROKEN, Mistake, Trial, copied, drawing, same
+from forge.exercises.exercise import BROKEN, Mistake, Trial, drawing
 from forge.exercises.loading import line_in, time_limit
 from forge.llm import LLM
 from forge.testing.caches import Operation, Oracle
-from forge.trace.records import BlockMap
 
 Words = Sequence[tuple[str, str]]
 """(a pattern in what the oracle says, the rule that this breaks), the first that fits."""
@@ -34,13 +33,15 @@ class CacheTrial(Trial):
         """line: Python that creates the cache."""
         super().__init__(piece, line)
         self.words = words
-        self.state: BlockMap | None = None
         self.available, self.needed = 0, ""
         self.cache = new_cache()
         self.oracle = Oracle(self.cache, num_blocks, self.cache.block_size, call=self.record)
 
     def draw(self) -> str:
         return drawing(self.cache.block_map())
+
+    def capture(self) -> Callable[[], str]:
+        return partial(drawing, self.cache.block_map())
 
     def perform(self, operation: Operation) -> None:
         try:
@@ -59,31 +60,16 @@ class CacheTrial(Trial):
             message = f"before the last call {self.needed}; it took {taken} of {self.available} available blocks"
         return self.broken(rule, message, line)
 
-    def broken(self, rule: str, finding: str, line: str | None = None) -> Mistake:
-        if self.state is not None:
-            self.before = partial(drawing, self.state)
-        return super().broken(rule, finding, line)
-
     def record(self, name: str, *arguments: Any) -> Any:
         """Make one call of the reader's code, write it down, and check what it returns or raises."""
-        self.state, self.available = self.cache.block_map(), self.cache.num_available
-        self.calls.append(f"cache.{name}({', '.join(map(_literal, arguments))})")
-        copies = [copied(argument) for argument in arguments]
+        self.available = self.cache.num_available
+        line = f"cache.{name}({', '.join(map(_literal, arguments))})"
         try:
-            with time_limit():
-                returned = getattr(self.cache, name)(*arguments)
-        except OutOfBlocks as error:
-            self.calls[-1] += f"  # OutOfBlocks(needed={error.needed}, free={error.free})"
-            raise
+            returned = self.call(line, getattr(self.cache, name), *arguments, expect=(OutOfBlocks, BlockError))
         except BlockError as error:
             raise self.named(error, line_in(self.path, error)) from None
-        except BROKEN as error:
-            raise self.mistake_of(error) from None
-        self.require(all(map(same, arguments, copies)), "untouched", f"{copies} have become {list(arguments)}")
         if name == "remove" and arguments[0] in self.cache:
             raise self.broken("removed", f"the cache still has sequence {arguments[0]}")
-        if returned not in (None, ()):
-            self.calls[-1] += f"  # {returned!r}"
         if name == "blocks_needed":
             self.needed = self.calls.pop()  # the oracle asks before each reserve
         return returned
