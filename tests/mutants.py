@@ -69,7 +69,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_scheduler.py",
         "engine/test_preemption.py",
     ),
-    "forge.engine.readout": ("engine/test_tasks.py", "engine/test_oneshot.py"),
+    "forge.engine.readout": ("engine/test_readout.py",),
     "forge.engine.tasks": ("engine/test_questions.py",),
     "forge.engine.step_plan": ("engine/test_step_plan.py",),
     "forge.engine.rng": ("engine/test_rng.py",),

@@ -101,9 +101,8 @@ def _embed(items: list[PlanItem], model: Model, storage: KvStorage) -> list[Read
         # Row after row: the bits of a sum do not show where chunks end.
         total = (rows if before is None else np.vstack([before, rows])).sum(axis=0, dtype=np.float64)
         if not item.remaining:
-            vector = total / item.sequence.num_prompt_tokens if item.sequence.task.pooling == "mean" else total
-            norm = float(np.sqrt((vector * vector).sum()))
-            total = (vector / (norm or 1.0)).astype(np.float32)
+            norm = float(np.sqrt((total * total).sum()))  # of a mean as of its sum
+            total = (total / (norm or 1.0)).astype(np.float32)
         readouts.append(Readout(embedding=total))
     return readouts
 
