@@ -318,16 +318,17 @@ def _short(value: object) -> str:
 
 
 def copied(value: Any) -> Any:
-    """Copy lists, arrays and plain dataclasses at any depth; return any other value itself."""
+    """Copy lists, tuples, arrays and plain dataclasses at any depth; return any other value itself."""
     if isinstance(value, np.ndarray):
         return value.copy()
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(copied(item) for item in value)
+    if isinstance(value, list | tuple):
+        items = [copied(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     if _is_frozen(value):
         held = {member.name: getattr(value, member.name) for member in fields(value) if member.init}
-        if any(isinstance(item, np.ndarray | list) for item in held.values()):
+        if any(isinstance(item, np.ndarray | list | tuple) for item in held.values()):
             return replace(value, **{name: copied(item) for name, item in held.items()})
     return value
 

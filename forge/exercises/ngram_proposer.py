@@ -55,7 +55,7 @@ class ProposerTrial(Trial):
 
     setup_lines = (
         "from forge.engine.proposer import ProposalRequest as Request",
-        "from forge import SamplingParams",
+        "from forge import SamplingParams; from forge.model.model import Draw",
         "proposer = piece.MyProposer()",
     )
 
@@ -79,7 +79,7 @@ class ProposerTrial(Trial):
         self.next_id += len(texts)
         asked = [_request(list(text), max_tokens, first + number) for number, text in enumerate(texts)]
         shown = ", ".join(
-            f"Request({first + n}, {text}, {max_tokens}, SamplingParams(), 0, 0)" for n, text in enumerate(texts)
+            f"Request({first + n}, Draw(SamplingParams(), 0, 0, {text}), {max_tokens})" for n, text in enumerate(texts)
         )
         proposals = self.call(f"proposer.propose([{shown}])", self.proposer.propose, asked)
         is_list = isinstance(proposals, list | tuple) and all(isinstance(proposal, Proposal) for proposal in proposals)

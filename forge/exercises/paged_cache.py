@@ -152,7 +152,7 @@ def _check_all(piece: ModuleType) -> None:
         return steps
 
     trial = PagedTrial(piece)
-    trial.require_growth("cache.add(-1, []); …; cache.remove(-1)  # beside 4,000 sequences", among, 20, 4000, 20)
+    trial.require_growth("cache.add(-1, []); …; cache.remove(-1)  # beside 4,000 sequences", among, 20, 4000, 8)
     trial.require_growth("cache.fork(1, 2); cache.remove(1)  # a table of 8,000 blocks", long, 250, 8000, 150)
 
 

@@ -71,9 +71,17 @@ def test_a_check_as_json_and_what_is_remembered_of_it(forge, folder):
     assert session.load_builds(folder).passed == set()
 
 
-def test_the_calls_can_be_pasted(folder):
-    path = write(folder, "block_pool", wrong_ones("block_pool")[3].source)
-    result = session.check(find_entry("4"), path)
+SILENT = "def propose(self, requests):\n        return [Proposal(()) for _ in requests]\n"
+PASTED = {
+    "block_pool": wrong_ones("block_pool")[3].source,
+    "ngram_proposer": right("ngram_proposer").replace("def propose(self, requests):", SILENT),
+}
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_the_calls_can_be_pasted(folder, name):
+    result = session.check(find_entry(name), write(folder, name, PASTED[name]))
+    assert not result.passed and len(result.calls) > 2
     done = subprocess.run([sys.executable, "-c", "\n".join(result.calls)], env=environment(), capture_output=True)
     assert done.returncode == 0, done.stderr
 
