@@ -110,9 +110,8 @@ def test_counting_anew_believes_the_tables_and_nothing_else():
     pool.mark_cacheable(3)
     pool.decref(3)
 
-    pool.recount([(0, 2), (2, 4)])
+    pool.recount([(1, 2), (2, 3)])
 
-    assert pool.reference_counts == [1, 0, 2, 0, 1]
-    assert (pool.num_references, list(pool.cached), pool.cacheable) == (4, [], set())
-    assert pool.allocate(2) == (1, 3)
+    assert pool.reference_counts == [0, 1, 2, 1, 0]
+    assert (pool.num_references, list(pool.cached), pool.cacheable, pool.free) == (4, [], set(), [4, 0])
     pool.check_invariants()

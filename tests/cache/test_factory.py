@@ -2,7 +2,9 @@
 
 import pytest
 
+from forge.cache import factory
 from forge.cache.factory import DEFAULT_KV_BYTES, KV_MODES, CacheSize, canonical_mode, create_kv_cache
+from forge.cache.paged import PagedKvCache
 from forge.errors import UsageError
 
 
@@ -73,6 +75,23 @@ def test_kv_memory_is_as_many_whole_blocks_as_go_into_it(mode):
     blocks = create_kv_cache(mode, size(kv_bytes=15 * block_bytes - 1))[1]
     assert blocks == (14 if mode != "basic" else 2 * 7)
     assert create_kv_cache(mode, size(kv_bytes=14 * block_bytes - 1))[1] == (13 if mode != "basic" else 7)
+
+
+def test_a_pool_of_more_blocks_than_tables_bear_is_refused_by_the_option_that_asked():
+    assert create_kv_cache("paged", size(kv_bytes=128))[1] == 1
+    for most, pool in ((512, {}), (3, {"num_blocks": 3}), (3, {"kv_bytes": 3 * 128})):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(factory, "MAX_BLOCKS", most)
+            assert create_kv_cache("paged", size(**pool))[1] == most
+            patch.setattr(factory, "MAX_BLOCKS", most - 1)
+            option = next((f"--{name} {value}" for name, value in pool.items()), "--num-blocks 512")
+            with pytest.raises(UsageError, match=option.replace("kv_bytes", "kv-memory").replace("_", "-")):
+                create_kv_cache("paged", size(**pool))
+
+
+def test_a_function_makes_a_cache_and_its_stats_say_how_much_storage():
+    cache, num_blocks = create_kv_cache(lambda size: PagedKvCache(7, size.block_size), size())
+    assert (type(cache), cache.block_size, num_blocks) == (PagedKvCache, 16, 7)
 
 
 def test_kv_memory_that_holds_nothing_is_refused_with_the_numbers():

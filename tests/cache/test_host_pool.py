@@ -17,12 +17,13 @@ def test_an_entry_takes_its_blocks_of_room_until_it_is_dropped():
 
 
 def test_what_is_swapped_out_is_read_before_copies_and_what_is_swapped_in_is_written_after_them():
-    storage = NumpyKvStorage(KvLayout(1, 4, 1, 1, 1))
-    storage.keys[0, :, 0, 0, 0] = storage.values[0, :, 0, 0, 0] = range(4)
+    storage = NumpyKvStorage(KvLayout(1, 6, 1, 1, 1))
+    storage.keys[0, :, 0, 0, 0] = storage.values[0, :, 0, 0, 0] = range(6)
     pool = HostPool(4)
-    for seq_id, block in ((0, 3), (1, 1)):
-        pool.add(seq_id, HostEntry(1, 1, storage.read_blocks((block,)) if seq_id == 0 else None))
-    pool.move(storage, [Swap(1, (1,))], [BlockCopy(2, 1), BlockCopy(0, 2)], [Swap(0, (2,))])
+    for seq_id, data in enumerate((storage.read_blocks((3,)), storage.read_blocks((4,)), None, None)):
+        pool.add(seq_id, HostEntry(1, 1, data))
+    outs, ins = [Swap(2, (1,)), Swap(3, (5,))], [Swap(0, (2,)), Swap(1, (5,))]
+    pool.move(storage, outs, [BlockCopy(2, 1), BlockCopy(0, 2)], ins)
 
-    assert storage.keys.ravel().tolist() == storage.values.ravel().tolist() == [0, 2, 3, 3]
-    assert np.ravel(pool.entries[1].data).tolist() == [1, 1]
+    assert storage.keys.ravel().tolist() == storage.values.ravel().tolist() == [0, 2, 3, 3, 4, 4]
+    assert [np.ravel(pool.entries[seq_id].data).tolist() for seq_id in (2, 3)] == [[1, 1], [5, 5]]

@@ -60,6 +60,14 @@ def test_copies_are_performed_in_order_in_every_layer():
     assert np.array_equal(storage.values, -storage.keys)
 
 
+def test_blocks_that_were_read_are_written_elsewhere():
+    storage, original = filled(), filled()
+    storage.write_blocks((0, 2), storage.read_blocks((2, 1)))
+
+    for written, expected in ((storage.keys, original.keys), (storage.values, original.values)):
+        assert np.array_equal(written, expected[:, [2, 1, 1, 3]])
+
+
 def test_int8_takes_a_byte_a_number_and_a_scale_for_each_key_and_value():
     assert KvLayout(3, 10, 16, 2, 8, "int8").bytes_per_token == 2 * 3 * 2 * (8 + 4)
 

@@ -261,7 +261,9 @@ def test_after_a_failure_in_the_middle_clearing_leaves_the_snapshots_and_nothing
     cache = kind(6, 4)
     blocks = grown(cache, 0, 6)
     snapshot, _ = cache.snapshot(0)
+    cache.snapshot(0)
     grown(cache, 1, 9)
+    assert (cache.stats().slots_filled, cache.max_sequence_length) == (15, 24)
 
     def fail(block):
         raise KeyboardInterrupt
@@ -274,7 +276,7 @@ def test_after_a_failure_in_the_middle_clearing_leaves_the_snapshots_and_nothing
 
     cache.check_invariants()
     assert (0 in cache, 1 in cache) == (False, False)
-    assert counts(cache) == (1, 1, 0, 0, 0, 0)
+    assert counts(cache) == (2, 2, 0, 0, 0, 0)
     assert (cache.num_available, cache.stats().slots_filled) == (4, 6)
     assert cache.restore(snapshot, 3) == () and cache.block_table(3) == blocks
     assert grown(cache, 2, 16) == (2, 3, 4, 5)

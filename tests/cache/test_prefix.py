@@ -444,6 +444,16 @@ def test_each_added_sequence_is_counted_once_and_no_lookup_is():
     assert (cache.stats().prefix_queries, cache.stats().prefix_hits) == (8 + 12, 8)
 
 
+@pytest.mark.parametrize("tokens", [A, A + B])
+def test_a_content_at_the_wrong_depth_is_noticed(tokens):
+    cache = new()
+    run(cache, 0, tokens)
+    cache.index.node_of[cache.block_table(0)[-1]].depth += 1
+
+    with pytest.raises(AssertionError, match="not at this depth"):
+        cache.index.check_invariants()
+
+
 @pytest.mark.parametrize("hash_function", [lambda *_: 0, lambda preceding, tokens: len(tokens)])
 def test_a_hash_collision_serves_nobody_the_wrong_keys(hash_function):
     cache = PrefixKvCache(8, 4, hash_function)

@@ -14,6 +14,7 @@ from forge.engine.rng import (
     token_words,
     uniform,
 )
+from forge.model.model import Draw
 
 ONES = 0xFFFFFFFF
 
@@ -41,6 +42,18 @@ def test_the_word_of_a_token_is_that_of_the_definition():
     for ids in ([0], [5], [2, 3, 4, 5], [1, 9, 400, 151_935], list(range(3, 4100)), list(range(0, 9000, 2))):
         expected = [philox(i // 4, position, sample, 0, seed & ONES, seed >> 32)[i % 4] for i in ids]
         assert token_words(np.array(ids), DrawName(seed, sample, position)).tolist() == expected
+
+
+@pytest.mark.parametrize("draw_argmax", [gumbel_argmax, numpy_argmax])
+def test_purpose_and_branch_are_the_last_word_of_the_counter(draw_argmax):
+    ids, draw = np.arange(50), Draw(None, 9, 3, [1] * 7)
+    for purpose, branch in ((Purpose.SAMPLE, 0), (Purpose.RESAMPLE, 5), (Purpose.PROPOSE, MAX_BRANCHES - 1)):
+        name = DrawName.of(draw, purpose, branch)
+        words = [philox(i // 4, 7, 3, purpose + 4 * branch, 9, 0)[i % 4] for i in range(50)]
+        assert token_words(ids, name).tolist() == words
+        assert draw_argmax(ids, np.zeros(50), name) == np.argmax(words)
+    assert DrawName.of(draw) == (9, 3, 7, Purpose.SAMPLE, 0)
+    assert draw_argmax(ids, np.where(ids == 0, 100.0, 0.0), name) == 0
 
 
 def test_noise_is_minus_log_minus_log_of_the_middle_of_its_word():
@@ -90,6 +103,7 @@ def test_every_part_of_the_name_matters():
 
 def test_draws_stay_what_they_are():
     """A recording made today must replay tomorrow."""
+    assert [int(purpose) for purpose in Purpose] == [0, 1, 2, 3]
     assert uniform(DrawName(0, 0, 0)) == (0x6627E8D5 + 0.5) * 2.0**-32
     assert uniform(DrawName(2**64 - 1, 3, 4095, Purpose.ACCEPT)) == 0.13145331374835223
     drawn = [gumbel_argmax(np.arange(1000), np.zeros(1000), DrawName(7, 0, position)) for position in range(4)]

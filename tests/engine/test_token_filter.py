@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from forge import LLM, SamplingParams, StructuredOutput
 from forge.engine.sampling import choose_token
-from forge.engine.token_filter import TokenFilter
+from forge.engine.structured_output import MatcherError
+from forge.engine.token_filter import FilterMatcher, TokenFilter
 from forge.errors import UsageError
 from forge.model.model import Draw
 
@@ -136,41 +137,57 @@ class TwoLetters:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.sampled_from(["a", "b", "ab", "ba", "abab", "bba", "aaa", "é", "bé"]), min_size=1, max_size=3),
+    st.lists(
+        st.sampled_from(["a", "b", "ab", "ba", "abab", "bba", "abb", "aaa", "é", "bé", "abaaébabbabaabaa"]), max_size=3
+    ),
     st.lists(st.integers(0, TwoLetters.vocab_size - 1), max_size=6),
     st.integers(0, 4),
+    st.one_of(st.none(), st.sets(st.integers(0, TwoLetters.vocab_size + 1), min_size=1)),
+    st.booleans(),
 )
-def test_a_mask_is_the_one_by_trial_whatever_came_before(words, output, min_tokens):
+def test_a_mask_is_the_one_by_trial_whatever_came_before(words, output, min_tokens, named, ignore_eos):
     tokenizer: Any = TwoLetters()
     size = tokenizer.vocab_size + 2  # the model has room for more
     shown = [*TwoLetters.tokens[:-1], b"", b"", b""]
-    params = SamplingParams(bad_words=words, min_tokens=min_tokens, stop_token_ids=[3])
+    rest = {"stop_token_ids": [3], "allowed_token_ids": named, "ignore_eos": ignore_eos}
+    params = SamplingParams(bad_words=words, min_tokens=min_tokens, **rest)
 
     def allowed(before) -> list[bool]:
         text = b"".join(shown[token_id] for token_id in before)
         ends = [(word.encode(), text[max(0, len(text) - len(word.encode()) + 1) :]) for word in words]
-        too_early = (0, 3) if len(before) < min_tokens else ()
-        return [i not in too_early and not any(word in end + shown[i] for word, end in ends) for i in range(size)]
+        refused = {3, *([] if ignore_eos else [0])} if len(before) < min_tokens else set()
+        left = {*range(size)} - refused if named is None else named - refused
+        return [i in left and not any(word in end + shown[i] for word, end in ends) for i in range(size)]
+
+    def mask(matcher: FilterMatcher) -> list[bool]:
+        try:
+            return matcher.mask(output).tolist()
+        except MatcherError:
+            return [False] * size
 
     matcher = TokenFilter(params, tokenizer, size, None).new_matcher()
-    assert matcher.mask(output).tolist() == allowed(output)
+    assert mask(matcher) == allowed(output) and matcher.forced([]) == ()
     may_come = [allowed(output[:index])[token_id] for index, token_id in enumerate(output)]
     num_allowed = [*may_come, False].index(False)
     assert matcher.num_allowed([], output) == num_allowed
     grammar: Any = Forces(output)
     matcher = TokenFilter(params, tokenizer, size, grammar).new_matcher()
+    assert mask(matcher) == [token_id % 2 == 1 and may for token_id, may in enumerate(allowed(output))]
     assert matcher.forced([]) == tuple(output[:num_allowed])
     assert matcher.num_allowed([], output) == min(2, num_allowed)
 
 
 class Forces:
-    """A grammar, and its matcher, that leaves no choice about the first tokens and lets two of any others come."""
+    """A grammar, and its matcher: odd tokens may come, none but some may come first, and of any others two."""
 
     def __init__(self, token_ids: list[int]):
         self.token_ids = tuple(token_ids)
 
     def new_matcher(self) -> "Forces":
         return self
+
+    def mask(self, output) -> np.ndarray:
+        return np.arange(TwoLetters.vocab_size + 2) % 2 == 1
 
     def forced(self, output) -> tuple[int, ...]:
         return self.token_ids
