@@ -451,7 +451,16 @@ def test_a_content_at_the_wrong_depth_is_noticed(tokens):
     cache.index.node_of[cache.block_table(0)[-1]].depth += 1
 
     with pytest.raises(AssertionError, match="not at this depth"):
-        cache.index.check_invariants()
+        cache.check_invariants()
+
+
+def test_an_order_of_eviction_that_leaves_a_block_behind_nothing_is_noticed():
+    cache = new()
+    ran(cache, 0, A + B)
+    cache.pool.cached.move_to_end(1)
+
+    with pytest.raises(AssertionError, match="block 1 would be evicted after"):
+        cache.check_invariants()
 
 
 @pytest.mark.parametrize("hash_function", [lambda *_: 0, lambda preceding, tokens: len(tokens)])
@@ -476,6 +485,30 @@ def test_a_hash_collision_serves_nobody_the_wrong_keys(hash_function):
     cache.check_invariants()
 
 
+@pytest.mark.parametrize("seq_id", [0, 1])
+def test_the_check_sees_what_is_wrong_with_any_table(seq_id):
+    cache = new()
+    run(cache, 0, A + B)
+    run(cache, 1, C + D)
+    cache.reserve(seq_id, 4)
+    cache.check_invariants()
+    table = cache._tables[seq_id]
+    table.token_ids[0] += 1
+    with pytest.raises(AssertionError, match="not its tokens"):
+        cache.check_invariants()
+    table.computed = 4
+    with pytest.raises(AssertionError, match="is indexed while it is being written"):
+        cache.check_invariants()
+
+
+def test_after_clearing_what_a_snapshot_holds_is_found():
+    cache = new()
+    run(cache, 0, A + B + C[:1])
+    cache.snapshot(0)
+    cache.clear()
+    assert found(cache, A + B + C) == (9, (0, 1, 2))
+
+
 def test_a_reset_forgets_everything_and_is_refused_while_blocks_are_held():
     cache = new()
     ran(cache, 0, A + B)
@@ -490,7 +523,7 @@ def test_a_reset_forgets_everything_and_is_refused_while_blocks_are_held():
     assert (refusal.value.blocks, refusal.value.owners) == (2, 2)
     assert (cache.stats(), cache.block_map()) == before
     cache.remove(1)
-    with pytest.raises(CacheInUse):
+    with pytest.raises(CacheInUse, match="while 1 sequences hold 2 blocks"):
         cache.reset()
     cache.release(snapshot)
     cache.add(2, ())  # holds nothing yet
