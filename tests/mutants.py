@@ -62,6 +62,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("engine/test_lookahead.py", "engine/test_path.py", "engine/test_block_pairs.py", "cluster/test_handoff.py"),
         *("engine/test_structured_output.py", "engine/test_random_scheduling.py", "trace/test_recorder.py"),
     ),
+    "forge.engine.batch_builder": ("engine/test_batch_builder.py",),
+    "forge.engine.containers": ("engine/test_containers.py",),
+    "forge.engine.draft_slots": ("engine/test_draft_slots.py",),
+    "forge.engine.prefix_planner": ("engine/test_prefix_planner.py",),
     "forge.engine.output_text": ("engine/test_output_text.py", "engine/test_engine.py"),
     "forge.engine.policies": (
         "engine/test_policies.py",
