@@ -66,6 +66,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "forge.engine.containers": ("engine/test_containers.py",),
     "forge.engine.draft_slots": ("engine/test_draft_slots.py",),
     "forge.engine.prefix_planner": ("engine/test_prefix_planner.py",),
+    "forge.engine.step_record": ("engine/test_step_record.py",),
+    "forge.engine.requests": ("engine/test_requests.py",),
     "forge.engine.output_text": ("engine/test_output_text.py", "engine/test_engine.py"),
     "forge.engine.policies": (
         "engine/test_policies.py",

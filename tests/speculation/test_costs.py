@@ -1,11 +1,7 @@
 """Costs from times that are given."""
 
-import numpy as np
 import pytest
 
-from forge.engine.proposer import StepCost, StepDrafts
-from forge.engine.step_plan import StepPlan
-from forge.engine.step_record import LaunchedStep
 from forge.speculation.controller import CostMeter, Costs
 
 ASSUMED = Costs(0.1, 0.02)
@@ -49,12 +45,6 @@ def test_a_guess_costs_what_it_did_in_the_batch_that_is_nearest_in_size():
     meter = metered(dict.fromkeys((1, 9), 10.0), {2: 1.0, 9: 3.0})
 
     assert [meter.costs(size).token for size in (1, 5, 6, 40)] == pytest.approx([0.1, 0.1, 0.3, 0.3])
-
-
-def test_a_step_costs_what_it_took_without_its_proposers():
-    step = LaunchedStep(StepPlan(()), StepDrafts(total_ms=30.0), None, np.empty((0, 1)), [], 1.0, forward_ms=5.0)
-
-    assert step.cost(seconds=0.1) == StepCost(num_rows=0, forward_ms=5.0, step_ms=pytest.approx(70.0))
 
 
 def test_one_slow_step_changes_nothing():
