@@ -210,20 +210,6 @@ def test_a_token_outside_the_vocabulary_is_refused(bad):
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("bad", [[1.5], ["a"], [None]])
-def test_what_is_no_token_id_is_refused(bad):
-    with pytest.raises(UsageError, match="whole numbers"):
-        new_engine(muddled).add_request("r", bad, SamplingParams())
-
-
-def test_numpy_token_ids_are_token_ids():
-    engine = new_engine(muddled)
-    engine.add_request("r", np.array([1, 2], np.int32), SamplingParams())
-    run_all(engine)
-
-    assert engine.output("r").prompt_token_ids == (1, 2)
-
-
 def test_a_request_id_in_use_is_refused_and_the_first_goes_on():
     engine = new_engine(muddled)
     engine.add_request("r", [1], SamplingParams())
