@@ -71,7 +71,7 @@ def test_draft_rows_are_one_for_each_token_and_the_known_ones_again_in_each_furt
     drafts = StepDrafts({0: (Proposal((1, 2)),), 1: (Proposal((1, 2, 3)), Proposal((4,)), Proposal((5,)))})
     drafts.proposals[2] = drafts.proposals[0]
     record = RecordBuilder(ran()[0], BYTES).build(launched(plan, drafts), StepResults(), FACTS, TIMES)
-    assert [item.num_draft_tokens for item in record.items] == [2, 5 + 2 * 2, 0, 0]
+    assert [item.num_draft_tokens for item in record.items] == [2, 5 + 2 * 2, 0, 0] and record.discarded == 0
 
 
 def test_padding_is_not_written_and_a_step_costs_its_rows_and_its_time_without_proposers():
