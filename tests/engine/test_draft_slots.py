@@ -59,9 +59,9 @@ def test_all_decodes_of_a_step_share_its_room_and_prompts_have_no_drafts():
     decoding(cache, plan, 0, remaining=3)
     decoding(cache, plan, 1, length=4)
     for seq_id in (2, 3, 4, 5):
-        decoding(cache, plan, seq_id)
+        decoding(cache, plan, seq_id, max_tokens=3 if seq_id == 3 else 9)
     slots_for(cache).reserve(plan)
-    assert [item.num_draft_tokens for item in plan.items.values()] == [0, 0, 2, 2, 1, 0]
+    assert [item.num_draft_tokens for item in plan.items.values()] == [0, 0, 2, 0, 2, 1]
     assert list(plan.items) == [0, 1, 2, 3, 4, 5] and plan.budget == 0
 
 
@@ -79,12 +79,19 @@ def test_each_further_draft_takes_a_fork_and_its_rows_once_more(budget, num_fork
         assert (fork.block_table, cache.reserved_length(fork.seq_id)) == (cache.block_table(fork.seq_id), LENGTH + 2)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_what_is_swapped_in_or_computed_again_has_one_draft(phase):
-    cache, plan = PagedKvCache(16, 4), PlanBuilder(99, 99, swap_ins=[Swap(0, ())] if phase == "decode" else [])
+@pytest.mark.parametrize(("phase", "swap_ins", "drafts"), [("prefill", (), 2), ("decode", (0,), 2), ("decode", (), 0)])
+def test_what_is_swapped_in_or_computed_again_or_has_no_draft_has_no_further_ones(phase, swap_ins, drafts):
+    cache, plan = PagedKvCache(16, 4), PlanBuilder(99, 99, swap_ins=[Swap(seq_id, ()) for seq_id in swap_ins])
     decoding(cache, plan, 0, phase=phase)
-    slots_for(cache, forks=3).reserve(plan)
-    assert (plan.items[0].num_draft_tokens, plan.items[0].forks) == (2, ())
+    slots_for(cache, drafts, forks=3).reserve(plan)
+    assert (plan.items[0].num_draft_tokens, plan.items[0].forks, plan.budget) == (drafts, (), 99 - drafts)
+
+
+def test_no_draft_token_stands_past_the_longest_sequence():
+    cache, plan = BasicKvCache(1, LENGTH + 1, 4), PlanBuilder(99, 99)
+    decoding(cache, plan, 0)
+    slots_for(cache, 9).reserve(plan)
+    assert plan.items[0].num_draft_tokens == 1
 
 
 @pytest.mark.parametrize("cache", [PagedKvCache(3, 4), BasicKvCache(2, 16, 4), PagedKvCache(4, 3)], ids=str)

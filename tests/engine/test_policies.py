@@ -51,7 +51,7 @@ def test_an_order_admits_by_its_key(order, admitted):
 def test_lifo_preempts_the_newest_even_if_it_asks_and_none_that_runs_alone():
     running = [sequence(0), sequence(1), sequence(2)]
     assert lifo(running, running[2]) is lifo(running, running[0]) is running[2]
-    assert lifo(running[:1], running[0]) is None
+    assert lifo(running[:2], running[0]) is running[1] and lifo(running[:1], running[0]) is None
 
 
 def test_lifo_others_preempts_the_newest_that_does_not_ask():
@@ -114,6 +114,8 @@ def test_a_step_has_room_for_a_token_of_every_sequence():
     assert SchedulerConfig(max_num_batched_tokens=4, max_num_seqs=4).token_budget == 4
     default = SchedulerConfig()
     assert (default.max_num_seqs, default.prefill_only_tokens, default.prefill_only_memory) == (16, 2048, 256 << 20)
+    assert default.chunked_prefill and default.prefix_planning and default.prefill_only
+    assert (default.num_host_blocks, default.order, default.preemption) == (256, "fcfs", "recompute")
     assert SchedulerConfig(num_host_blocks=0, max_num_seqs=1, prefill_only_tokens=1, prefill_only_memory=1)
 
 
@@ -121,4 +123,6 @@ def test_a_policy_is_a_name_or_a_function_and_priority_has_its_own():
     assert SchedulerConfig().victim_policy == ("lifo", lifo)
     assert SchedulerConfig(preempt=lifo_others).victim_policy == ("lifo-others", lifo_others)
     assert SchedulerConfig(order="priority").victim_policy == ("priority", worst_placed)
-    assert SchedulerConfig(order=ADMISSION_ORDERS["sjf"]).order_name == "shortest-job-first"
+    order = ADMISSION_ORDERS["sjf"]
+    assert SchedulerConfig(order=order).order_name == "shortest-job-first"
+    assert SchedulerConfig(order=order).admission_order is SchedulerConfig(order="sjf").admission_order is order
