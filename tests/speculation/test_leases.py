@@ -56,8 +56,10 @@ def test_a_leased_model_is_the_model_until_it_is_revoked():
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("forward", "bs"), ("hidden", "bs"), ("kv_layout", (3, 8, "int8")), ("new_storage", "l"), ("prepare", "l")]
-    + [("temporary_bytes", (5, 2)), ("time_operations", ()), ("operation_times", ()), ("check_available", ())],
+    [
+        *(("forward", "bs"), ("hidden", "bs"), ("kv_layout", (3, 8, "int8")), ("new_storage", "l"), ("prepare", "l")),
+        *(("temporary_bytes", (5, 2)), ("time_operations", ()), ("operation_times", ()), ("check_available", ())),
+    ],
 )
 def test_a_leased_model_passes_on_what_it_is_asked(name, arguments):
     original = Mock(spec=HashModel())
