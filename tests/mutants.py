@@ -62,6 +62,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("engine/test_lookahead.py", "engine/test_path.py", "engine/test_block_pairs.py", "cluster/test_handoff.py"),
         *("engine/test_structured_output.py", "engine/test_random_scheduling.py", "trace/test_recorder.py"),
     ),
+    "forge.engine.admission": (
+        *("engine/test_admission.py", "engine/test_scheduler.py", "engine/test_scheduler_scenarios.py"),
+        "engine/test_oneshot_planning.py",
+    ),
+    "forge.engine.preemption": ("engine/test_scheduler_scenarios.py", "engine/test_scheduler.py"),
     "forge.engine.batch_builder": ("engine/test_batch_builder.py",),
     "forge.engine.containers": ("engine/test_containers.py",),
     "forge.engine.draft_slots": ("engine/test_draft_slots.py",),

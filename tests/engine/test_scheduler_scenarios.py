@@ -5,11 +5,13 @@ import pytest
 from forge.cache.host_pool import Swap
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
+from forge.engine.containers import Containers
 from forge.engine.policies import VICTIM_POLICIES, SchedulerConfig
+from forge.engine.preemption import Preemption
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
-from forge.engine.step_plan import StepPlan
-from forge.reasons import HostPoolFull, MaxNumSeqs, NoBlocks, NoBudget
+from forge.engine.step_plan import PlanBuilder, StepPlan
+from forge.reasons import HostPoolFull, MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted
 from forge.trace.records import PreemptRecord, Queues, WaitRecord
 from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step, waiting
 
@@ -242,6 +244,41 @@ def test_lifo_preempts_the_newest_also_when_it_is_the_one_that_asks():
     (preemption,) = step(scheduler).preempted
 
     assert (preemption.seq_id, preemption.victim_of) == (1, 1)
+
+
+def holding(num_blocks: int, *lengths: tuple[int, int], **config) -> tuple[Containers, Preemption, PlanBuilder]:
+    """Running sequences 0, 1, … with so many slots, so many of them computed, without a scheduler."""
+    containers = Containers.empty(PagedKvCache(num_blocks, 4), SchedulerConfig(**config))
+    for seq_id, (reserved, computed) in enumerate(lengths):
+        containers.cache.add(seq_id, ())
+        containers.cache.reserve(seq_id, reserved)
+        containers.cache.commit(seq_id, range(computed))
+        containers.running[seq_id] = sequence(seq_id)
+    return containers, Preemption(containers), PlanBuilder(99, 99)
+
+
+def test_retained_caches_go_before_victims_and_one_that_runs_alone_learns_its_limit():
+    containers, preemption, plan = holding(4, (5, 5), (4, 4), (4, 4))
+    for seq_id in (1, 2):
+        containers.retained.retain(containers.running.pop(seq_id))
+    assert preemption.reserve(containers.running[0], 4, plan) and list(containers.retained.sequences) == [2]
+    assert not preemption.reserve(containers.running[0], 8, plan) and not containers.retained.sequences
+    assert (plan.exhausted, plan.preempted) == ([0], [])
+    assert containers.running[0].length_limit == PoolExhausted(16)
+
+
+@pytest.mark.parametrize(
+    ("computed", "num_host_blocks", "lost", "fallback"),
+    [(6, 2, 0, None), (6, 1, 6, HostPoolFull(2, 1)), (0, 2, 0, None)],
+)
+def test_what_a_victim_has_computed_goes_to_the_host_if_all_of_it_fits(computed, num_host_blocks, lost, fallback):
+    config = {"preemption": "swap", "num_host_blocks": num_host_blocks}
+    containers, preemption, plan = holding(6, (5, 5), (6, computed), **config)
+    assert preemption.reserve(containers.running[0], 12, plan)
+    is_swapped = computed and not lost
+    how = "swap" if is_swapped else "recompute"
+    assert plan.preempted == [PreemptRecord(1, 0, 3, 2, "lifo", how, lost, 2, fallback)]
+    assert (list(containers.host.entries), plan.swap_outs) == (([1], [Swap(1, (2, 3))]) if is_swapped else ([], []))
 
 
 def test_a_queued_request_is_not_skipped_after_a_preemption():

@@ -156,14 +156,16 @@ def test_a_mask_is_the_one_by_trial_whatever_came_before(words, output, min_toke
         text = b"".join(shown[token_id] for token_id in before)
         ends = [(word.encode(), text[max(0, len(text) - len(word.encode()) + 1) :]) for word in words]
         refused = {3, *([] if ignore_eos else [0])} if len(before) < min_tokens else set()
-        left = {*range(size)} - refused if named is None else named - refused
-        return [i in left and not any(word in end + shown[i] for word, end in ends) for i in range(size)]
+        free = {*range(size)} - refused if named is None else named - refused
+        return [i in free and not any(word in end + shown[i] for word, end in ends) for i in range(size)]
 
     def mask(matcher: FilterMatcher) -> list[bool]:
         try:
-            return matcher.mask(output).tolist()
+            left = matcher.mask(output).tolist()
         except MatcherError:
             return [False] * size
+        assert any(left), "without a token it says so"
+        return left
 
     matcher = TokenFilter(params, tokenizer, size, None).new_matcher()
     assert mask(matcher) == allowed(output) and matcher.forced([]) == ()
