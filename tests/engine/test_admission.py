@@ -7,6 +7,7 @@ from forge.cache.host_pool import HostEntry
 from forge.engine.admission import AdmissionCost, generation_item
 from forge.engine.policies import SchedulerConfig
 from forge.engine.scheduler import Scheduler
+from forge.engine.step_plan import PlanBuilder
 from forge.reasons import NoBlocks, NoBudget, PoolExhausted
 from forge.trace.records import WaitRecord
 from tests.engine.schedules import admitted, sequence, step
@@ -93,3 +94,20 @@ def test_a_prompt_without_output_needs_no_logits(max_tokens):
     cache.add(0, ())
     item = generation_item(cache, sequence(0, tokens=3, max_tokens=max_tokens), 0, 3)
     assert (item.samples, item.logit_rows) == (bool(max_tokens), range(3 - max_tokens, 3))
+
+
+def test_a_prefill_only_sequence_leaves_the_queue_and_begins_with_whole_cached_blocks():
+    scheduler = both_lanes(8, "prefix")
+    scheduler.add(sequence(0, tokens=10))
+    step(scheduler)
+    scheduler.add(one_pass(1, 9, token_ids=[*range(100, 106), 1, 2, 3]))
+    plan = scheduler.schedule()
+    assert [(item.seq_id, item.start, item.num_tokens) for item in plan.items] == [(0, 10, 1), (1, 4, 5)]
+    assert [*scheduler.queue] == []
+
+
+def test_one_that_passes_another_leaves_it_scratch_blocks_beside_those_that_are_taken():
+    scheduler = both_lanes(8)
+    for taken, has_room in ((15, True), (16, False)):
+        plan = PlanBuilder(9, 9, num_scratch_blocks=taken)
+        assert scheduler.prefill_only.has_room(one_pass(0, 5), one_pass(1, 9), plan) == has_room
