@@ -113,6 +113,7 @@ def test_guesses_become_fewer_before_they_stop():
     while control.k:
         control = control.after_cycle(control.k, 0, Costs(0.15, 0.05))
         ks.append(control.k)
+        assert (control.decision.reason == "turned_down") == (0 < control.k < 4)
 
     assert ks == sorted(ks, reverse=True)
     assert {1, 0} < set(ks)
@@ -127,6 +128,7 @@ def test_where_not_even_perfect_guesses_pay_it_says_so_from_the_start(token):
 
     assert (control.k, control.decision.reason) == (0, "cannot_win")
     assert control.decision.retry_in == 64
+    assert SpeculationControl.begin(4, Costs(0.99)).decision.reason == "loses", "though perfect ones would"
 
 
 # Trying again
