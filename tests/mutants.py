@@ -66,6 +66,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("engine/test_admission.py", "engine/test_scheduler.py", "engine/test_scheduler_scenarios.py"),
         "engine/test_oneshot_planning.py",
     ),
+    "forge.engine.handoff": ("engine/test_resume.py", "cluster/test_handoff.py"),
     "forge.engine.preemption": ("engine/test_scheduler_scenarios.py", "engine/test_scheduler.py"),
     "forge.engine.batch_builder": ("engine/test_batch_builder.py",),
     "forge.engine.containers": ("engine/test_containers.py",),

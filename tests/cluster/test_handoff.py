@@ -82,6 +82,8 @@ def test_a_hand_over_of_another_prompt_or_layout_is_refused_and_changes_nothing(
     other = replace(handoff, layout=replace(handoff.layout, num_layers=9))
     with pytest.raises(UsageError, match="give both engines one model"):
         add_handed_over(engine, other, "r", PROMPT, PARAMS)
+    with pytest.raises(UsageError, match="other tokens"):
+        add_handed_over(engine, handoff, "r", PROMPT, PARAMS, salt="another")
     assert not engine.has_unfinished()
 
 
@@ -130,3 +132,4 @@ def test_the_bytes_are_those_of_its_blocks():
     blocks = handoff.num_blocks * handoff.layout.block_size * handoff.layout.bytes_per_token
     assert handoff.position == len(PROMPT) - 1 and handoff.num_bytes == blocks
     assert all(isinstance(part, np.ndarray) for part in handoff.data)
+    assert replace(handoff, data=np.zeros(5, np.int16)).num_bytes == 10

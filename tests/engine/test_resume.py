@@ -48,7 +48,7 @@ def whole(llm: LLM, params: SamplingParams):
 
 def resumed(llm: LLM, params: SamplingParams, emitted: list[Emitted]):
     engine = llm.new_engine()
-    add_resumed(engine, emitted, "r", PROMPT, params)
+    assert add_resumed(engine, emitted, "r", PROMPT, params) == tuple(range(params.n))
     found = run(engine)
     assert engine.cache.stats().used_blocks == 0
     return found
@@ -94,6 +94,10 @@ def test_what_cannot_be_resumed_is_refused_and_changes_nothing(llm):
     engine = llm.new_engine()
     with pytest.raises(UsageError, match="with its seed"):
         add_resumed(engine, [Emitted((1,))], "r", PROMPT, replace(SAMPLED, seed=None))
+    with pytest.raises(UsageError, match="each of its samples"):
+        add_resumed(engine, [Emitted((1,))], "r", PROMPT, replace(SAMPLED, n=2))
+    with pytest.raises(UsageError, match="a sample of 24 tokens has ended"):
+        add_resumed(engine, [Emitted((1,) * 24), Emitted((1,))], "r", PROMPT, replace(SAMPLED, n=2))
     with pytest.raises(UsageError, match="has ended"):
         add_resumed(engine, [Emitted((1,) * 24)], "r", PROMPT, SAMPLED)
     assert not engine.has_unfinished()
