@@ -15,7 +15,20 @@ def test_a_sequence_owns_its_whole_run_from_the_start():
     assert cache.stats().num_blocks == 6
     assert cache.stats().used_blocks == 3
     assert cache.stats().tokens_held == 0
+    assert (cache.stats().slots_reserved, cache.max_sequence_length) == (12, 10)
+    assert cache.block_map().reference_counts == (1, 1, 1, 0, 0, 0)
     assert (cache.reserved_length(7), cache.computed_length(7)) == (0, 0)
+
+
+@pytest.mark.parametrize("seq_id", [0, 1])
+def test_the_check_sees_what_is_wrong_with_any_run(seq_id):
+    cache = BasicKvCache(num_runs=2, max_model_len=10, block_size=4)
+    for one in (0, 1):
+        cache.add(one, ())
+    cache.check_invariants()
+    cache._tables[seq_id].computed = 1
+    with pytest.raises(AssertionError, match="lengths out of order"):
+        cache.check_invariants()
 
 
 def test_a_run_is_contiguous_and_the_table_covers_what_is_reserved():

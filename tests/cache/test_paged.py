@@ -280,6 +280,9 @@ def test_after_a_failure_in_the_middle_clearing_leaves_the_snapshots_and_nothing
     assert (cache.num_available, cache.stats().slots_filled) == (4, 6)
     assert cache.restore(snapshot, 3) == () and cache.block_table(3) == blocks
     assert grown(cache, 2, 16) == (2, 3, 4, 5)
+    assert cache.stats().slots_filled == 22
+    cache.clear()
+    assert cache.stats().slots_filled == 6
 
 
 @BOTH

@@ -503,10 +503,11 @@ def test_the_check_sees_what_is_wrong_with_any_table(seq_id):
 
 def test_after_clearing_what_a_snapshot_holds_is_found():
     cache = new()
-    run(cache, 0, A + B + C[:1])
-    cache.snapshot(0)
+    for seq_id, tokens in enumerate((A + B + C[:1], D + E)):
+        run(cache, seq_id, tokens)
+        cache.snapshot(seq_id)
     cache.clear()
-    assert found(cache, A + B + C) == (9, (0, 1, 2))
+    assert (found(cache, A + B + C), found(cache, D + E)) == ((9, (0, 1, 2)), (8, (3, 4)))
 
 
 def test_a_reset_forgets_everything_and_is_refused_while_blocks_are_held():
