@@ -54,6 +54,14 @@ _SPAWNS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.ex
 
 TESTS: dict[str, tuple[str, ...]] = {
     "forge.cache": ("cache",),
+    "forge.cache.basic": ("cache/test_basic.py", "cache/test_factory.py", "cache/test_random_operations.py"),
+    "forge.cache.block_pool": ("cache/test_block_pool.py", "cache/test_paged.py", "cache/test_prefix.py"),
+    "forge.cache.eviction": ("cache/test_eviction.py",),
+    "forge.cache.factory": ("cache/test_factory.py",),
+    "forge.cache.host_pool": ("cache/test_host_pool.py",),
+    "forge.cache.kv_storage": ("cache/test_kv_storage.py",),
+    "forge.cache.prefix_index": ("cache/test_prefix.py", "cache/test_paged.py"),
+    "forge.cache.table_cache": ("cache/test_paged.py", "cache/test_prefix.py"),
     "forge.cluster.routers": ("cluster/test_routers.py",),
     "forge.engine": (
         *("engine/test_engine.py", "engine/test_scheduler.py", "engine/test_scheduler_scenarios.py"),

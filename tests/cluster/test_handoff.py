@@ -132,4 +132,3 @@ def test_the_bytes_are_those_of_its_blocks():
     blocks = handoff.num_blocks * handoff.layout.block_size * handoff.layout.bytes_per_token
     assert handoff.position == len(PROMPT) - 1 and handoff.num_bytes == blocks
     assert all(isinstance(part, np.ndarray) for part in handoff.data)
-    assert replace(handoff, data=np.zeros(5, np.int16)).num_bytes == 10

@@ -1,14 +1,19 @@
 """Who runs in a step, with no model: plans, the reasons to wait, what is kept and what is given up."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from forge.cache.basic import BasicKvCache
 from forge.cache.factory import CacheSize, create_kv_cache
+from forge.cache.host_pool import HostEntry
 from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
+from forge.engine.sequence import Sequence
+from forge.engine.step_plan import ForkSlots, Outcome
 from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget
 from forge.trace.records import WaitRecord
 from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step, waiting
@@ -75,6 +80,98 @@ def test_begun_again_a_sample_without_output_does_not_wait_in_one_that_has_some(
     scheduler.restart([first, second], num_finished=0)
 
     assert (waiting(scheduler), second.waits_in) == ([first, second], None)
+    third = sequence(2)
+    third.request_id = second.request_id
+    scheduler.restart([second, third], num_finished=0)
+    assert (waiting(scheduler), second.waiting_samples, third.waits_in) == ([second], [third], second)
+
+
+def with_samples(scheduler: Scheduler, number: int) -> list[Sequence]:
+    """A sequence in which further samples wait."""
+    first, *samples = [sequence(seq_id) for seq_id in range(number)]
+    first.waiting_samples = list(samples)
+    for sample in samples:
+        sample.waits_in = first
+    scheduler.add(first)
+    return [first, *samples]
+
+
+def test_samples_begin_with_their_prompt_but_for_those_that_end_with_their_first_token():
+    scheduler = basic()
+    first, second, third, fourth = with_samples(scheduler, 4)
+    plan = scheduler.schedule()
+    copies = scheduler.commit(plan, outcomes_of(scheduler, plan, ending=(1,)))
+
+    assert [(copy.source, copy.destination) for copy in copies] == [(0, 8), (0, 16)]
+    assert (list(scheduler.running), second.finish_reason, scheduler.queues.finished) == ([0, 2, 3], "length", 1)
+    assert {sample.waits_in for sample in (second, third, fourth)} == {None} and first.waiting_samples == []
+    scheduler.check_invariants()
+
+
+def test_where_a_sequence_ends_before_its_prompt_is_computed_the_next_sample_takes_its_place():
+    scheduler = basic()
+    first, second, third, fourth, fifth = with_samples(scheduler, 5)
+    for aborted in (third, third, first):
+        scheduler.abort(aborted)
+    assert (waiting(scheduler), second.waits_in, second.waiting_samples) == ([second], None, [fourth, fifth])
+    assert (fourth.waits_in, fifth.waits_in, scheduler.queues.finished) == (second, second, 2)
+
+
+def test_what_another_engine_has_computed_waits_on_the_host_if_it_fits_and_is_used():
+    for num_tokens, prefill_only, is_used in ((5, False, True), (6, False, False), (0, False, False), (5, True, False)):
+        scheduler = new_scheduler(8, num_host_blocks=2)
+        scheduler.add(sequence(0, tokens=6, prefill_only=prefill_only), HostEntry(2, num_tokens))
+        assert list(scheduler.host.entries) == [0] * is_used
+        scheduler.add(sequence(1, tokens=6), HostEntry(1 if not is_used else 3, 5))
+        assert (1 in scheduler.host.entries) != is_used
+
+
+@pytest.mark.parametrize(("num_accepted", "reason", "computed"), [(1, None, 5), (3, None, 7), (1, "error", 3)])
+@pytest.mark.parametrize("winner", [None, -1])
+def test_rejected_draft_tokens_leave_the_cache_and_broken_ones_never_enter(num_accepted, reason, computed, winner):
+    scheduler = new_scheduler(8)
+    scheduler.add(sequence(0))
+    step(scheduler)
+    scheduler.draft_slots = Mock(end_forks=Mock(return_value=("copy",)))
+    (item,) = scheduler.schedule().items
+    scheduler.cache.reserve(0, 3)
+    owner = winner or 0
+    if winner:
+        scheduler.cache.rename(0, winner)
+    item = item._replace(num_draft_tokens=3, forks=(ForkSlots(-1, ()),) if winner else ())
+    tokens = (7,) * (num_accepted + 1)
+    outcome = Outcome(0, 4, tokens, None, num_accepted=num_accepted, winner=winner)
+    item.sequence.token_ids += tokens
+    copies = scheduler._commit_draft_tokens(item, outcome._replace(finish_reason=reason))
+
+    kept = (scheduler.cache.computed_length(owner), scheduler.cache.reserved_length(owner))
+    assert kept == (computed, 4 + num_accepted) and copies == (("copy",) if winner else ())
+    assert not winner or scheduler.draft_slots.end_forks.call_args.args == (item, winner)
+
+
+def test_a_prompt_whose_rest_leaves_room_is_passed_by_none():
+    scheduler = behind_long_prompts(long=21)
+    for seq_id in (2, 3):
+        scheduler.abort(scheduler.find(seq_id))
+    assert [(item.seq_id, item.num_tokens) for item in step(scheduler).items] == [(0, 1), (4, 3), (1, 12)]
+    scheduler.add(sequence(5, tokens=2))
+    assert [(item.seq_id, item.num_tokens) for item in step(scheduler).items] == [(0, 1), (4, 1), (1, 9), (5, 2)]
+
+
+def test_one_that_gives_way_itself_keeps_no_other_from_its_token():
+    scheduler = new_scheduler(2, order="priority")
+    for seq_id, priority in ((0, 5), (1, 0)):
+        scheduler.add(sequence(seq_id, tokens=4, priority=priority))
+    step(scheduler)
+    scheduler.running[1] = scheduler.running.pop(1)  # the worst placed was admitted first
+    plan = step(scheduler)
+    assert [(one.seq_id, one.victim_of) for one in plan.preempted] == [(0, 0)]
+    assert [item.seq_id for item in plan.items] == [1]
+
+
+def test_a_scheduler_begins_with_what_its_cache_has_and_without_scratch_blocks():
+    scheduler = basic()
+    assert (scheduler.stats, len(scheduler.prefill_only.scratch)) == (scheduler.cache.stats(), 0)
 
 
 def test_an_item_without_an_outcome_changes_nothing():
@@ -358,4 +455,19 @@ def test_check_invariants_sees_a_cache_that_is_not_at_the_next_position():
     cache.truncate(0, 2)
 
     with pytest.raises(AssertionError, match="not all of its slots"):
+        scheduler.check_invariants()
+
+
+def test_check_invariants_looks_at_every_running_sequence_and_at_the_queue():
+    scheduler = basic(max_num_seqs=2)
+    for seq_id in range(4):
+        scheduler.add(sequence(seq_id))
+    step(scheduler)
+    for seq_id in (0, 1):
+        length, scheduler.running[seq_id].token_ids = scheduler.running[seq_id].token_ids, []
+        with pytest.raises(AssertionError, match="past the known tokens"):
+            scheduler.check_invariants()
+        scheduler.running[seq_id].token_ids = length
+    scheduler.queue._lanes[0].reverse()
+    with pytest.raises(AssertionError, match="out of order"):
         scheduler.check_invariants()
