@@ -93,7 +93,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "forge.engine.tasks": ("engine/test_questions.py",),
     "forge.engine.step_plan": ("engine/test_step_plan.py",),
     "forge.engine.rng": ("engine/test_rng.py",),
-    "forge.engine.sampler": ("engine/test_sampling.py", "engine/test_token_filter.py", "engine/test_engine.py"),
+    "forge.engine.sampler": ("engine/test_sampler.py", "engine/test_engine.py"),
     "forge.engine.sampling": ("engine/test_sampling.py",),
     "forge.engine.sampling_params": ("engine/test_sampling_params.py",),
     "forge.engine.token_filter": ("engine/test_token_filter.py",),
