@@ -33,6 +33,8 @@ def test_a_mask_allows_what_the_whole_walk_allows(grammar, output):
     for length, token_id in enumerate(output):
         assert matcher.mask(output[:length])[token_id]
         assert matcher.num_allowed(output[:length], output[length:]) == len(output) - length
+        assert matcher.num_allowed(output[:length], output[length:-1]) == len(output) - 1 - length
+        assert matcher.num_allowed(output[:length], output[-1:]) == (length == len(output) - 1)
 
 
 def test_masks_do_not_depend_on_what_was_asked_before(grammar, output):
@@ -43,9 +45,10 @@ def test_masks_do_not_depend_on_what_was_asked_before(grammar, output):
         length = rng.randrange(len(output) + 1)
         if rng.random() < 0.5:
             allowed = np.flatnonzero(matcher.mask(output[:length]))
-            matcher.mask([*output[:length], int(rng.choice(allowed))])
             matcher.num_allowed(output[:length], [rng.randrange(len(fresh[0])) for _ in range(4)])
             matcher.forced(output[:length])
+            matcher.mask([*output[:length], int(rng.choice(allowed))])
+            length = rng.randrange(len(output) + 1)
         assert np.array_equal(matcher.mask(output[:length]), fresh[length])
 
 
