@@ -209,7 +209,7 @@ def test_a_long_text_is_read_in_parts(monkeypatch):
     proposals = proposer.propose(requests)
 
     assert [list(found.token_ids) for found in proposals] == [alone(asked, 2) for asked in requests]
-    assert max(sum(rows) for rows in forwards(proposer)) <= 8
+    assert forwards(proposer)[:3] == [[8], [3, 1, 4], [4]], "at most 8 rows, and none of a text without room"
 
 
 def test_one_batch_is_laid_out_for_all_guesses_of_a_call(monkeypatch):
