@@ -1,15 +1,21 @@
 """Steps planned and launched before the tokens of the step before them are known: same tokens, nothing lost, and truly
 ahead. Random operations are in `test_random_scheduling`."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from forge.engine.async_scheduling import AsyncEngine
+from forge.cache.host_pool import Swap
+from forge.engine.async_scheduling import AsyncEngine, _ends_with, _is_plain, _prepare_masks
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.step_plan import PlanItem, StepPlan
 from forge.engine.step_record import LaunchedStep
+from forge.engine.structured_output import MatcherError
 from forge.llm import Run
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.hash_model import HashModel
@@ -18,6 +24,7 @@ from forge.speculation.leases import lease_model
 from forge.trace.codec import codec_of
 from forge.trace.records import StepRecord
 from tests.engine.random_cases import MAX_MODEL_LEN, Case, new_engine, new_speculator
+from tests.engine.schedules import sequence
 from tests.engine.scripted import assert_nothing_held, run_all
 from tests.engine.test_interruption import interrupted_at, lines_of, results
 from tests.slow import every
@@ -486,3 +493,43 @@ def test_a_sequence_that_waits_for_the_budget_or_for_a_prefix_owner_may_be_admit
     start(engine, prompts={"a": (1,) * 9, "b": (1,) * 9})
     assert isinstance(engine.step().waiting[0].reason, Deferred)
     assert engine.may_admit()
+
+
+def test_a_step_is_followed_by_one_planned_ahead_if_it_is_nothing_but_decodes_that_the_device_can_choose():
+    one = sequence(0, tokens=3, token_ids=[1, 2, 3, 4])
+    decode = PlanItem(0, one, 3, 1, range(1), True, "decode", (0,))
+    assert _is_plain(StepPlan((decode, decode)), can_draw=False)
+    parts: list[dict[str, Any]] = [{"separate": (decode,)}, {"swap_ins": (Swap(0, ()),)}, {"exhausted": (0,)}]
+    changes: list[dict[str, Any]] = [{"phase": "prefill"}, {"num_tokens": 2}, {"logit_rows": range(2)}]
+    parts += [
+        {"items": (decode, decode._replace(**c))} for c in (*changes, {"samples": False}, {"num_draft_tokens": 1})
+    ]
+    assert not any(_is_plain(replace(StepPlan((decode,)), **part), can_draw=True) for part in parts)
+    for params, can_draw in ((SamplingParams(temperature=1.0), True), (SamplingParams(logprobs=1), False)):
+        other = decode._replace(sequence=sequence(1, params=params))
+        assert [_is_plain(StepPlan((decode, other)), draws) for draws in (False, True)] == [False, can_draw]
+    for max_tokens, is_last in ((1, True), (2, True), (3, False)):
+        one.max_output_tokens = max_tokens
+        assert _ends_with(decode) == is_last
+
+
+def test_masks_are_prepared_for_all_that_sample_and_raise_nothing():
+    fails, works, unused = Mock(mask=Mock(side_effect=MatcherError("no"))), Mock(), Mock()
+    first, plain, waits = sequence(0, matcher=fails), sequence(1), sequence(2, matcher=unused)
+    plain.waiting_samples = [sequence(3, token_ids=[1, 2, 3, 9], matcher=works)]
+    rows = (0, 1, range(1), True, "decode", ())
+    items = [PlanItem(0, first, *rows), PlanItem(1, plain, *rows), PlanItem(2, waits, *rows)._replace(samples=False)]
+    _prepare_masks(items)
+    fails.mask.assert_called_once_with([])
+    works.mask.assert_called_once_with([9])
+    unused.mask.assert_not_called()
+
+
+def test_a_step_without_one_of_the_running_sequences_is_followed_by_none_planned_ahead():
+    engine: Any = engine_of()
+    start(engine)
+    while not in_flight(engine):
+        engine.step()
+    plan = in_flight(engine).plan
+    assert engine._plan_next(replace(plan, items=plan.items[1:]), False) is None
+    assert engine._plan_next(plan, False) is not None
