@@ -195,21 +195,6 @@ def test_an_empty_prompt_is_refused_with_what_that_means():
     assert_nothing_held(engine)
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers():
-    engine = new_engine(muddled, max_model_len=8)
-    with pytest.raises(UsageError, match="the prompt has 9 tokens and the context holds 8"):
-        engine.add_request("r", [1] * 9, SamplingParams())
-    assert_nothing_held(engine)
-
-
-@pytest.mark.parametrize("bad", [-1, len(PIECES), 10**12])
-def test_a_token_outside_the_vocabulary_is_refused(bad):
-    engine = new_engine(muddled)
-    with pytest.raises(UsageError, match=f"token id {bad} is outside the vocabulary of {len(PIECES)} tokens"):
-        engine.add_request("r", [1, bad], SamplingParams())
-    assert_nothing_held(engine)
-
-
 def test_a_request_id_in_use_is_refused_and_the_first_goes_on():
     engine = new_engine(muddled)
     engine.add_request("r", [1], SamplingParams())

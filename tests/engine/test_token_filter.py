@@ -12,7 +12,6 @@ from forge import LLM, SamplingParams, StructuredOutput
 from forge.engine.sampling import choose_token
 from forge.engine.structured_output import MatcherError
 from forge.engine.token_filter import FilterMatcher, TokenFilter
-from forge.errors import UsageError
 from forge.model.model import Draw
 
 BAD = ("the", "Once", "d h", " a ", "é")
@@ -114,11 +113,6 @@ def test_preemption_does_not_change_what_a_filter_leaves(llm, mode):
     run = tight.start(PROMPT, params)
     assert any(record.preempted for record in list(run))
     assert [sample.token_ids for sample in run.outputs[0].outputs] == expected
-
-
-def test_an_allowed_token_outside_the_vocabulary_is_refused(llm):
-    with pytest.raises(UsageError, match="allowed_token_ids: token id 99999"):
-        llm.generate([PROMPT], SamplingParams(allowed_token_ids=[99999]))
 
 
 class TwoLetters:
