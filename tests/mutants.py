@@ -79,6 +79,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "forge.engine.batch_builder": ("engine/test_batch_builder.py",),
     "forge.engine.containers": ("engine/test_containers.py",),
     "forge.engine.draft_slots": ("engine/test_draft_slots.py",),
+    "forge.engine.prefill_only": (
+        *("engine/test_admission.py", "engine/test_oneshot_planning.py", "engine/test_oneshot.py"),
+        "engine/test_scheduler.py",
+    ),
     "forge.engine.prefix_planner": ("engine/test_prefix_planner.py",),
     "forge.engine.step_record": ("engine/test_step_record.py",),
     "forge.engine.requests": ("engine/test_requests.py",),
@@ -113,6 +117,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "speculation/test_cycle.py",
         "speculation/test_costs.py",
     ),
+    "forge.speculation.draft": ("speculation/test_draft.py",),
     "forge.speculation.leases": ("speculation/test_leases.py",),
     "forge.speculation.lookup": ("speculation/test_ngram.py", "speculation/test_replay.py"),
     "forge.speculation.setup": ("speculation/test_setup.py",),
