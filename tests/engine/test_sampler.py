@@ -76,7 +76,8 @@ def test_each_item_has_its_own_rows_and_drafts_are_judged_by_those_behind_the_la
         ({}, 2, 2, "length", None, "ac."),
         ({"stop_token_ids": [3]}, 2, 2, "stop", 3, "a."),
         ({"stop_token_ids": [3], "include_stop_str_in_output": True}, 9, 2, "stop", 3, "ac."),
-        ({"stop": ["c"]}, 2, 2, "stop", "c", "a"),
+        ({"stop": ["c"]}, 9, 2, "stop", "c", "a"),
+        ({"stop_token_ids": [4]}, 9, 4, "stop", 4, "ac_."),
         ({"stop": ["c."]}, 2, 2, "stop", "c.", "a"),
     ],
 )
@@ -171,6 +172,8 @@ def test_what_has_ended_gets_no_token_and_the_pool_ends_what_it_exhausts():
     found = Sampler(frozenset([EOS]), None)
     results = found.sample(StepPlan((item(gone), item(alive))), StepLogits.of(saying(4, 5)), NO_DRAFTS, (), [exhausted])
     assert results.outcomes == [Outcome(1, 3, (5,), None), Outcome(2, 3, (), "length")]
+    assert alive.readout is None
+    assert sampled(item(alive), saying(1, top=np.nan)).outcomes[0].finish_reason == "error"
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}])

@@ -96,6 +96,13 @@ def with_samples(scheduler: Scheduler, number: int) -> list[Sequence]:
     return [first, *samples]
 
 
+def test_samples_with_output_of_their_own_wait_apart():
+    scheduler = basic()
+    samples = with_samples(scheduler, 3)
+    scheduler.separate(samples[0])
+    assert (waiting(scheduler), [sample.waits_in for sample in samples]) == (samples, [None] * 3)
+
+
 def test_samples_begin_with_their_prompt_but_for_those_that_end_with_their_first_token():
     scheduler = basic()
     first, second, third, fourth = with_samples(scheduler, 4)
@@ -169,6 +176,17 @@ def test_one_that_gives_way_itself_keeps_no_other_from_its_token():
     assert [item.seq_id for item in plan.items] == [1]
 
 
+def test_what_stands_behind_a_victim_gets_its_token():
+    scheduler = new_scheduler(3, order="priority")
+    for seq_id, (tokens, priority) in enumerate(((4, 0), (4, 9), (3, 1))):
+        scheduler.add(sequence(seq_id, tokens=tokens, priority=priority))
+    step(scheduler)
+    scheduler.running[2] = scheduler.running.pop(2)
+    plan = step(scheduler)
+    assert [one.seq_id for one in plan.preempted] == [1]
+    assert [item.seq_id for item in plan.items] == [0, 2]
+
+
 def test_a_scheduler_begins_with_what_its_cache_has_and_without_scratch_blocks():
     scheduler = basic()
     assert (scheduler.stats, len(scheduler.prefill_only.scratch)) == (scheduler.cache.stats(), 0)
@@ -184,6 +202,9 @@ def test_an_item_without_an_outcome_changes_nothing():
 
     assert [len(scheduler.running[seq_id].token_ids) for seq_id in range(2)] == [5, 4]
     assert [scheduler.cache.computed_length(seq_id) for seq_id in range(2)] == [4, 3]
+    plan = scheduler.schedule()
+    scheduler.commit(plan, outcomes_of(scheduler, plan)[1:])
+    assert [len(scheduler.running[seq_id].token_ids) for seq_id in range(2)] == [5, 5]
 
 
 def test_prompt_logprobs_need_the_logits_of_every_prompt_row_once():
@@ -233,6 +254,7 @@ def test_a_short_prompt_passes_long_ones_that_would_take_whole_steps(order):
     scheduler.add(sequence(5, tokens=4))
     plan = step(scheduler)
     assert {item.seq_id: item.num_tokens for item in plan.items} == {0: 1, 4: 1, 5: 4, 1: 10}
+    assert [item.seq_id for item in step(scheduler).items][:3] == [0, 4, 5]
 
 
 def test_short_prompts_take_a_quarter_of_a_step_at_most():
