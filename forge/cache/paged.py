@@ -106,8 +106,6 @@ class PagedKvCache(TableCache[BlockTable]):
         return self._tables[seq_id].computed
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        if not self._events:
-            return ()
         events, self._events = self._events, []
         return tuple(events)
 

@@ -55,19 +55,16 @@ class DraftSlots:
 
     def _num_draft_tokens(self, sequence: Sequence, plan: PlanBuilder) -> int:
         """Return how many draft tokens the sequence wants, at most what the step has room for."""
-        num_wanted = self._speculation.wanted(sequence)
-        if num_wanted <= 0:
-            return 0
         cache, seq_id = self._cache, sequence.seq_id
-        room = min(
+        fitting = min(
+            self._speculation.wanted(sequence),
             sequence.max_output_tokens - sequence.num_output_tokens - 1,  # the last token needs no slot
             plan.budget,
             cache.max_sequence_length - len(sequence.token_ids),
         )
-        fitting = max(0, min(num_wanted, room))
-        while fitting and cache.blocks_needed(seq_id, fitting) > cache.num_available:
+        while fitting > 0 and cache.blocks_needed(seq_id, fitting) > cache.num_available:
             fitting -= 1
-        return fitting
+        return max(0, fitting)
 
     def _forks(self, item: PlanItem, plan: PlanBuilder) -> tuple[ForkSlots, ...]:
         """Reserve room for further drafts, as many as are wanted and fit."""
