@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from forge.gguf.ggml_types import GGMLType, GGUFValueType, row_nbytes
-from forge.gguf.writer import NewTensor, TypedValue, random_weights, write_gguf
+from forge.gguf.writer import NewTensor, TypedValue, encode, write_gguf
 from forge.model.config import Qwen3Config, expected_tensors
-from forge.model.synth import hyper_parameters
+from forge.model.synth import hyper_parameters, random_blocks
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("Ġ t", "h e", "i n", "Ġ a", "e r", "Ġt he", "o n", "Ġ s", "r e", "a t")
@@ -95,6 +95,46 @@ def small_config(
     )
 
 
+UNIT_DEVIATION = {
+    GGMLType.Q2_K: (80, 13.9),
+    GGMLType.Q3_K: (108, 43.4),
+    GGMLType.IQ4_NL: (0, 67.5),
+    GGMLType.IQ4_XS: (0, 1250.0),
+    GGMLType.IQ3_S: (0, 140.0),
+    GGMLType.IQ3_XXS: (0, 142.0),
+}
+"""The byte of a block's float16 factor, and the standard deviation of random bytes' values under a factor of 1; of the
+types that forge never writes, and the gguf package cannot quantize to."""
+MADE_DIRECTLY = {GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, *UNIT_DEVIATION}
+"""The types of which random blocks are made, because nothing here quantizes to them."""
+
+
+def random_weights(ggml_type: GGMLType, shape: tuple[int, ...], std: float, rng: np.random.Generator) -> np.ndarray:
+    """Raw blocks, uint8 `[..., bytes of a row]`, of random values with mean 0 and about the given deviation."""
+    if ggml_type not in MADE_DIRECTLY:
+        return encode(ggml_type, rng.standard_normal(shape, dtype=np.float32) * np.float32(std))
+    elements, nbytes = ggml_type.block
+    count = int(np.prod(shape)) // elements
+    if ggml_type not in UNIT_DEVIATION:
+        return random_blocks(ggml_type, count, std, rng).reshape(*shape[:-1], -1)
+    blocks, (at, deviation) = rng.integers(0, 256, (count, nbytes), dtype=np.uint8), UNIT_DEVIATION[ggml_type]
+    blocks[:, at : at + 2] = np.array([std / deviation], "<f2").view(np.uint8)
+    if ggml_type == GGMLType.IQ4_NL:  # whose values are not centered: as many factors are negative as positive
+        blocks[:, at + 1] |= rng.integers(0, 2, count, np.uint8) << 7
+    if ggml_type == GGMLType.Q2_K:
+        blocks[:, 82:84] = np.array([1.5 * std / deviation], "<f2").view(np.uint8)  # quants are 1.5 in the mean
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def array_tensor(name: str, ggml_type: GGMLType, data: np.ndarray) -> NewTensor:
+    """A tensor of a float array, which is encoded, or of raw blocks, uint8 `[..., bytes of a row]`."""
+    if data.dtype != np.uint8:
+        return NewTensor(name, ggml_type, data.shape, lambda: [encode(ggml_type, data)])
+    block = ggml_type.block
+    shape = (*data.shape[:-1], data.shape[-1] // block.nbytes * block.elements)
+    return NewTensor(name, ggml_type, shape, lambda: [np.ascontiguousarray(data)])
+
+
 def small_tensors(config: Qwen3Config, tensor_type: GGMLType, seed: int = 0) -> list[NewTensor]:
     """Random weights for `config`. Norms are F32 near 1; a matrix whose rows are not whole blocks is F32 too."""
     rng = np.random.default_rng(seed)
@@ -102,15 +142,15 @@ def small_tensors(config: Qwen3Config, tensor_type: GGMLType, seed: int = 0) -> 
     for name, shape in expected_tensors(config).items():
         if name.endswith("ffn_gate_inp.weight"):  # which no quantizer touches
             router = rng.standard_normal(shape, dtype=np.float32) / np.float32(shape[1] ** 0.5)
-            tensors.append(NewTensor(name, GGMLType.F32, router))
+            tensors.append(array_tensor(name, GGMLType.F32, router))
             continue
         if len(shape) == 1:
             norm = 1 + 0.1 * rng.standard_normal(shape, dtype=np.float32)
-            tensors.append(NewTensor(name, GGMLType.F32, norm))
+            tensors.append(array_tensor(name, GGMLType.F32, norm))
             continue
         ggml_type = tensor_type if shape[-1] % tensor_type.block.elements == 0 else GGMLType.F32
         std = 0.1 if name in ("token_embd.weight", "output.weight") else 1 / shape[-1] ** 0.5
-        tensors.append(NewTensor(name, ggml_type, random_weights(ggml_type, shape, std, rng)))
+        tensors.append(array_tensor(name, ggml_type, random_weights(ggml_type, shape, std, rng)))
     return tensors
 
 
@@ -136,6 +176,6 @@ def write_small_qwen3(
 def gguf_beginning(folder: Path, tensor_type: str = "F32", metadata: dict[str, object] | None = None) -> bytes:
     """A file of one tensor, which is said to be of `tensor_type`: what a header alone says of a model."""
     data = np.zeros((4, row_nbytes(GGMLType[tensor_type], 256)), np.uint8)
-    tensor = NewTensor("token_embd.weight", GGMLType[tensor_type], data)
+    tensor = array_tensor("token_embd.weight", GGMLType[tensor_type], data)
     entries = small_metadata(small_config(hidden_size=256)) | (metadata or {})
     return write_gguf(folder / "beginning.gguf", entries, [tensor]).read_bytes()

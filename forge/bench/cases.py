@@ -5,17 +5,14 @@ A decode case fills its sequences' caches by prefill first, then times single st
 sequence *at the same position*: the key and value written there are overwritten by the next step. A prefill case
 computes all its tokens in one batch and the logits of the last. Token ids are random, the same for every process.
 
-A load of requests is a closed loop against an engine in the same process: when a request ends, the next begins. `drive`
-takes any engine that has `add`, which queues a prompt, and `step`, which advances all of them and says which got a
-token and which ended. Each request's moments are kept.
+A load of requests is a closed loop: when a request ends, the next begins.
 """
 
 import random
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 FORGE = "forge"
 """The name of forge's own process beside its peers."""
@@ -262,29 +259,10 @@ def measure_model(path) -> ModelSize:
         )
 
 
-class LoadedEngine(Protocol):
-    """An engine that a closed loop of requests measures."""
-
-    def add(self, prompt: Sequence[int], output_tokens: int) -> int:
-        """Queue a request that ends after exactly `output_tokens`; return its number."""
-        ...
-
-    def step(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Run one step; return the numbers of the requests that a token came for, and of those that ended."""
-        ...
-
-
-@dataclass(frozen=True)
-class Moments:
-    """When things happened to one request, in seconds from its beginning."""
-
-    first_token: float
-    end: float
-
-
-def answered(setting: str, moments: Sequence[Moments], seconds: float) -> dict[str, Any]:
-    """Return what a worker answers of `requests`."""
-    first, end = [moment.first_token for moment in moments], [moment.end for moment in moments]
+def answered(setting: str, moments: Iterable[tuple[float, float]], seconds: float) -> dict[str, Any]:
+    """Return what a worker answers of `requests`. moments: when each request's first token came and when it ended, in
+    seconds from its beginning."""
+    first, end = zip(*moments, strict=True)
     return {"setting": setting, "seconds": seconds, "first_token": first, "end": end}
 
 
@@ -315,38 +293,3 @@ def unique_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
         [firsts[number % vocab_size], *(rng.randrange(vocab_size) for _ in range(length - 1))]
         for number in range(count)
     ]
-
-
-def drive(
-    engine: LoadedEngine,
-    prompts: Sequence[Sequence[int]],
-    output_tokens: int,
-    concurrency: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[list[Moments], float]:
-    """Run the prompts, `concurrency` at a time; return each request's moments, in the order in which they ended, and
-    the seconds of the whole."""
-    waiting = iter(prompts)
-    begun: dict[int, float] = {}
-    first: dict[int, float] = {}
-    done: list[Moments] = []
-    started = clock()
-
-    def admit() -> None:
-        prompt = next(waiting, None)
-        if prompt is not None:
-            now = clock()  # queueing is part of what a request waits for
-            begun[engine.add(prompt, output_tokens)] = now
-
-    for _ in range(concurrency):
-        admit()
-    while begun:
-        with_token, ended = engine.step()
-        now = clock()
-        for number in with_token:
-            first.setdefault(number, now)
-        for number in ended:
-            begin = begun.pop(number)
-            done.append(Moments(first.pop(number) - begin, now - begin))
-            admit()
-    return done, clock() - started

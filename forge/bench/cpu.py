@@ -11,6 +11,7 @@ import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import ne
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -27,6 +28,7 @@ from forge.bench.cases import (
     LONG_CASES,
     Case,
     Limits,
+    ModelSize,
     Needs,
     Roofline,
     measure_model,
@@ -139,7 +141,7 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
                 if answer := runner.ask(name, "memory"):
                     contenders[name]["peak_bytes"] = answer["peak_bytes"]
             yield so_far(None)
-        _compare_logits(runner, contenders, path, size.vocab_size)
+        _compare_logits(runner, contenders, path, size)
     on_progress("what this machine can do, once more")
     yield so_far(_limits(plan))
 
@@ -149,7 +151,7 @@ def _limits(plan: Plan) -> Limits:
     return Limits(answer["bytes_per_second"], answer["products_per_second"])
 
 
-def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, vocab_size: int) -> None:
+def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, size: ModelSize) -> None:
     """Compare each program's logits after some prompts with float32 arithmetic on the same file: the relative error
     (L2)."""
 
@@ -157,10 +159,10 @@ def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, vo
         runner.say(f"logits: {name}")
         if name == EXACT:
             runner.open(Launch(EXACT, "forge_worker"), model=str(path.absolute()), device="reference")
-        answers = [runner.processes[name].ask("logits", token_ids=ids) for ids in PROMPTS.token_ids(vocab_size)]
+        answers = [runner.processes[name].ask("logits", token_ids=ids) for ids in PROMPTS.token_ids(size.vocab_size)]
         return {"logits": np.array([answer["logits"] for answer in answers])}
 
-    exact = runner.attempt(EXACT, partial(ask, EXACT)) if path.stat().st_size < EXACT_BYTES else None
+    exact = runner.attempt(EXACT, partial(ask, EXACT)) if size.file_bytes < EXACT_BYTES else None
     runner.close(EXACT)
     for name, contender in contenders.items():
         answer = exact and name in runner.processes and runner.attempt(name, partial(ask, name), f"{name}, logits")
@@ -224,14 +226,14 @@ def figure(case: Case, needs: Needs, turns: Facts, limits: Limits) -> Facts:
     ours = turns[FORGE]
 
     def measured(name: str, turn: Facts) -> Facts:
-        is_peer = name != FORGE
-        differing = sum(a != b for a, b in zip(ours["top_tokens"], turn["top_tokens"], strict=False))
+        is_peer, tokens = name != FORGE, turn["top_tokens"]
+        shows_tokens = is_peer and len(tokens) == len(ours["top_tokens"])  # a program that shows none says nothing
         return {
             "contender": name,
             **turn,
             "tokens_per_second": Figure.of([case.tokens_per_step / seconds for seconds in turn["seconds"]]),
             "forge_is_times_as_fast": Figure.of(ratios(turn["seconds"], ours["seconds"])) if is_peer else None,
-            "top_token_disagreements": differing if is_peer else None,
+            "top_token_disagreements": sum(map(ne, ours["top_tokens"], tokens)) if shows_tokens else None,
             "roofline": Roofline.of(needs, median(turn["seconds"]), limits),
         }
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from forge import LLM, __version__
 from forge.backends.devices import why_not_cuda
-from forge.bench.cases import BLOCK_SIZE, Moments, answered, unique_prompts
+from forge.bench.cases import BLOCK_SIZE, answered, unique_prompts
 from forge.bench.worker import Missing, Worker, serve_requests, timed
 from forge.engine.sampler import argmax_rows
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
@@ -28,12 +28,8 @@ WARM_ROUNDS = 3
 class ForgeWorker(Worker):
     """One loaded model, the batch that is timed, and its engine."""
 
-    def __init__(self, llm: LLM | None = None):
-        """llm: one that is loaded already."""
-        if llm is not None:
-            self._llm = llm
-        self._batch: Any = None
-        self._storage: Any = None
+    _batch: Any = None
+    _storage: Any = None
 
     def load(self, model: str, **options: Any) -> Mapping[str, Any]:
         """Load the model. options: those of `LLM`."""
@@ -114,10 +110,8 @@ class ForgeWorker(Worker):
         for count, round_seed in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
             prompts = unique_prompts(count, prompt_tokens, self._llm.model.vocab_size, round_seed)
             run = run_requests(self._llm.engine, prompts, output_tokens, concurrency)
-        moments = [
-            Moments(first / 1e3, end / 1e3) for first, end in zip(run.first_token_ms, run.latencies_ms, strict=True)
-        ]
-        return answered("in process, greedy", moments, run.seconds)
+        times = zip(run.first_token_ms, run.latencies_ms, strict=True)
+        return answered("in process, greedy", ((first / 1e3, end / 1e3) for first, end in times), run.seconds)
 
     def answer(self, prompts: Sequence[str | list[int]], output_tokens: int, concurrency: int) -> Mapping[str, Any]:
         """Run these requests in a closed loop; return output tokens per second."""

@@ -18,7 +18,6 @@ from forge.cli.arguments import command
 from forge.errors import INTERRUPTED, UsageError
 from forge.llm import LLM
 from forge.option import flag_of
-from forge.views.formatting import ratio
 from forge.views.json_output import plain
 from forge.views.progress import progress_line
 from forge.views.screen import Part, Report, report
@@ -113,10 +112,6 @@ class Figure:
     def text(self, show: Callable[[float], str]) -> str:
         """Format as `44.1 (43.8–44.6)`."""
         return f"{show(self.median)} ({show(self.low)}–{show(self.high)})"
-
-    def times(self, show: Callable[[float], str] = ratio) -> str:
-        """Format as `2.50 (2.00–3.00) x`."""
-        return f"{self.text(show)} x"
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:

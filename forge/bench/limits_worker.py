@@ -87,39 +87,39 @@ def product_rate(seconds: float, threads: int) -> float:
     """Measure int8 multiplications (each with its addition) per second that `threads` threads do together."""
     tiles = tile_set(Q8)
     compile_all([tiles])
-    work = [_Tile(int(tiles.addresses[MAX_ROWS])) for _ in range(threads)]
-    work[0].run(1)
+    work = [_tile(int(tiles.addresses[MAX_ROWS])) for _ in range(threads)]
+    work[0](1)
     times = _SHORT
-    while timed(partial(work[0].run, times))[1] < seconds / 20:
+    while timed(partial(work[0], times))[1] < seconds / 20:
         times *= 2
-    taken = _passes([partial(tile.run, times) for tile in work], seconds)
+    taken = _passes([partial(repeat, times) for repeat in work], seconds)
     return threads * times * MAX_ROWS * LANES * TILE_COLUMNS / float(np.median(taken))
 
 
-class _Tile:
-    """The operands of one tile of `MAX_ROWS` rows, one thread's own."""
+def _tile(address: int) -> Callable[[int], None]:
+    """Return a function that runs a tile of `MAX_ROWS` rows so many times, on operands that are one thread's own."""
+    groups = TILE_COLUMNS // GROUP
+    rng = np.random.default_rng(1)
 
-    def __init__(self, address: int):
-        groups = TILE_COLUMNS // GROUP
-        rng = np.random.default_rng(1)
+    def filled(shape, dtype, values):
+        array = aligned_empty(shape, dtype)
+        array[...] = values
+        return array
 
-        def filled(shape, dtype, values):
-            array = aligned_empty(shape, dtype)
-            array[...] = values
-            return array
+    arrays = (
+        filled((groups, 8, LINE), np.uint8, rng.integers(1, 255, (groups, 8, LINE))),
+        filled((groups, LANES), np.float16, 0.01),
+        filled((MAX_ROWS, TILE_COLUMNS), np.int8, rng.integers(-127, 127, (MAX_ROWS, TILE_COLUMNS))),
+        filled((MAX_ROWS, groups, 2), np.float32, 0.01),
+        filled((MAX_ROWS, groups * 2), np.int32, 0),
+        filled((MAX_ROWS, LANES), np.float32, 0),
+    )
 
-        self._arrays = (
-            filled((groups, 8, LINE), np.uint8, rng.integers(1, 255, (groups, 8, LINE))),
-            filled((groups, LANES), np.float16, 0.01),
-            filled((MAX_ROWS, TILE_COLUMNS), np.int8, rng.integers(-127, 127, (MAX_ROWS, TILE_COLUMNS))),
-            filled((MAX_ROWS, groups, 2), np.float32, 0.01),
-            filled((MAX_ROWS, groups * 2), np.int32, 0),
-            filled((MAX_ROWS, LANES), np.float32, 0),
-        )
-        self._arguments = (address, *(array.ctypes.data for array in self._arrays), groups, TILE_COLUMNS, LANES)
+    def repeat(times: int) -> None:
+        arguments = [address, *(array.ctypes.data for array in arrays), groups, TILE_COLUMNS, LANES]
+        _repeat_tile(times, *arguments)
 
-    def run(self, times: int) -> None:
-        _repeat_tile(times, *self._arguments)
+    return repeat
 
 
 def _passes(work: list[Callable[[], object]], seconds: float) -> list[float]:

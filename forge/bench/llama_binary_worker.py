@@ -8,7 +8,6 @@ that the program knows, tried before every figure. It shows no logits.
 import os
 import resource
 import subprocess
-import sys
 from collections.abc import Mapping
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -18,8 +17,6 @@ if TYPE_CHECKING or __package__:
     from forge.bench.worker import Missing, Worker, plural, serve_requests, timed
 else:
     from worker import Missing, Worker, plural, serve_requests, timed
-
-    sys.path.pop(0)  # this folder's modules are not for others to find
 
 PROGRAM = "llama-batched-bench"
 INSTALL = f"build github.com/ikawrakow/ik_llama.cpp (cmake --target {PROGRAM}), give its build/bin as --peer-bin"

@@ -7,7 +7,6 @@ one KV buffer for all or one for each, whichever is faster on this machine (trie
 
 import ctypes
 import os
-import sys
 from collections.abc import Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,6 @@ if TYPE_CHECKING or __package__:
     from forge.bench.worker import Missing, Worker, import_peer, plural, serve_requests, timed
 else:
     from worker import Missing, Worker, import_peer, plural, serve_requests, timed
-
-    sys.path.pop(0)  # this folder's modules are not for others to find
 
 UBATCH = 512
 TRIAL_STEPS = {"prefill": 1, "decode": 4}

@@ -137,27 +137,34 @@ def _capacity(llm: LLM, maker: kit.PromptMaker, prompt_tokens: int, reps: int) -
 
     As a generation the judges share one pool of `blocks` with the generations; prefill-only, `scratch` of these are set
     aside for them, and the pool that is left holds three generations. latency_ratio: how many times longer the 95th
-    percentile of the judges' latency is as a generation, each in the best of `reps` turns. tokens_per_second: of the
-    generations, until the last of them has ended.
+    percentile of the judges' latency is as a generation. tokens_per_second: of the generations, until the last of them
+    has ended. All are medians over `reps` turns, the ratios those of the turns' ratios.
     """
     generations, judges, prompt, output = 8, 24, 64, 192
     size = llm.kv_layout.block_size
     pool, scratch = 3 * -(-(prompt + output) // size), SCRATCH_JUDGES * -(-prompt_tokens // size)
     starts, asked = maker.prompts(generations, prompt), maker.prompts(judges, prompt_tokens)
-    figures: Facts = {"blocks": pool + scratch, "scratch": scratch, "generations": generations, "judges": judges}
-    answers = []
-    for name, prefill_only in CLASSES.items():
-        turns = [
-            _beside(_small_engine(llm, pool + scratch, scratch if prefill_only else 0), starts, output, asked)
-            for _ in range(reps)
-        ]
-        figures[f"{name}_p95_ms"] = min(percentile(latencies, 0.95) for _, latencies, _ in turns)
-        figures[f"{name}_tokens_per_second"] = max(speed for speed, _, _ in turns)
+
+    def turn(prefill_only: bool, number: int) -> tuple[float, float, list]:
+        engine = _small_engine(llm, pool + scratch, scratch if prefill_only else 0)
+        return _beside(engine, starts, output, asked)
+
+    latencies, speeds, answers = [], [], []
+    for turns in kit.in_turns(CLASSES, turn, reps).values():
+        latencies.append([p95 for _, p95, _ in turns])
+        speeds.append([speed for speed, _, _ in turns])
         answers += [tokens for _, _, tokens in turns]
-    ratio = figures["generation_p95_ms"] / figures["prefill_only_p95_ms"]
-    share = figures["prefill_only_tokens_per_second"] / figures["generation_tokens_per_second"]
-    same = all(tokens == answers[0] for tokens in answers)
-    return figures | {"latency_ratio": ratio, "speed_ratio": share, "identical": same}
+    return {
+        "blocks": pool + scratch,
+        "scratch": scratch,
+        "generations": generations,
+        "judges": judges,
+        **{f"{name}_p95_ms": median(values) for name, values in zip(CLASSES, latencies, strict=True)},
+        **{f"{name}_tokens_per_second": median(values) for name, values in zip(CLASSES, speeds, strict=True)},
+        "latency_ratio": median(kit.ratios(*latencies)),
+        "speed_ratio": median(kit.ratios(*reversed(speeds))),
+        "identical": all(tokens == answers[0] for tokens in answers),
+    }
 
 
 def _small_engine(llm: LLM, blocks: int, scratch: int) -> Engine:
@@ -174,8 +181,9 @@ def _small_engine(llm: LLM, blocks: int, scratch: int) -> Engine:
 
 def _beside(
     engine: Engine, generations: Sequence[Sequence[int]], output: int, judges: Sequence[Sequence[int]]
-) -> tuple[float, list[float], list]:
-    """Run both; return the generations' tokens per second, the judges' latencies in ms, and every request's tokens."""
+) -> tuple[float, float, list]:
+    """Run both; return the generations' tokens per second, the 95th percentile of the judges' latency in ms, and every
+    request's tokens."""
     requests = [Request(tuple(prompt), output) for prompt in generations]
     requests += [Request(tuple(prompt), 1, 10 * number + 9) for number, prompt in enumerate(judges)]
     run = WorkloadRun(engine, Workload(tuple(requests), "steps"))
@@ -185,7 +193,8 @@ def _beside(
     samples = [answer.outputs[0] for answer in run.outputs]
     ended = max(sample.metrics.last_token or began for sample in samples[: len(generations)])
     latencies = [sample.metrics.end_to_end_ms or 0.0 for sample in samples[len(generations) :]]
-    return len(generations) * output / (ended - began), latencies, [sample.token_ids for sample in samples]
+    tokens = [sample.token_ids for sample in samples]
+    return len(generations) * output / (ended - began), percentile(latencies, 0.95), tokens
 
 
 def _packing(llm: LLM, maker: kit.PromptMaker, short: int, reps: int) -> Facts:

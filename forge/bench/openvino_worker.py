@@ -6,7 +6,6 @@ between the matrices (8-bit activations need the latter), whichever is faster in
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from functools import partial
 from itertools import count
@@ -16,8 +15,6 @@ if TYPE_CHECKING or __package__:
     from forge.bench.worker import Missing, Worker, import_peer, plural, serve_requests, timed
 else:
     from worker import Missing, Worker, import_peer, plural, serve_requests, timed
-
-    sys.path.pop(0)  # this folder's modules are not for others to find
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16"},

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -77,7 +77,7 @@ class Launch:
         return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-class BenchProcess:
+class BenchProcess(AbstractContextManager["BenchProcess"]):
     """A running worker process."""
 
     def __init__(self, launch: Launch):
@@ -132,9 +132,6 @@ class BenchProcess:
             with suppress(BrokenPipeError):
                 pipe.close()
 
-    def __enter__(self) -> "BenchProcess":
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -152,7 +149,7 @@ def measure_limits(of: Literal["cpu", "gpu"], effort: Effort) -> dict[str, Any]:
         return worker.ask(f"measure_{of}", array_bytes=effort.array_bytes, seconds=effort.limit_seconds)
 
 
-class Runner:
+class Runner(AbstractContextManager["Runner"]):
     """The processes of one run. A peer that fails is left out from there on, with its reason; if forge fails, the run
     does. As a context manager it ends every process."""
 
@@ -160,9 +157,6 @@ class Runner:
         self.say = on_progress
         self.processes: dict[str, BenchProcess] = {}
         self.skipped: list[dict[str, str]] = []
-
-    def __enter__(self) -> "Runner":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         for name in list(self.processes):

@@ -253,8 +253,9 @@ def run(
             for target in targets:
                 await target.begin(patience, prompts[0][::-1])
             number = plan.turns if peer is not None or engine_turn is not None else 1
-            for part in filter(None, (prompts[first::number] for first in range(number))):
-                speeds = [await target.turn(part) for target in targets]
+            for first in range(min(number, len(prompts))):
+                part, recorded = prompts[first::number], plan.recorded[first::number]
+                speeds = [await target.turn(part, recorded) for target in targets]
                 turns.append([*speeds, engine_turn(part)] if engine_turn is not None else speeds)
         finally:
             for target in targets:
@@ -295,13 +296,11 @@ class _Target:
         self.found.ready_after = time.perf_counter() - began
         await self._ask(first)
 
-    async def turn(self, prompts: list[Prompt]) -> float:
-        """Ask all of `prompts`; output tokens per second."""
+    async def turn(self, prompts: list[Prompt], recorded: Sequence[RecordedRequest]) -> float:
+        """Ask all of `prompts`, as long as they are `recorded` and when, if they are; output tokens per second."""
         places, rng = asyncio.Semaphore(self._plan.concurrency), random.Random(self._plan.seed)
         probing = asyncio.create_task(self._probe()) if self._plan.probe_health else None
         began, cpu_before = time.perf_counter(), time.process_time()
-
-        recorded = self._plan.recorded
 
         async def ask(number: int, prompt: Prompt) -> Timed:
             async with places:
@@ -389,11 +388,9 @@ def serve_object(result: ServeBenchmark) -> Facts:
         "client_cpu_share": result.client_cpu_share,
         "ready_after_s": result.ready_after,
     }
-    if result.turns:
-        name, shares = (
-            "engine" if result.peer is None else "peer",
-            sorted(speed / rival for speed, rival in result.turns),
-        )
+    if any(rival for _, rival in result.turns):  # a peer that answers nothing makes no tokens
+        name = "engine" if result.peer is None else "peer"
+        shares = sorted(speed / rival for speed, rival in result.turns if rival)
         facts[f"{name}_output_throughput"] = median(rival for _, rival in result.turns)
         facts |= {f"{name}_share": median(shares), f"{name}_shares": shares}
     for metric in METRICS:

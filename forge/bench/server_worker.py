@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forge import __version__
-from forge.bench.cases import Moments, answered
+from forge.bench.cases import answered
 from forge.bench.serve import ServePlan, run
 from forge.bench.worker import Missing, Worker, one_line, serve_requests
 from forge.model.loader import open_weights
@@ -54,11 +54,10 @@ class ServerWorker(Worker):
         if failed:
             raise RuntimeError(f"{len(failed)} of {requests} requests failed: {one_line(failed[0])}")
         # Half a character is no text: then the first token is seen with the end.
-        times = [
+        moments = [
             ((answer.ttft_ms or answer.e2el_ms or 0.0) / 1e3, (answer.e2el_ms or 0.0) / 1e3)
             for answer in result.requests
         ]
-        moments = [Moments(*pair) for pair in times]
         setting = f"HTTP, streamed, greedy; the client took {result.client_cpu_share:.0%} of a CPU"
         return answered(setting, moments, result.duration)
 

@@ -96,6 +96,7 @@ def bench_speculation(
             raise UsageError(f"--batch takes 1 to {len(BEGINNINGS)} sequences, got {size}")
     tokens = (32 if quick else 128) if tokens is None else tokens
     reps = (1 if quick else 5) if reps is None else reps
+    kit.at_least_one(tokens=tokens, reps=reps)
     llm = create_llm(engine, speculate=None, draft=())
     facts = {"label": f"{run_label(llm)} · {machine.cpu_model()}", "tokens": tokens, "repetitions": reps}
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -119,7 +120,7 @@ def bench_speculation(
             identical = all(plain[1] == drafted[1] for plain, drafted in pairs)
             figure = {"proposer": proposer, "k": number, "batch": size, **_figure(pairs[1:]), "identical": identical}
             figures.append(figure)
-        yield facts | {"figures": figures}
+        yield facts | {"figures": figures, "identical": all(figure["identical"] for figure in figures)}
 
 
 def _turn(llm: LLM, prompts: list[str], params: SamplingParams) -> _Turn:

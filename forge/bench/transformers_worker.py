@@ -9,17 +9,16 @@ the same cache, and the setting says so), and its own continuous batching for re
 """
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
     from forge.bench.worker import Missing, Worker, import_peer, one_line, plural, serve_requests, timed
 else:
     from worker import Missing, Worker, import_peer, one_line, plural, serve_requests, timed
-
-    sys.path.pop(0)  # this folder's modules are not for others to find
 
 
 class TransformersWorker(Worker):
@@ -96,7 +95,7 @@ class TransformersWorker(Worker):
         self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
     ) -> Mapping[str, Any]:
         """Run a closed loop of requests through its continuous batching, with the manager that its server uses too."""
-        from forge.bench.cases import answered, drive, unique_prompts
+        from forge.bench.cases import answered, unique_prompts
 
         self._cache = None
         config = self._library.GenerationConfig(
@@ -111,10 +110,10 @@ class TransformersWorker(Worker):
         try:
             for count, round_seed in ((3 * concurrency, seed + 1), (requests, seed)):  # the first are not timed
                 prompts = unique_prompts(count, prompt_tokens, self._model.config.vocab_size, round_seed)
-                driven = drive(_Manager(manager), prompts, output_tokens, concurrency)
+                moments, seconds = closed_loop(manager, prompts, output_tokens, concurrency)
         finally:
             manager.stop(block=True)
-        return answered("its continuous batching, in process", *driven)
+        return answered("its continuous batching, in process", moments, seconds)
 
     def _step(self) -> float:
         """Run the step once and return its seconds. On a GPU a step is over when the host knows its tokens."""
@@ -140,29 +139,41 @@ class TransformersWorker(Worker):
         return seconds
 
 
-class _Manager:
-    """A continuous batching manager as a `LoadedEngine`. It streams, so that a first token can be seen."""
+def closed_loop(
+    manager: Any,
+    prompts: Iterable[Sequence[int]],
+    output_tokens: int,
+    concurrency: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[tuple[float, float]], float]:
+    """Run the prompts through a continuous batching manager, `concurrency` at a time. Return of each request, in the
+    order in which they ended, the seconds to its first token and to its end; and the seconds of the whole."""
+    waiting, moments = iter(prompts), []
+    begun: dict[str, float] = {}
+    first: dict[str, float] = {}
+    started = clock()
 
-    def __init__(self, manager):
-        self._manager = manager
-        self._numbers: dict[str, int] = {}
+    def admit() -> None:
+        for prompt in islice(waiting, concurrency - len(begun)):
+            now = clock()  # queueing is part of what a request waits for
+            options = {"max_new_tokens": output_tokens, "eos_token_id": -1}
+            begun[manager.add_request(list(prompt), streaming=True, **options)] = now  # so that a first token is seen
 
-    def add(self, prompt: Sequence[int], output_tokens: int) -> int:
-        number = len(self._numbers)
-        request_id = self._manager.add_request(
-            list(prompt), max_new_tokens=output_tokens, streaming=True, eos_token_id=-1
-        )
-        self._numbers[request_id] = number
-        return number
-
-    def step(self) -> tuple[list[int], list[int]]:
-        result = self._manager.get_result(timeout=60)
+    admit()
+    while begun:
+        result = manager.get_result(timeout=60)
         if result is None:
             raise RuntimeError("its continuous batching gave no result for a minute")
         if result.error:
             raise RuntimeError(result.error)
-        number = self._numbers[result.request_id]
-        return ([number] if result.generated_tokens else []), ([number] if result.is_finished() else [])
+        now, request_id = clock(), result.request_id
+        if result.generated_tokens:
+            first.setdefault(request_id, now)
+        if result.is_finished():
+            begin = begun.pop(request_id)
+            moments.append((first.pop(request_id) - begin, now - begin))
+            admit()
+    return moments, clock() - started
 
 
 def _load(path: str, torch, transformers):

@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
+if not __package__:  # a worker runs as a file, in an interpreter that may lack forge
+    sys.path.pop(0)  # this folder's modules are not for others to find
 WORTH_WARMING_SECONDS = 0.2
 """A step that takes longer is not repeated before it is timed: waking up costs it nothing that could be seen."""
 MOST_STEPS = 200

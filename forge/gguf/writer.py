@@ -1,11 +1,12 @@
-"""Writing GGUF files, by way of the gguf package's `GGUFWriter`: for tests, and for models made of random weights.
+"""Writing GGUF files, by way of the gguf package's `GGUFWriter`: models made of random weights.
 
 The gguf package is imported when something is written or quantized; nothing that only reads models imports it.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -28,48 +29,21 @@ class TypedValue:
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor to write.
+    """A tensor to write, `shape` in elements: [rows, columns].
 
-    `data` is a float array, which is quantized to `ggml_type`, or uint8: the raw blocks. With `shape` given, `data` may
-    be a function that returns either, called when the tensor's turn comes, so that a large model is never in memory
-    whole; or one that returns an iterator of raw pieces, so that not even a tensor is.
+    `pieces` is called when the tensor's turn comes, and gives its bytes as stored, uint8, piece by piece, so that not
+    even one tensor is in memory whole.
     """
 
     name: str
     ggml_type: GGMLType
-    data: np.ndarray | Callable[[], np.ndarray | Iterator[np.ndarray]]
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[np.ndarray]]
 
-    def element_shape(self) -> tuple[int, ...]:
-        """Return the shape in elements, [rows, columns], whatever `data` is. Raises ValueError if it is not known."""
-        if self.shape is not None:
-            return self.shape
-        if not isinstance(self.data, np.ndarray):
-            raise ValueError(f"tensor {self.name!r} is made by a function and needs a shape")
-        if self.data.dtype != np.uint8:
-            return self.data.shape
-        block = self.ggml_type.block
-        return (*self.data.shape[:-1], self.data.shape[-1] // block.nbytes * block.elements)
-
+    @property
     def nbytes(self) -> int:
-        """Return the number of bytes as stored."""
-        shape = self.element_shape()
-        return int(np.prod(shape[:-1], dtype=np.int64)) * row_nbytes(self.ggml_type, shape[-1])
-
-    def encoded(self) -> np.ndarray:
-        """Return the bytes as stored, uint8, all at once."""
-        pieces = list(self.pieces())
-        return pieces[0] if len(pieces) == 1 else np.concatenate([piece.reshape(-1) for piece in pieces])
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        """Yield the bytes as stored, uint8, in one piece or several."""
-        data = self.data if isinstance(self.data, np.ndarray) else self.data()
-        if not isinstance(data, np.ndarray):
-            yield from data
-        elif data.dtype == np.uint8:
-            yield np.ascontiguousarray(data)
-        else:
-            yield encode(self.ggml_type, data)
+        """The number of bytes as stored."""
+        return prod(self.shape[:-1]) * row_nbytes(self.ggml_type, self.shape[-1])
 
 
 def encode(ggml_type: GGMLType, values: np.ndarray) -> np.ndarray:
@@ -87,7 +61,7 @@ def encode(ggml_type: GGMLType, values: np.ndarray) -> np.ndarray:
 def write_gguf(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Any],
-    tensors: Iterable[NewTensor | tuple[str, np.ndarray, GGMLType]],
+    tensors: Iterable[NewTensor],
     on_progress: Callable[[int], None] | None = None,
 ) -> Path:
     """Write a version 3 file. `metadata` must have `general.architecture`; a list becomes an array.
@@ -108,12 +82,10 @@ def write_gguf(
             typed = value if isinstance(value, TypedValue) else _typed(value)
             element = None if typed.element is None else gguf.GGUFValueType(typed.element)
             writer.add_key_value(key, typed.value, gguf.GGUFValueType(typed.value_type), element)
-    pending = [
-        tensor if isinstance(tensor, NewTensor) else NewTensor(tensor[0], tensor[2], tensor[1]) for tensor in tensors
-    ]
+    pending = list(tensors)
     for tensor in pending:
-        shape, ggml_type = tensor.element_shape(), gguf.GGMLQuantizationType(tensor.ggml_type)
-        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), tensor.nbytes(), raw_dtype=ggml_type)
+        ggml_type = gguf.GGMLQuantizationType(tensor.ggml_type)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=ggml_type)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         writer.write_header_to_file(unfinished)
@@ -136,7 +108,7 @@ class _Data:
 
     def __init__(self, tensor: NewTensor, on_progress: Callable[[int], None] | None):
         self._tensor, self._on_progress = tensor, on_progress
-        self.nbytes = tensor.nbytes()
+        self.nbytes = tensor.nbytes
 
     def tofile(self, file: BinaryIO) -> None:
         written = 0
@@ -168,61 +140,3 @@ def _integer_type(value: int) -> GGUFValueType:
     if value >= 0:
         return GGUFValueType.UINT32 if value < 2**32 else GGUFValueType.UINT64
     return GGUFValueType.INT32 if value >= -(2**31) else GGUFValueType.INT64
-
-
-_UNIT_DEVIATION = {
-    GGMLType.Q2_K: (80, 13.9),
-    GGMLType.Q3_K: (108, 43.4),
-    GGMLType.IQ4_NL: (0, 67.5),
-    GGMLType.IQ4_XS: (0, 1250.0),
-    GGMLType.IQ3_S: (0, 140.0),
-    GGMLType.IQ3_XXS: (0, 142.0),
-}
-"""The byte of a block's float16 factor, and the standard deviation of random bytes' values under a factor of 1."""
-
-_MADE_DIRECTLY = {GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, *_UNIT_DEVIATION}
-
-
-def random_weights(ggml_type: GGMLType, shape: tuple[int, ...], std: float, rng: np.random.Generator) -> np.ndarray:
-    """Make raw blocks, uint8 [..., bytes of a row], of random values with mean 0 and about the given standard
-    deviation.
-
-    Normally distributed for the types that the gguf package quantizes to. For the others the blocks are made directly:
-    for Q4_K, Q5_K and Q6_K uniform quants, scales within a factor of two of each other, minima that center each group;
-    for the rest random bytes under a factor that gives the deviation.
-    """
-    if ggml_type not in _MADE_DIRECTLY:
-        return encode(ggml_type, rng.standard_normal(shape, dtype=np.float32) * np.float32(std))
-    elements, nbytes = ggml_type.block
-    blocks = rng.integers(0, 256, (int(np.prod(shape)) // elements, nbytes), dtype=np.uint8)
-    if ggml_type in _UNIT_DEVIATION:
-        at, deviation = _UNIT_DEVIATION[ggml_type]
-        blocks[:, at : at + 2] = _float16_bytes(std / deviation)
-        if ggml_type == GGMLType.IQ4_NL:  # whose values are not centered: as many factors are negative as positive
-            blocks[:, at + 1] |= rng.integers(0, 2, len(blocks), np.uint8) << 7
-        if ggml_type == GGMLType.Q2_K:
-            blocks[:, 82:84] = _float16_bytes(1.5 * std / deviation)  # quants are 1.5 in the mean
-    elif ggml_type == GGMLType.Q6_K:
-        blocks[:, 192:208] = rng.integers(64, 128, (len(blocks), 16), dtype=np.uint8)
-        blocks[:, 208:210] = _float16_bytes(std / (96 * 18.5))
-    else:
-        # A uniform quant of b bits deviates by 2^b / sqrt(12) around (2^b - 1) / 2; the six-bit scales are 32 to 63,
-        # equal to their minima.
-        largest = 15 if ggml_type == GGMLType.Q4_K else 31
-        scale = std / (48 * (largest + 1) / 12**0.5)
-        blocks[:, 0:2] = _float16_bytes(scale)
-        blocks[:, 2:4] = _float16_bytes(scale * largest / 2)
-        blocks[:, 4:16] = _six_bit_pairs(rng.integers(32, 64, (len(blocks), 8), dtype=np.uint8))
-    return blocks.reshape(*shape[:-1], -1)
-
-
-def _float16_bytes(value: float) -> np.ndarray:
-    return np.array([value], dtype="<f2").view(np.uint8)
-
-
-def _six_bit_pairs(scales: np.ndarray) -> np.ndarray:
-    """Pack twelve bytes per row of eight 6-bit `scales`, each its group's minimum too: the reverse of
-    `_six_bit_scales`."""
-    first = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
-    last = (scales[:, 4:] & 0x0F) | (scales[:, 4:] << 4)
-    return np.concatenate([first, first, last], axis=1)

@@ -26,6 +26,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from zlib import crc32
@@ -33,7 +34,7 @@ from zlib import crc32
 import numpy as np
 
 from forge.errors import ForgeError, UsageError
-from forge.gguf.ggml_types import FLOAT_TYPES, GGMLType, GGUFValueType
+from forge.gguf.ggml_types import FLOAT_TYPES, GGMLType
 from forge.model.config import Qwen3Config, expected_tensors
 from forge.tokenizer.spec import BYTE_ALPHABET, TokenType
 
@@ -248,12 +249,12 @@ def synth(
 
     types, shapes = tensor_types(config, kind, pure), expected_tensors(config)
     tensors = [
-        NewTensor(tensor, types[tensor], _weights(tensor, types[tensor], shape, seed), shape)
+        NewTensor(tensor, types[tensor], shape, partial(_weights, tensor, types[tensor], shape, seed))
         for tensor, shape in shapes.items()
     ]
     type_bytes: Counter[str] = Counter()
     for new in tensors:
-        type_bytes[new.ggml_type.name] += new.nbytes()
+        type_bytes[new.ggml_type.name] += new.nbytes
     _check_place(path, type_bytes.total(), force)
     metadata = _metadata(config, kind, name)
     written = 0
@@ -319,23 +320,16 @@ def _fitting(ggml_type: GGMLType, columns: int) -> GGMLType:
     return GGMLType.F16
 
 
-def _weights(
-    name: str, ggml_type: GGMLType, shape: tuple[int, ...], seed: int
-) -> Callable[[], np.ndarray | Iterator[np.ndarray]]:
-    """Return a function that makes the tensor's data: a norm whole, a matrix unit by unit."""
+def _weights(name: str, ggml_type: GGMLType, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
+    """Yield the tensor's data: a norm whole, a matrix unit by unit."""
     if len(shape) == 1:
         mean = OUTPUT_NORM if name == "output_norm.weight" else 1.0
-        return lambda: np.float32(mean) + np.float32(0.1) * _generator(seed, name, 0).standard_normal(shape, np.float32)
-    std = shape[1] ** -0.5
-    elements, size = prod(shape), max(1, UNIT_ELEMENTS // ggml_type.block.elements)
-    num_blocks = elements // ggml_type.block.elements
-
-    def units() -> Iterator[np.ndarray]:
-        for unit, start in enumerate(range(0, num_blocks, size)):
-            count = min(size, num_blocks - start)
-            yield random_blocks(ggml_type, count, std, _generator(seed, name, unit))
-
-    return units
+        deviations = _generator(seed, name, 0).standard_normal(shape, np.float32)
+        yield (np.float32(mean) + np.float32(0.1) * deviations).view(np.uint8)
+        return
+    size, num_blocks = max(1, UNIT_ELEMENTS // ggml_type.block.elements), prod(shape) // ggml_type.block.elements
+    for unit, start in enumerate(range(0, num_blocks, size)):
+        yield random_blocks(ggml_type, min(size, num_blocks - start), shape[1] ** -0.5, _generator(seed, name, unit))
 
 
 def _generator(seed: int, name: str, unit: int) -> np.random.Generator:
@@ -345,22 +339,19 @@ def _generator(seed: int, name: str, unit: int) -> np.random.Generator:
 def random_blocks(ggml_type: GGMLType, count: int, std: float, rng: np.random.Generator) -> np.ndarray:
     """Draw `count` raw blocks, uint8 [count, bytes of a block], whose values have mean 0 and about the deviation `std`.
 
-    Normally distributed for the float types. Of the quantized ones, uniform quants under scales of 0.5 to 1.5 times the
-    mean; and as many scales are negative as positive where quants reach further down than up, so that the mean is 0.
+    Normally distributed for the float types and those with a minimum per block. Of the others, uniform quants under
+    scales that are 0.5 to 1.5 times the mean, and for K types within a factor of two of each other; as many scales are
+    negative as positive where quants reach further down than up, so that the mean is 0. Minima of K types center each
+    group.
     """
-    from forge.gguf.writer import encode, random_weights  # which imports the gguf package
+    from forge.gguf.writer import encode  # which imports the gguf package
 
-    if ggml_type in FLOAT_TYPES:
-        values = rng.standard_normal(count, dtype=np.float32)
-        values *= np.float32(std)
-        return encode(ggml_type, values.reshape(count, 1))
-    if ggml_type not in (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q5_0):
-        blocks = random_weights(ggml_type, (count, ggml_type.block.elements), std, rng)
-        if ggml_type == GGMLType.Q6_K:
-            blocks[:, 192:208].view(np.int8)[...] *= rng.integers(0, 2, (count, 16), np.int8) * 2 - 1
-        return blocks
+    elements, nbytes = ggml_type.block
+    if ggml_type in FLOAT_TYPES or ggml_type in (GGMLType.Q4_1, GGMLType.Q5_1):
+        return encode(ggml_type, rng.standard_normal((count, elements), dtype=np.float32) * np.float32(std))
+    if elements == 256:
+        return _random_superblocks(ggml_type, rng.integers(0, 256, (count, nbytes), dtype=np.uint8), std, rng)
     bits = {GGMLType.Q8_0: 8, GGMLType.Q4_0: 4, GGMLType.Q5_0: 5}[ggml_type]
-    nbytes = ggml_type.block.nbytes
     blocks = np.frombuffer(rng.bytes(count * nbytes), np.uint8).reshape(count, nbytes).copy()
     scales = rng.uniform(0.5, 1.5, count) * (std / (2**bits / 12**0.5))
     if ggml_type == GGMLType.Q8_0:
@@ -372,8 +363,31 @@ def random_blocks(ggml_type: GGMLType, count: int, std: float, rng: np.random.Ge
     return blocks
 
 
+def _random_superblocks(ggml_type: GGMLType, blocks: np.ndarray, std: float, rng: np.random.Generator) -> np.ndarray:
+    """Make scales and minima for the random quants of Q4_K, Q5_K or Q6_K."""
+    if ggml_type == GGMLType.Q6_K:
+        scales = rng.integers(64, 128, (len(blocks), 16), dtype=np.uint8)
+        signs = rng.integers(0, 2, scales.shape, np.int8) * 2 - 1
+        blocks[:, 192:208] = (scales.view(np.int8) * signs).view(np.uint8)
+        blocks[:, 208:210] = _float16_bytes(std / (96 * 18.5))
+        return blocks
+    # A uniform quant of b bits deviates by 2^b / sqrt(12) around (2^b - 1) / 2; the six-bit scales are 32 to 63, equal
+    # to their minima, and packed as `forge.gguf.block_formats` unpacks them.
+    largest = 15 if ggml_type == GGMLType.Q4_K else 31
+    scale = std / (48 * (largest + 1) / 12**0.5)
+    blocks[:, 0:2], blocks[:, 2:4] = _float16_bytes(scale), _float16_bytes(scale * largest / 2)
+    scales = rng.integers(32, 64, (len(blocks), 8), dtype=np.uint8)
+    first = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
+    last = (scales[:, 4:] & 0x0F) | (scales[:, 4:] << 4)
+    blocks[:, 4:16] = np.concatenate([first, first, last], axis=1)
+    return blocks
+
+
+def _float16_bytes(value: float) -> np.ndarray:
+    return np.array([value], dtype="<f2").view(np.uint8)
+
+
 def _metadata(config: Qwen3Config, kind: Quantization, name: str) -> dict[str, object]:
-    from forge.gguf.writer import TypedValue
     from forge.tokenizer.chat_template import QWEN3_CHAT_TEMPLATE
 
     vocabulary = synthetic_vocabulary(config.vocab_size)
@@ -388,7 +402,7 @@ def _metadata(config: Qwen3Config, kind: Quantization, name: str) -> dict[str, o
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
         "tokenizer.ggml.tokens": vocabulary.tokens,
-        "tokenizer.ggml.token_type": TypedValue(vocabulary.token_types, GGUFValueType.ARRAY, GGUFValueType.INT32),
+        "tokenizer.ggml.token_type": vocabulary.token_types,
         "tokenizer.ggml.merges": vocabulary.merges,
         "tokenizer.ggml.eos_token_id": vocabulary.id_of("<|im_end|>"),
         "tokenizer.ggml.bos_token_id": vocabulary.id_of("<|endoftext|>"),

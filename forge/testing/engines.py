@@ -41,10 +41,6 @@ def check_victim_policy(policy: VictimPolicy) -> None:
             assert tokens == expected, f"{where} a preemption changed what is said"
 
 
-_VOCAB_SIZE = 259
-"""Vocabulary of the hash model that draft tokens are proposed for."""
-
-
 def check_proposer(
     new_proposer: Callable[[], Proposer], texts: Sequence[Sequence[int]] = (), reuses_ids: bool = True
 ) -> None:

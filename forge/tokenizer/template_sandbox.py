@@ -187,14 +187,10 @@ class _Charging(NodeTransformer):
         node.iter = _filtered(node.iter, _CHARGED_LOOP, nodes.Const(chars_each))
         return node
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+    def visit_Concat(self, node: nodes.Concat | nodes.List | nodes.Dict) -> nodes.Node:
         return _filtered(self.generic_visit(node), _CHARGED_VALUE)
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        return _filtered(self.generic_visit(node), _CHARGED_VALUE)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        return _filtered(self.generic_visit(node), _CHARGED_VALUE)
+    visit_List = visit_Dict = visit_Concat
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)

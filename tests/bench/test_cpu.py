@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from forge.bench import cpu, process
-from forge.bench.cases import CASES
+from forge.bench.cases import CASES, Limits, Needs
 from forge.bench.cpu import PEERS, Effort, Plan, run
 from forge.bench.kit import Figure, select, select_peers
 from forge.bench.process import ProcessFailed
 from forge.cli.main import main
 from forge.errors import UsageError
 from tests.bench.stubs import Script
+from tests.model.raw_safetensors import write_folder
 from tests.small_models import write_small_qwen3
 
 LITTLE = Effort(repetitions=2, loads=1, decode_steps=1, turn_seconds=0.0, limit_seconds=0.01, array_bytes=1 << 22)
@@ -61,6 +62,15 @@ def test_processes_take_turns(scripted, model):
     assert names(result) == ["forge", "llama.cpp", "transformers"]
 
 
+def test_another_likeliest_token_is_counted_and_a_program_that_shows_none_agrees_with_nothing():
+    tokens = {"forge": [1, 2, 3], "llama.cpp": [1, 9, 9], "ik_llama.cpp": []}
+    turns = {name: {"setting": "", "seconds": [1.0], "top_tokens": shown} for name, shown in tokens.items()}
+    (case,) = select("decode4", CASES)
+    entry = cpu.figure(case, Needs(1, 1), turns, Limits(1.0, 1.0))
+    disagreements = {one["contender"]: one["top_token_disagreements"] for one in entry["measured"]}
+    assert disagreements == {"forge": None, "llama.cpp": 2, "ik_llama.cpp": None}
+
+
 def test_the_machine_is_measured_before_and_after(scripted, model):
     result, script = scripted(plan(model, peers=()), seconds={"forge": [1.0, 1.0]})
     assert script.log[0][1] == script.log[-1][1] == "measure_cpu"
@@ -71,6 +81,15 @@ def test_logits_are_held_against_float32(scripted, model):
     result, script = scripted(plan(model, peers=()), seconds={"forge": [1.0, 1.0]})
     assert script.log.count(("float32", "logits")) == script.log.count(("forge", "logits")) == 2
     assert result["contenders"][0]["logits_error"] == 0.5
+
+
+def test_a_folder_is_as_large_as_its_weights_and_not_held_against_float32_if_that_is_too_much(
+    scripted, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cpu, "EXACT_BYTES", tmp_path.stat().st_size + 1)
+    folder = str(write_folder(tmp_path))
+    result, script = scripted(plan(folder, peers=()), seconds={"forge": [1.0, 1.0]})
+    assert result["model_size"].file_bytes > cpu.EXACT_BYTES and ("float32", "logits") not in script.log
 
 
 def test_loading_is_repeated_in_new_processes(scripted, model):

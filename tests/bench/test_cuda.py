@@ -1,13 +1,15 @@
 """`forge bench cuda`: what is asked of whom, what becomes of a peer that fails, and forge's worker on a small model."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from forge.bench import process
-from forge.bench.cases import CUDA_LOADS, CUDA_STEPS, Load, drive, load_figures, percentiles, unique_prompts
+from forge.bench.cases import CUDA_LOADS, CUDA_STEPS, Load, load_figures, percentiles, unique_prompts
 from forge.bench.cuda import Effort, Plan, plan_for, run, screen
 from forge.bench.process import PeerMissing, ProcessFailed
+from forge.bench.transformers_worker import closed_loop
 from forge.errors import ForgeError, UsageError
 from forge.views.json_output import plain, to_json
 from forge.views.screen import draw
@@ -156,35 +158,41 @@ def test_without_a_gpu_the_command_says_so_in_one_line(capsys):
 
 
 class Countdown:
-    """An engine whose requests give a token a step, and whose clock ticks once a step."""
+    """A manager whose requests give a token in turn, and whose clock ticks once a token."""
 
     def __init__(self):
         self.left, self.now, self.most = {}, 0, 0
 
-    def add(self, prompt, output_tokens):
-        number = len(self.left) + 1000 * self.now
-        self.left[number] = output_tokens
+    def add_request(self, prompt, max_new_tokens, streaming, eos_token_id):
+        assert streaming and eos_token_id == -1, "its first token is to be seen, and it is not to end early"
+        self.left[f"request {len(self.left)} at {self.now}"] = max_new_tokens
         self.most = max(self.most, len(self.left))
-        return number
+        return list(self.left)[-1]
 
-    def step(self):
+    def get_result(self, timeout):
         self.now += 1
-        came = list(self.left)
-        for number in came:
-            self.left[number] -= 1
-        ended = [number for number in came if self.left[number] == 0]
-        for number in ended:
-            del self.left[number]
-        return came, ended
+        request_id, left = next(iter(self.left.items()))
+        del self.left[request_id]
+        if left > 1:
+            self.left[request_id] = left - 1
+        return SimpleNamespace(request_id=request_id, generated_tokens=[7], error=None, is_finished=lambda: left == 1)
 
 
 def test_a_closed_loop_keeps_as_many_requests_as_asked_for_and_times_each():
-    engine = Countdown()
+    manager = Countdown()
 
-    moments, seconds = drive(engine, [[1]] * 7, output_tokens=3, concurrency=2, clock=lambda: engine.now)
+    moments, seconds = closed_loop(manager, [[1]] * 6, output_tokens=3, concurrency=2, clock=lambda: manager.now)
 
-    assert engine.most == 2 and len(moments) == 7 and seconds == 12
-    assert all((each.first_token, each.end) == (1, 3) for each in moments)
+    assert manager.most == 2 and len(moments) == 6 and seconds == 18
+    assert moments[:2] == [(1, 5), (2, 6)], "the second waits its turn, and each for the other"
+
+
+@pytest.mark.parametrize("result", [None, SimpleNamespace(error="out of memory")])
+def test_a_manager_that_gives_no_result_is_an_error(result):
+    manager = Countdown()
+    manager.get_result = lambda timeout: result
+    with pytest.raises(RuntimeError, match=r"no result|out of memory"):
+        closed_loop(manager, [[1]], output_tokens=3, concurrency=2)
 
 
 def test_no_two_prompts_begin_alike():

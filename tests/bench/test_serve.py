@@ -28,6 +28,7 @@ from forge.cli.main import main
 from forge.errors import UsageError
 from forge.views.screen import draw
 from forge.views.terminal import open_console
+from forge.workload.requests import RecordedRequest
 
 EVENT = b"data: "
 
@@ -132,6 +133,33 @@ def test_server_and_engine_take_turns_on_the_same_prompts():
         result = run(plan, engine_turn=turn)
     assert sorted(prompt for part in turns for prompt in part) == sorted(plan.prompts())
     assert len(result.turns) == 7 and serve_object(result)["engine_output_throughput"] == 100
+
+
+def test_a_peer_that_answers_nothing_is_said_to_fail_and_compared_with_nothing(capfd):
+    def rude(body):
+        yield b"HTTP/1.1 500 no\r\ncontent-length: 2\r\n\r\nno"
+
+    with server(polite) as url, server(rude) as other:
+        plan = ServePlan(url, input_tokens=3, output_tokens=4, num_prompts=4, concurrency=1, turns=2)
+        found = serve_object(run(plan, peer=replace(plan, url=other)))
+    assert "peer_share" not in found and found["peer"]["failed"] == 4 and found["completed"] == 4
+    draw(open_console(), screen(found))
+    assert "times the peer" not in capfd.readouterr().out
+
+
+def test_a_recorded_request_keeps_its_length_in_every_turn():
+    recorded = tuple(RecordedRequest(0.0, 3 + number, 2 * (1 + number), 0) for number in range(9))
+    asked = []
+
+    def answer(body):
+        asked.append((len(body["prompt"]), body["max_tokens"]))
+        yield from polite(body)
+
+    with server(answer) as url:
+        plan = ServePlan(url, num_prompts=9, concurrency=1, turns=4, recorded=recorded)
+        run(plan, peer=plan)
+    lengths = [(request.prompt_tokens, request.output_tokens) for request in recorded]
+    assert sorted(asked[2:]) == sorted(lengths * 2), "after one request to each that is not timed"
 
 
 def test_a_peer_is_asked_the_same_in_turns_by_the_same_client():

@@ -8,7 +8,9 @@ from forge.bench import tokenizer as bench
 from forge.bench.tokenizer import inputs
 from forge.gguf import GGUFFile
 from forge.tokenizer import spec_from_gguf
+from forge.views.screen import draw
 from tests.small_models import write_small_qwen3
+from tests.views.records import piped, written
 
 LENGTHS = {
     "tiny": 5,
@@ -105,3 +107,13 @@ def test_the_whole_of_it_on_a_small_vocabulary(path, monkeypatch):
     assert facts["encode"][0]["speed_up"] == facts["encode"][0]["theirs"] / facts["encode"][0]["ours"]
     assert [one["name"] for one in facts["batch"]] == ["1", "4", "16", "64"]
     assert facts["fallback_reason"] is None and facts["implementation"] == "fast"
+
+
+@pytest.mark.parametrize("reason", [None, "fastokens is not installed"])
+def test_a_library_is_not_said_to_equal_itself(reason):
+    facts = {"source": "x", "vocabulary": 1, "fallback_reason": reason, "machine": "m", "encode": [], "decode": []}
+    row = {"name": "", "theirs": 1.0, "ours": 1.0, "speed_up": 1.0}
+    console = piped(96)
+    draw(console, bench.screen(facts | {"batch": [], "concurrent": row, "streaming": row, "load": row}))
+    assert ("equal ids and texts" in written(console)) == (reason is None)
+    assert ("beside itself" in written(console)) == (reason is not None)

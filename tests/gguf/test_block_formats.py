@@ -15,10 +15,10 @@ from forge.gguf import (
     row_nbytes,
     superblock_scales,
     unpack,
-    writer,
 )
 from forge.gguf.ggml_types import FLOAT_TYPES
-from forge.gguf.writer import encode, random_weights
+from forge.gguf.writer import encode
+from tests.small_models import MADE_DIRECTLY, random_weights
 
 ALL = sorted(SUPPORTED_TYPES)
 QUANTIZED = sorted(QUANTIZED_TYPES)
@@ -167,7 +167,7 @@ def test_read_only_bytes_at_any_address_are_accepted_and_left_alone(ggml_type):
     assert_same_bits(values, reference(ggml_type, raw, (4, 256)))
 
 
-@pytest.mark.parametrize("ggml_type", sorted(SUPPORTED_TYPES - writer._MADE_DIRECTLY))
+@pytest.mark.parametrize("ggml_type", sorted(SUPPORTED_TYPES - MADE_DIRECTLY))
 def test_quantizing_and_dequantizing_comes_back_near_the_values(ggml_type):
     values = np.random.default_rng(8).standard_normal((8, 256), dtype=np.float32)
     back = dequantize(ggml_type, encode(ggml_type, values).reshape(-1), (8, 256))

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from forge.gguf import SUPPORTED_TYPES, GGMLType, GGUFError, GGUFFile, GGUFValueType, row_nbytes
-from forge.gguf.writer import NewTensor, TypedValue, write_gguf
+from forge.gguf.writer import TypedValue, write_gguf
 from forge.model.config import Qwen3Config, check_tensors, expected_tensors
 from tests.gguf.raw_file import checked
 from tests.small_models import (
     MERGES,
+    array_tensor,
     byte_alphabet,
     small_config,
     small_metadata,
@@ -272,7 +273,7 @@ def test_shape_that_contradicts_a_hyper_parameter_names_both(write, name, axis, 
     tensors = small_tensors(CONFIG, GGMLType.F32)
     shape = list(expected_tensors(CONFIG)[name])
     shape[axis] = max(1, shape[axis] + change)
-    altered = NewTensor(name, GGMLType.F32, np.ones(shape, np.float32))
+    altered = array_tensor(name, GGMLType.F32, np.ones(shape, np.float32))
     path = write(tensors=[altered if tensor.name == name else tensor for tensor in tensors])
     error = refusal(path)
     with GGUFFile.open(path) as file:
@@ -284,7 +285,7 @@ def test_shape_that_contradicts_a_hyper_parameter_names_both(write, name, axis, 
 
 def test_matrix_with_another_number_of_axes_is_refused(write):
     tensors = small_tensors(CONFIG, GGMLType.F32)
-    tensors[2] = NewTensor("blk.0.attn_q.weight", GGMLType.F32, np.ones((2, 64, 64), np.float32))
+    tensors[2] = array_tensor("blk.0.attn_q.weight", GGMLType.F32, np.ones((2, 64, 64), np.float32))
     assert "[2, 64, 64] has 3 dimensions where the model has 2" in refusal(write(tensors=tensors)).problem
 
 
@@ -299,7 +300,7 @@ def test_unsupported_tensor_type_is_refused_by_name(tmp_path, ggml_type):
     shape = expected_tensors(config)["blk.0.ffn_up.weight"]
     blocks = np.zeros((shape[0], row_nbytes(ggml_type, shape[1])), np.uint8)
     tensors = [
-        NewTensor(tensor.name, ggml_type, blocks) if tensor.name == "blk.0.ffn_up.weight" else tensor
+        array_tensor(tensor.name, ggml_type, blocks) if tensor.name == "blk.0.ffn_up.weight" else tensor
         for tensor in tensors
     ]
     error = refusal(write_gguf(tmp_path / "model.gguf", small_metadata(config), tensors))
@@ -322,7 +323,7 @@ def test_unsupported_tensor_type_is_refused_by_name(tmp_path, ggml_type):
     ],
 )
 def test_tensor_that_the_model_does_not_have_is_refused_by_name(write, name):
-    extra = NewTensor(name, GGMLType.F32, np.ones(64, np.float32))
+    extra = array_tensor(name, GGMLType.F32, np.ones(64, np.float32))
     path = write(tensors=[*small_tensors(CONFIG, GGMLType.F32), extra])
     error = refusal(path)
     assert error.field == f"tensor '{name}'"

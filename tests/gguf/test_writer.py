@@ -6,6 +6,7 @@ import pytest
 from forge.gguf import GGMLType, GGUFFile, GGUFValueType, dequantize
 from forge.gguf.writer import NewTensor, TypedValue, encode, write_gguf
 from tests.gguf.raw_file import opened
+from tests.small_models import array_tensor
 
 ARCHITECTURE = {"general.architecture": "qwen3"}
 
@@ -51,12 +52,12 @@ def test_tensors_are_quantized_or_taken_raw(tmp_path):
     values = np.random.default_rng(0).standard_normal((4, 64), dtype=np.float32)
     blocks = np.random.default_rng(1).integers(0, 255, (3, 2 * 144), dtype=np.uint8)
     tensors = [
-        ("f32", values, GGMLType.F32),
-        ("f16", values, GGMLType.F16),
-        ("bf16", values, GGMLType.BF16),
-        ("q8_0", values, GGMLType.Q8_0),
-        ("q4_k", blocks, GGMLType.Q4_K),
-        NewTensor("later", GGMLType.Q8_0, lambda: values, shape=(4, 64)),
+        array_tensor("f32", GGMLType.F32, values),
+        array_tensor("f16", GGMLType.F16, values),
+        array_tensor("bf16", GGMLType.BF16, values),
+        array_tensor("q8_0", GGMLType.Q8_0, values),
+        array_tensor("q4_k", GGMLType.Q4_K, blocks),
+        NewTensor("later", GGMLType.Q8_0, (4, 64), lambda: (encode(GGMLType.Q8_0, row) for row in values)),
     ]
     with GGUFFile.open(write_gguf(tmp_path / "a.gguf", ARCHITECTURE, tensors)) as file:
         assert [tensor.ggml_type for tensor in file.tensors.values()] == [
@@ -77,7 +78,7 @@ def test_tensors_are_quantized_or_taken_raw(tmp_path):
 
 
 def test_alignment_of_the_metadata_is_followed(tmp_path):
-    tensors = [("a", np.ones(3, np.float32), GGMLType.F32), ("b", np.ones(3, np.float32), GGMLType.F32)]
+    tensors = [array_tensor(name, GGMLType.F32, np.ones(3, np.float32)) for name in "ab"]
     file = opened(write_gguf(tmp_path / "a.gguf", ARCHITECTURE | {"general.alignment": 64}, tensors))
     assert file.alignment == 64
     assert [tensor.offset - file.data_offset for tensor in file.tensors.values()] == [0, 64]
@@ -90,7 +91,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         raise RuntimeError("no weights")
 
     with pytest.raises(RuntimeError):
-        write_gguf(path, ARCHITECTURE | {"which": "new"}, [NewTensor("a", GGMLType.F32, fail, shape=(4,))])
+        write_gguf(path, ARCHITECTURE | {"which": "new"}, [NewTensor("a", GGMLType.F32, (4,), fail)])
     assert opened(path).metadata["which"] == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.gguf"]
 
@@ -98,7 +99,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 def test_what_cannot_be_written_is_a_callers_error(tmp_path):
     with pytest.raises(TypeError, match="dict"):
         write_gguf(tmp_path / "a.gguf", ARCHITECTURE | {"a": {}}, [])
-    with pytest.raises(ValueError, match="shape"):
-        write_gguf(tmp_path / "a.gguf", ARCHITECTURE, [NewTensor("a", GGMLType.F32, lambda: np.ones(1))])
+    short = NewTensor("a", GGMLType.F32, (2,), lambda: [np.ones(1, np.float32)])
+    with pytest.raises(ValueError, match="4 bytes of data where its shape takes 8"):
+        write_gguf(tmp_path / "a.gguf", ARCHITECTURE, [short])
     with pytest.raises(ValueError, match="multiple"):
-        write_gguf(tmp_path / "a.gguf", ARCHITECTURE, [("a", np.ones((2, 33), np.float32), GGMLType.Q8_0)])
+        write_gguf(tmp_path / "a.gguf", ARCHITECTURE, [NewTensor("a", GGMLType.Q8_0, (2, 33), list)])

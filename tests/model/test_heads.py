@@ -9,13 +9,13 @@ import pytest
 from forge import LLM, UsageError
 from forge.engine.tasks import rerank_candidates, rerank_prompt
 from forge.gguf import GGMLType, GGUFFile
-from forge.gguf.writer import NewTensor, write_gguf
+from forge.gguf.writer import write_gguf
 from forge.mapped_file import ModelFileError
 from forge.model.hf_directory import ModelFolderError
 from forge.model.loader import open_weights
 from tests.model.raw_safetensors import CONFIG, SMALL, random_tensors, write_folder
 from tests.model.test_transformers_parity import hugging_face_model
-from tests.small_models import small_config, small_metadata, small_tensors, write_small_qwen3
+from tests.small_models import array_tensor, small_config, small_metadata, small_tensors, write_small_qwen3
 from tests.tokenizer.conftest import tokenizer_document
 
 torch = pytest.importorskip("torch", reason="parity needs PyTorch: pip install torch")
@@ -84,7 +84,7 @@ def reranker_gguf(path, vocab_size: int = 288):
     head = np.random.default_rng(1).standard_normal((2, config.hidden_size), np.float32)
     metadata = small_metadata(config)
     metadata |= {"qwen3.pooling_type": 4, "qwen3.classifier.output_labels": ["yes", "no"]}
-    tensors = [*small_tensors(config, GGMLType.F32, 4), NewTensor("cls.output.weight", GGMLType.F32, head)]
+    tensors = [*small_tensors(config, GGMLType.F32, 4), array_tensor("cls.output.weight", GGMLType.F32, head)]
     return write_gguf(path, metadata, tensors), head
 
 

@@ -10,7 +10,7 @@ from forge.backends.devices import create_backend
 from forge.backends.reference import ReferenceBackend
 from forge.errors import ForgeError
 from forge.gguf import GGMLType, GGUFError, GGUFFile
-from forge.gguf.writer import NewTensor, write_gguf
+from forge.gguf.writer import write_gguf
 from forge.model.backend import Backend, Operations
 from forge.model.config import Qwen3Config, expected_tensors
 from forge.model.loader import load_qwen3, open_weights
@@ -18,7 +18,7 @@ from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
 from forge.model.qwen3 import Qwen3Moe
 from tests.backends.cpu.models import ThreadedBackend, small_model
 from tests.model.raw_safetensors import write_folder
-from tests.small_models import small_metadata, write_small_qwen3
+from tests.small_models import array_tensor, small_metadata, write_small_qwen3
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
 TOKEN_IDS = np.random.default_rng(0).integers(0, 280, 40).tolist()
@@ -91,7 +91,7 @@ def test_a_gguf_file_says_the_same_as_a_folder(tmp_path):
     theirs.save_pretrained(tmp_path / "folder")
     with open_weights(tmp_path / "folder") as source:
         config = source.config
-        tensors = [NewTensor(n, GGMLType.F32, source.tensor(n).dequantize()) for n in expected_tensors(config)]
+        tensors = [array_tensor(n, GGMLType.F32, source.tensor(n).dequantize()) for n in expected_tensors(config)]
         path = write_gguf(tmp_path / "m.gguf", small_metadata(config), tensors)
     with GGUFFile.open(path) as file:
         assert replace(Qwen3Config.from_gguf(file), rms_norm_eps=config.rms_norm_eps) == config

@@ -164,8 +164,8 @@ def test_the_bytes_depend_on_the_seed_and_on_nothing_else(tmp_path, quantization
 @pytest.mark.parametrize("ggml_type", [GGMLType.Q8_0, GGMLType.BF16, GGMLType.Q4_K])
 def test_a_unit_of_weights_is_the_same_whatever_comes_before_it(monkeypatch, ggml_type):
     monkeypatch.setattr(synth_module, "UNIT_ELEMENTS", 4096)
-    whole = list(synth_module._weights("blk.0.attn_q.weight", ggml_type, (64, 256), 3)())
-    half = list(synth_module._weights("blk.0.attn_q.weight", ggml_type, (32, 256), 3)())
+    whole = list(synth_module._weights("blk.0.attn_q.weight", ggml_type, (64, 256), 3))
+    half = list(synth_module._weights("blk.0.attn_q.weight", ggml_type, (32, 256), 3))
 
     assert len(whole) == 4
     assert np.array_equal(np.concatenate(whole[:2]), np.concatenate(half))
@@ -175,7 +175,7 @@ def test_a_unit_of_weights_is_the_same_whatever_comes_before_it(monkeypatch, ggm
 def test_no_piece_is_larger_than_a_unit():
     shape = (FULL_VOCABULARY, 1024)
     for ggml_type in (GGMLType.F16, GGMLType.Q8_0):
-        pieces = synth_module._weights("token_embd.weight", ggml_type, shape, 0)()
+        pieces = synth_module._weights("token_embd.weight", ggml_type, shape, 0)
         assert next(pieces).nbytes <= 2 * synth_module.UNIT_ELEMENTS
 
 

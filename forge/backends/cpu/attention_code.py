@@ -30,13 +30,18 @@ from forge.backends.cpu.llvm_code import (
     I64,
     LANES,
     STORED,
+    TOP_BITS,
     V_F32,
     V_I32,
+    Values,
     call_intrinsic,
     constant,
     fused_multiply_add,
     load,
+    loop,
+    prefetch_line,
     reduce_each,
+    shuffle,
     splat,
     store,
     transpose,
@@ -47,34 +52,7 @@ from forge.backends.cpu.vectors import emits
 
 _KINDS = {FLOAT32: "f32", FLOAT16: "f16", BFLOAT16: "bf16", INT8: "int8"}
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
-_ZEROS, _INTEGER_ZEROS = ir.Constant(V_F32, [0.0] * LANES), ir.Constant(V_I32, [0] * LANES)
-_TOP_BITS = ir.Constant(V_I32, [0x80808080 - (1 << 32)] * LANES)
-"""128 in every byte."""
-
-Values = list[ir.Value]
-Body = Callable[[ir.Value, Values], Values]
-
-
-def _loop(
-    b: ir.IRBuilder, end: ir.Value, step: int, start: Values, body: Callable[[ir.Value, Values], Values]
-) -> Values:
-    """Emit `for index in range(0, end, step): values = body(index, values)`, run at least once. Returns the last
-    values."""
-    entry, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
-    b.branch(loop)
-    b.position_at_end(loop)
-    index = b.phi(I64)
-    values = [b.phi(initial.type) for initial in start]
-    results = body(index, values)
-    following = b.add(index, I64(step))
-    index.add_incoming(I64(0), entry)
-    index.add_incoming(following, b.block)
-    for value, first, result in zip(values, start, results, strict=True):
-        value.add_incoming(first, entry)
-        value.add_incoming(result, b.block)
-    b.cbranch(b.icmp_signed("<", following, end), loop, done)
-    b.position_at_end(done)
-    return results
+_ZEROS, _INTEGER_ZEROS = constant(V_F32, 0.0), constant(V_I32, 0)
 
 
 def _each(b: ir.IRBuilder, number: ir.Value, cases: dict[int, Callable[[], None]]) -> None:
@@ -106,8 +84,7 @@ def _row(b: ir.IRBuilder, base: ir.Value, rows: ir.Value, number: ir.Value) -> i
 def _fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
     """Prefetch `size` bytes into the second-level cache."""
     for line in range(0, size, 64):
-        pointer = b.inttoptr(b.add(address, I64(line)), I8.as_pointer())
-        call_intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
+        prefetch_line(b, b.add(address, I64(line)))
 
 
 @emits(types.void, *[types.int64] * 10)
@@ -143,7 +120,7 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
                 results += [fused_multiply_add(b, q, k, total) for k, total in zip(key, mine, strict=True)]
             return results
 
-        return _loop(b, width, LANES, [_ZEROS] * (step * together), dimensions)
+        return loop(b, width, LANES, [_ZEROS] * (step * together), dimensions)
 
     def integer_sums_of(addresses: Values, upcoming: Values, together: int, start: Values) -> Values:
         """Emit the same for int8. Bytes behind the end of a key are multiplied by zeros."""
@@ -153,7 +130,7 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
             for row in upcoming:
                 _fetch(b, b.add(row, index), 64)
             key = [load(b, b.add(address, index), V_I32) for address in addresses]
-            key = key if isa.signed_weights else [b.xor(part, _TOP_BITS) for part in key]
+            key = key if isa.signed_weights else [b.xor(part, TOP_BITS) for part in key]
             results = []
             for query in range(together):
                 q = load(b, query_at(query, index), V_I32)
@@ -161,7 +138,7 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
                 results += [isa.dot(b, total, k, q) for k, total in zip(key, mine, strict=True)]
             return results
 
-        return _loop(b, width, 4 * LANES, [initial for initial in start for _ in range(step)], dimensions)
+        return loop(b, width, 4 * LANES, [initial for initial in start for _ in range(step)], dimensions)
 
     def start_of(together: int) -> Values:
         """Emit the initial integer sums, whose lanes are added in the end: each query's offset in the first."""
@@ -189,8 +166,7 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
         result = reduce_each(b, every, b.add if kind == "int8" else b.fadd)
         result = b.sitofp(result, V_F32) if kind == "int8" else result
         for query in range(together):
-            lanes = ir.Constant(ir.VectorType(I32, step), list(range(query * step, (query + 1) * step)))
-            part = b.shuffle_vector(result, ir.Constant(V_F32, ir.Undefined), lanes)
+            part = shuffle(b, result, range(query * step, (query + 1) * step))
             store(b, b.add(scores, b.add(I64(4 * CHUNK * query), b.mul(first, I64(4)))), part)
 
     def emit(kind: str, together: int) -> None:
@@ -200,7 +176,7 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
             some_keys(kind, together, first, start)
             return []
 
-        _loop(b, count, LANES // together, [], block)
+        loop(b, count, LANES // together, [], block)
 
     _for_each_kind(b, kind, together, emit)
 
@@ -218,9 +194,9 @@ def _in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.
         return []
 
     with b.if_then(b.icmp_signed(">", whole, I64(0))):
-        _loop(b, whole, most * LANES, [], wide)
+        loop(b, whole, most * LANES, [], wide)
     with b.if_then(b.icmp_signed(">", width, whole)):
-        _loop(b, b.sub(width, whole), LANES, [], narrow)
+        loop(b, b.sub(width, whole), LANES, [], narrow)
 
 
 @emits(types.void, *[types.int64] * 12)
@@ -255,7 +231,7 @@ def add_values(b, kind, together, weights, count, packed, values, rows, width, o
                 results += [fused_multiply_add(b, weight, v, total) for v, total in zip(value, mine, strict=True)]
             return results
 
-        return _loop(b, count, 1, [_ZEROS] * (together * vectors), position)
+        return loop(b, count, 1, [_ZEROS] * (together * vectors), position)
 
     def integer_sums(is_packed: bool, together: int, column: ir.Value, vectors: int) -> Values:
         def pair(index: ir.Value, sums: Values) -> Values:
@@ -272,7 +248,7 @@ def add_values(b, kind, together, weights, count, packed, values, rows, width, o
                 results += [isa.dot_pairs(b, total, v, weight) for v, total in zip(value, mine, strict=True)]
             return results
 
-        sums = _loop(b, count, 2, [_INTEGER_ZEROS] * (together * vectors), pair)
+        sums = loop(b, count, 2, [_INTEGER_ZEROS] * (together * vectors), pair)
         return [b.sitofp(total, V_F32) for total in sums]
 
     def columns(sums_of: Callable[[int, ir.Value, int], Values], together: int, column: ir.Value, vectors: int) -> None:
@@ -315,9 +291,9 @@ def key_offset(b, query, width):
         return I32(0)
 
     def dimensions(index: ir.Value, sums: Values) -> Values:
-        return [isa.dot(b, sums[0], _TOP_BITS, load(b, b.add(query, index), V_I32))]
+        return [isa.dot(b, sums[0], TOP_BITS, load(b, b.add(query, index), V_I32))]
 
-    (total,) = _loop(b, width, 4 * LANES, [_INTEGER_ZEROS], dimensions)
+    (total,) = loop(b, width, 4 * LANES, [_INTEGER_ZEROS], dimensions)
     return b.neg(call_intrinsic(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, total))
 
 
@@ -340,15 +316,15 @@ def pack_keys(b, keys, rows, count, width, packed, ahead):
             for row in upcoming:
                 _fetch(b, b.add(row, index), 64)
             lines = [load(b, b.add(address, index), V_I32) for address in addresses]
-            lines = lines if isa.signed_weights else [b.xor(line, _TOP_BITS) for line in lines]
+            lines = lines if isa.signed_weights else [b.xor(line, TOP_BITS) for line in lines]
             for number, line in enumerate(transpose(b, lines)):
                 store(b, b.add(target, b.add(b.mul(index, I64(LANES)), I64(4 * LANES * number))), line)
             return []
 
-        _loop(b, width, 4 * LANES, [], dimensions)
+        loop(b, width, 4 * LANES, [], dimensions)
         return []
 
-    _loop(b, count, LANES, [], block)
+    loop(b, count, LANES, [], block)
 
 
 @emits(types.void, *[types.int64] * 7)
@@ -373,13 +349,13 @@ def dot_packed_keys(b, together, queries, offsets, width, packed, count, scores)
                     results += [isa.dot(b, total, key, x) for total, key in zip(mine, keys, strict=True)]
                 return results
 
-            sums = _loop(b, width, 4, [initial for initial in start for _ in range(blocks)], dimensions)
+            sums = loop(b, width, 4, [initial for initial in start for _ in range(blocks)], dimensions)
             for number, total in enumerate(sums):
                 at = b.add(b.mul(first, I64(4)), I64(4 * (CHUNK * (number // blocks) + LANES * (number % blocks))))
                 store(b, b.add(scores, at), b.sitofp(total, V_F32))
             return []
 
-        _loop(b, count, LANES * blocks, [], keys_from)
+        loop(b, count, LANES * blocks, [], keys_from)
 
     _each(b, together, {count: partial(emit, count) for count in (1, 2, 4)})
 
@@ -411,4 +387,4 @@ def pack_values(b, values, rows, count, width, packed, ahead, ahead_rows):
         _in_columns(b, width, 4, columns)
         return []
 
-    _loop(b, count, 2, [], positions)
+    loop(b, count, 2, [], positions)

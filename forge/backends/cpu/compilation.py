@@ -28,11 +28,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import IO
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -47,7 +48,7 @@ from forge.backends.cpu.processor import (
     is_forced,
     usable_cpus,
 )
-from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileLayout, emit_tile
+from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileCode, TileLayout
 
 Arguments = tuple[str | np.dtype, ...]
 
@@ -125,15 +126,31 @@ def _made_folder() -> Path:
     with tempfile.TemporaryFile(dir=folder):
         os.utime(folder)
     if is_new:
-        _forget_old_folders(root)
+        forget_unused(root.glob("kernels-*"))  # compiled code of other versions
     return folder
 
 
-def _forget_old_folders(root: Path) -> None:
-    """Remove compiled code of other versions that has not been used for a month."""
-    for folder in root.glob("kernels-*"):
-        if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+def forget_unused(paths: Iterable[Path]) -> None:
+    """Remove the files and folders that have not been used for a month."""
+    for path in paths:
+        if time.time() - path.stat().st_mtime > KEEP_SECONDS:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, buffering: int = -1) -> Iterator[IO[bytes]]:
+    """Open a file that appears as `path` only once it is whole, though other processes may write it too. Raises
+    `OSError`, and leaves nothing behind, if it cannot be written."""
+    with tempfile.NamedTemporaryFile(
+        buffering=buffering, dir=path.parent, prefix=".", suffix=".tmp", delete=False
+    ) as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def _sources() -> "hashlib._Hash":
@@ -184,11 +201,6 @@ class MachineCode:
             engine.finalize_object()
             self._engine = engine  # from here on other threads take addresses from it
 
-    def symbol(self, name: str) -> int:
-        """Return the address of the machine code of one of its functions."""
-        self.compile()
-        return self._address(name)
-
     def _address(self, name: str) -> int:
         assert self._engine is not None, "it is compiled"
         return self._engine.get_function_address(name)
@@ -213,7 +225,8 @@ class Kernel(MachineCode):
     @property
     def address(self) -> int:
         """The address of the machine code."""
-        return self.symbol(self.name)
+        self.compile()
+        return self._address(self.name)
 
     def _module(self, machine):
         from forge.backends.cpu.numba_internals import c_function  # loads Numba
@@ -274,7 +287,7 @@ def optimized_tiles(isa: InstructionSet, layout: TileLayout, machine: llvm.Targe
     for rows in range(1, MAX_ROWS + 1):
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), [integer] * len(TILE_ARGUMENTS)), f"tile_{rows}")
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        emit_tile(builder, isa, layout, rows, dict(zip(TILE_ARGUMENTS, function.args, strict=True)))
+        TileCode(builder, isa, layout, rows, dict(zip(TILE_ARGUMENTS, function.args, strict=True))).emit()
         builder.ret_void()
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
@@ -288,10 +301,8 @@ def _optimize(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
     builder.getModulePassManager().run(module, builder)
 
 
-@cache
-def tile_set(layout: TileLayout) -> TileSet:
-    """Return the one `TileSet` of a layout."""
-    return TileSet(layout)
+tile_set = cache(TileSet)
+"""Returns the one `TileSet` of a layout."""
 
 
 def compile_all(items: Iterable[Kernel | TileSet], on_progress: CompileProgress | None = None) -> None:
@@ -368,19 +379,10 @@ def _read_object(folder: Path | None, name: str) -> bytes | None:
 
 
 def _write_object(name: str, code: bytes) -> None:
-    """Keep an object file atomically, though other processes may write it too. A full disk is ignored."""
-    folder = cache_folder()
-    if folder is None:
-        return
-    with contextlib.suppress(OSError):
-        handle, temporary = tempfile.mkstemp(prefix=name, suffix=".tmp", dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
-            os.replace(temporary, folder / f"{name}.o")
-        except OSError:
-            os.unlink(temporary)
-            raise
+    """Keep an object file. A full disk is ignored."""
+    if (folder := cache_folder()) is not None:
+        with contextlib.suppress(OSError), whole_file(folder / f"{name}.o") as file:
+            file.write(hashlib.sha256(code).digest() + code)
 
 
 _HALF_CONVERSIONS = """

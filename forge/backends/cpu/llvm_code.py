@@ -3,7 +3,7 @@
 Addresses are plain int64 numbers, as in C.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
@@ -21,8 +21,14 @@ def load(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type, align: int = 
     return value
 
 
-def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, align: int = 1) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
+def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 1
+
+
+def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Prefetch the cache line at an address into the second-level cache."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    call_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
 
 
 def constant(type_: ir.VectorType, number: float) -> ir.Constant:
@@ -30,11 +36,20 @@ def constant(type_: ir.VectorType, number: float) -> ir.Constant:
     return ir.Constant(type_, [number] * type_.count)
 
 
+TOP_BITS = constant(V_I32, 0x80808080 - (1 << 32))
+"""128 in every byte: xor turns signed bytes w into unsigned w + 128, and back."""
+
+
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     """Return 16 copies of a scalar."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-    first_lane = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first_lane, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+    return shuffle(builder, builder.insert_element(undefined, scalar, I32(0)), [0] * LANES)
+
+
+def shuffle(builder: ir.IRBuilder, vector: ir.Value, lanes: Sequence[int], other: ir.Value | None = None) -> ir.Value:
+    """Return a vector of some lanes of one, or of two: the lanes of `other` are numbered behind those of `vector`."""
+    other = ir.Constant(vector.type, ir.Undefined) if other is None else other
+    return builder.shuffle_vector(vector, other, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
 
 def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
@@ -84,14 +99,9 @@ def _halves(builder: ir.IRBuilder, vectors: list[ir.Value], width: int) -> tuple
     """Cut every vector into runs of `width` lanes. Return, for each two vectors, the even runs of both in one vector;
     and the odd runs."""
     low = [lane for lane in range(LANES) if lane % (2 * width) < width]
-    lows, highs = (
-        ir.Constant(ir.VectorType(I32, LANES), [lane + half + side for side in (0, LANES) for lane in low])
-        for half in (0, width)
-    )
+    lows, highs = ([lane + half + side for side in (0, LANES) for lane in low] for half in (0, width))
     pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-    return [builder.shuffle_vector(*pair, lows) for pair in pairs], [
-        builder.shuffle_vector(*pair, highs) for pair in pairs
-    ]
+    return [shuffle(builder, a, lows, b) for a, b in pairs], [shuffle(builder, a, highs, b) for a, b in pairs]
 
 
 def reduce_each(
@@ -113,3 +123,28 @@ def transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     for width in (8, 4, 2, 1):
         groups = [half for group in groups for half in _halves(builder, group, width)]
     return [column for group in groups for column in group]
+
+
+Values = list[ir.Value]
+
+
+def loop(
+    b: ir.IRBuilder, end: ir.Value, step: int, start: Values, body: Callable[[ir.Value, Values], Values]
+) -> Values:
+    """Emit `for index in range(0, end, step): values = body(index, values)`, run at least once. Returns the last
+    values."""
+    entry, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+    b.branch(loop)
+    b.position_at_end(loop)
+    index = b.phi(I64)
+    values = [b.phi(initial.type) for initial in start]
+    results = body(index, values)
+    following = b.add(index, I64(step))
+    index.add_incoming(I64(0), entry)
+    index.add_incoming(following, b.block)
+    for value, first, result in zip(values, start, results, strict=True):
+        value.add_incoming(first, entry)
+        value.add_incoming(result, b.block)
+    b.cbranch(b.icmp_signed("<", following, end), loop, done)
+    b.position_at_end(done)
+    return results

@@ -122,7 +122,7 @@ define {returned} @{name}({values}) {{
 """
 
 
-class _VectorType(types.Type):
+class VectorType(types.Type):
     """A Numba type whose values are one LLVM vector."""
 
     def __init__(self, name: str, llvm_type: ir.VectorType):
@@ -130,15 +130,10 @@ class _VectorType(types.Type):
         super().__init__(name)
 
 
-@register_model(_VectorType)
+@register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Any):
         super().__init__(dmm, fe_type, fe_type.llvm_type)
-
-
-def vector_type(name: str, llvm_type: ir.VectorType) -> types.Type:
-    """Create a Numba type whose values are vectors of this LLVM type."""
-    return _VectorType(name, llvm_type)
 
 
 def define_operator(function: Callable[..., Any], instruction: str, vector: types.Type) -> None:

@@ -23,8 +23,6 @@ import mmap
 import os
 import shutil
 import struct
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
@@ -35,7 +33,7 @@ import numpy as np
 
 from forge.backends.choices import packed_weights_wanted
 from forge.backends.cpu import packing, tiles
-from forge.backends.cpu.compilation import KEEP_SECONDS, cache_root
+from forge.backends.cpu.compilation import cache_root, forget_unused, whole_file
 from forge.backends.cpu.packing import LINE, FloatMatrix, PackedMatrix, QuantizedMatrix, padded
 from forge.backends.cpu.tiles import TileLayout
 
@@ -72,7 +70,7 @@ class PackedCache:
         needed = sum(packed.nbytes for packed in self._made.values())
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _forget_unused(self.path.parent)
+            forget_unused(self.path.parent.iterdir())
             if 2 * needed < shutil.disk_usage(self.path.parent).free:
                 _write(self.path, self._made)
 
@@ -105,12 +103,6 @@ def _key(path: Path, quantize: str | None) -> str:
     return digest.hexdigest()[:32]
 
 
-def _forget_unused(folder: Path) -> None:
-    for file in folder.iterdir():
-        if time.time() - file.stat().st_mtime > KEEP_SECONDS:
-            file.unlink(missing_ok=True)
-
-
 def _arrays(packed: PackedMatrix) -> dict[str, np.ndarray]:
     members = {field.name: getattr(packed, field.name) for field in fields(packed)}
     return {name: value for name, value in members.items() if isinstance(value, np.ndarray)}
@@ -130,20 +122,12 @@ def _write(path: Path, matrices: dict[str, PackedMatrix]) -> None:
         entries[name] = entry
     header = json.dumps({"bytes": offset, "matrices": entries}).encode()
     start = padded(_START.size + len(header), _PAGE)
-    with tempfile.NamedTemporaryFile(
-        buffering=_WRITTEN_AT_ONCE, dir=path.parent, prefix=".", suffix=".tmp", delete=False
-    ) as file:
-        try:
-            file.write(_START.pack(_MAGIC, len(header), hashlib.sha256(header).digest()) + header)
-            file.seek(start)
-            for array in pieces:
-                file.write(np.ascontiguousarray(array).data.cast("B"))
-                file.write(bytes(-array.nbytes % LINE))
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with whole_file(path, _WRITTEN_AT_ONCE) as file:
+        file.write(_START.pack(_MAGIC, len(header), hashlib.sha256(header).digest()) + header)
+        file.seek(start)
+        for array in pieces:
+            file.write(np.ascontiguousarray(array).data.cast("B"))
+            file.write(bytes(-array.nbytes % LINE))
 
 
 def _map(path: Path) -> dict[str, PackedMatrix]:

@@ -197,12 +197,8 @@ def _pack_float(kind: str, raw: np.ndarray, shape: tuple[int, int], arena: Arena
     if rows % LANES or columns % GROUP:
         values[...] = 0
     for first in range(0, rows, ROWS_PER_PASS):
-        part = source[first : first + ROWS_PER_PASS]
-        full = len(part) // LANES * LANES
-        tile = first // LANES
-        values[tile : tile + full // LANES, :columns] = part[:full].reshape(-1, LANES, columns).transpose(0, 2, 1)
-        if full < len(part):
-            values[tile + full // LANES, :columns, : len(part) - full] = part[full:].T
+        tiles = _tiled(source[first : first + ROWS_PER_PASS])
+        values[first // LANES :][: len(tiles), :columns] = tiles
     return FloatMatrix(rows, columns, kind, values)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from llvmlite import ir
 
-from forge.backends.cpu.llvm_code import I8, I16, I32, LANES, V_I32, call_intrinsic, constant
+from forge.backends.cpu.llvm_code import I8, I16, I32, LANES, V_I32, call_intrinsic, constant, shuffle
 from forge.errors import UsageError
 
 _X86, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
@@ -30,20 +30,23 @@ _X86_64_V3 = frozenset(
 FORCE_VARIABLE = "FORGE_CPU_KERNEL"
 
 
-def _part(builder: ir.IRBuilder, vector: ir.Value, index: int, width: int) -> ir.Value:
-    """Return lanes `index * width` to `(index + 1) * width` - 1."""
-    undefined = ir.Constant(vector.type, ir.Undefined)
-    lanes = list(range(index * width, (index + 1) * width))
-    return builder.shuffle_vector(vector, undefined, ir.Constant(ir.VectorType(I32, width), lanes))
-
-
-def _join(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """Concatenate vectors."""
-    while len(parts) > 1:
-        count = 2 * parts[0].type.count
-        lanes = ir.Constant(ir.VectorType(I32, count), list(range(count)))
-        parts = [builder.shuffle_vector(a, b, lanes) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+def _call_on_parts(
+    builder: ir.IRBuilder, name: str, lanes: int, *vectors: ir.Value, factors: ir.Type | None = None
+) -> ir.Value:
+    """Call an intrinsic whose result has `lanes` int32 on equal parts of vectors; return all of its results as one.
+    factors: the type of all parts but the first, if it is not that of the vectors."""
+    results, count = [], LANES // lanes
+    for index in range(count):
+        parts: list[ir.Value] = []
+        for vector in vectors:
+            width = vector.type.count // count
+            part = shuffle(builder, vector, range(index * width, (index + 1) * width))
+            parts.append(builder.bitcast(part, factors) if parts and factors is not None else part)
+        results.append(call_intrinsic(builder, name, ir.VectorType(I32, lanes), *parts))
+    while len(results) > 1:
+        pairs = zip(results[::2], results[1::2], strict=True)
+        results = [shuffle(builder, a, range(2 * a.type.count), b) for a, b in pairs]
+    return results[0]
 
 
 class InstructionSet:
@@ -111,20 +114,10 @@ class AvxVnni(InstructionSet):
     target_cpu, target_features, target_needs = "x86-64-v3", "+avxvnni", _X86_64_V3
 
     def dot(self, builder, acc, weights, x):
-        return self._halves(builder, "llvm.x86.avx512.vpdpbusd.256", acc, weights, x)
+        return _call_on_parts(builder, "llvm.x86.avx512.vpdpbusd.256", 8, acc, weights, x)
 
     def dot_pairs(self, builder, acc, a, b):
-        return self._halves(builder, "llvm.x86.avx512.vpdpwssd.256", acc, a, b)
-
-    def _halves(self, builder, name, *vectors):
-        half = ir.VectorType(I32, 8)
-        return _join(
-            builder,
-            [
-                call_intrinsic(builder, name, half, *(_part(builder, value, index, 8) for value in vectors))
-                for index in range(2)
-            ],
-        )
+        return _call_on_parts(builder, "llvm.x86.avx512.vpdpwssd.256", 8, acc, a, b)
 
 
 class Avx2(InstructionSet):
@@ -152,16 +145,7 @@ class Avx2(InstructionSet):
         return builder.add(acc, self._multiply_pairs(builder, *(builder.bitcast(x, wide) for x in (a, b))))
 
     def _multiply_pairs(self, builder, a, b):
-        half = ir.VectorType(I32, 8)
-        return _join(
-            builder,
-            [
-                call_intrinsic(
-                    builder, "llvm.x86.avx2.pmadd.wd", half, _part(builder, a, index, 16), _part(builder, b, index, 16)
-                )
-                for index in range(2)
-            ],
-        )
+        return _call_on_parts(builder, "llvm.x86.avx2.pmadd.wd", 8, a, b)
 
 
 class NeonDot(InstructionSet):
@@ -174,21 +158,8 @@ class NeonDot(InstructionSet):
     signed_weights = True
 
     def dot(self, builder, acc, weights, x):
-        bytes_ = ir.VectorType(I8, 16)
-        return _join(
-            builder,
-            [
-                call_intrinsic(
-                    builder,
-                    "llvm.aarch64.neon.sdot.v4i32.v16i8",
-                    ir.VectorType(I32, 4),
-                    _part(builder, acc, index, 4),
-                    builder.bitcast(_part(builder, weights, index, 4), bytes_),
-                    builder.bitcast(_part(builder, x, index, 4), bytes_),
-                )
-                for index in range(4)
-            ],
-        )
+        name, factors = "llvm.aarch64.neon.sdot.v4i32.v16i8", ir.VectorType(I8, 16)
+        return _call_on_parts(builder, name, 4, acc, weights, x, factors=factors)
 
 
 class Portable(InstructionSet):
@@ -307,8 +278,9 @@ def cgroup_quota(root: Path = Path("/")) -> float | None:
     lines = [line.split(":", 2) for line in groups_file if line.count(":") >= 2]
     unified = next((path for _, controllers, path in lines if controllers == ""), "/")
     version_1 = next((path for _, controllers, path in lines if "cpu" in controllers.split(",")), "/")
-    quotas = [_quota_v2(folder) for folder in _with_parents(groups, unified)]
-    quotas += [_quota_v1(folder) for folder in _with_parents(groups / "cpu", version_1)]
+    quotas = [_quota(folder / "cpu.max") for folder in _with_parents(groups, unified)]
+    for folder in _with_parents(groups / "cpu", version_1):
+        quotas.append(_quota(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
@@ -318,17 +290,10 @@ def _with_parents(root: Path, path: str) -> list[Path]:
     return [root.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
 
 
-def _quota_v2(folder: Path) -> float | None:
+def _quota(*files: Path) -> float | None:
+    """Return a quota over its period, which stand in one file or in two; None for no limit, `max` or -1."""
     try:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _quota_v1(folder: Path) -> float | None:
-    try:
-        quota = int((folder / "cpu.cfs_quota_us").read_text())
-        return None if quota <= 0 else quota / int((folder / "cpu.cfs_period_us").read_text())
+        quota, period = " ".join(file.read_text() for file in files).split()
+        return None if quota in ("max", "-1") else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -22,11 +22,9 @@ _PLACE_BITS = 20
 def _atomic(operation: str):
     """Make a function that changes the int64 at an address atomically, and returns the value before."""
 
-    @emits(types.int64, types.int64, types.int64)
-    def change(builder, address, operand):
-        return builder.atomic_rmw(operation, builder.inttoptr(address, I64.as_pointer()), operand, "seq_cst")
-
-    return change
+    return emits(types.int64, types.int64, types.int64)(
+        lambda b, address, operand: b.atomic_rmw(operation, b.inttoptr(address, I64.as_pointer()), operand, "seq_cst")
+    )
 
 
 atomic_add, atomic_swap, atomic_max, atomic_or = map(_atomic, ("add", "xchg", "max", "or"))

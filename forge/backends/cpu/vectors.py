@@ -34,15 +34,17 @@ from forge.backends.cpu.llvm_code import (
     fused_multiply_add,
     load,
     narrow,
+    prefetch_line,
     reduce_each,
+    shuffle,
     splat,
     store,
     widen,
 )
-from forge.backends.cpu.numba_internals import define_operator, vector_type
+from forge.backends.cpu.numba_internals import VectorType, define_operator
 
-f32x16 = vector_type("f32x16", V_F32)
-i32x16 = vector_type("i32x16", V_I32)
+f32x16 = VectorType("f32x16", V_F32)
+i32x16 = VectorType("i32x16", V_I32)
 
 
 def emits(result: types.Type, *arguments: types.Type):
@@ -75,35 +77,19 @@ for _function, _name in (
 
 
 def _loader(kind: str):
-    @emits(f32x16, types.int64)
-    def load_vector(builder, address):
-        return widen(builder, load(builder, address, STORED[kind]), kind)
-
-    return load_vector
+    return emits(f32x16, types.int64)(lambda b, address: widen(b, load(b, address, STORED[kind]), kind))
 
 
 def _storer(kind: str):
-    @emits(types.void, types.int64, f32x16)
-    def store_vector(builder, address, value):
-        store(builder, address, narrow(builder, value, kind))
-
-    return store_vector
+    return emits(types.void, types.int64, f32x16)(lambda b, address, value: store(b, address, narrow(b, value, kind)))
 
 
 load_f32, load_f16, load_bf16 = _loader("f32"), _loader("f16"), _loader("bf16")
 store_f32, store_f16, store_bf16 = _storer("f32"), _storer("f16"), _storer("bf16")
 
 
-@emits(f32x16, types.float32)
-def splat_f32(builder, scalar):
-    """Return an f32x16 with the same float32 in every lane."""
-    return splat(builder, scalar)
-
-
-@emits(f32x16, f32x16, f32x16, f32x16)
-def fma(builder, a, b, c):
-    """a * b + c, rounded once."""
-    return fused_multiply_add(builder, a, b, c)
+splat_f32 = emits(f32x16, types.float32)(splat)
+fma = emits(f32x16, f32x16, f32x16, f32x16)(fused_multiply_add)
 
 
 def _tree(combine):
@@ -115,13 +101,7 @@ def _tree(combine):
         width = LANES
         while width > 1:
             width //= 2
-            undefined = ir.Constant(value.type, ir.Undefined)
-            low, high = (
-                builder.shuffle_vector(
-                    value, undefined, ir.Constant(ir.VectorType(I32, width), list(range(start, start + width)))
-                )
-                for start in (0, width)
-            )
+            low, high = (shuffle(builder, value, range(start, start + width)) for start in (0, width))
             value = combine(builder, low, high)
         return builder.extract_element(value, ir.Constant(I32, 0))
 
@@ -129,40 +109,31 @@ def _tree(combine):
 
 
 def _maximum(builder, a, b):
+    """Return the larger of each lane; b where they do not compare."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-sum16 = _tree(ir.IRBuilder.fadd)
-max16 = _tree(_maximum)
-
-
-@emits(f32x16, f32x16, f32x16)
-def maximum(builder, a, b):
-    """Return the larger of each lane; b where they do not compare."""
-    return _maximum(builder, a, b)
+sum16, max16 = _tree(ir.IRBuilder.fadd), _tree(_maximum)
+maximum = emits(f32x16, f32x16, f32x16)(_maximum)
 
 
 def _absolute(builder, a):
+    """Return |a| of each lane."""
     return builder.bitcast(builder.and_(builder.bitcast(a, V_I32), constant(V_I32, 0x7FFFFFFF)), V_F32)
 
 
-@emits(f32x16, f32x16)
-def absolute(builder, a):
-    """Return |a| of each lane."""
-    return _absolute(builder, a)
+absolute = emits(f32x16, f32x16)(_absolute)
 
 
 def _rounded(builder, a):
+    """Round each lane to the nearest integer, ties to even, as i32x16. Lanes must lie within ±2^22."""
     # Adding 1.5 * 2^23 pushes the fraction out of the mantissa, rounding it to nearest even on the way.
     magic = constant(V_F32, 12582912.0)
     bits = builder.bitcast(builder.fadd(a, magic), V_I32)
     return builder.sub(bits, constant(V_I32, 0x4B400000))
 
 
-@emits(i32x16, f32x16)
-def round_to_int(builder, a):
-    """Round each lane to the nearest integer, ties to even, as i32x16. Lanes must lie within ±2^22."""
-    return _rounded(builder, a)
+round_to_int = emits(i32x16, f32x16)(_rounded)
 
 
 @emits(types.void, types.int64, i32x16)
@@ -254,29 +225,18 @@ def exp_code(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.fmul(result, scale)
 
 
-@emits(f32x16, f32x16)
-def exp16(builder, x):
-    """exp lane by lane (see `exp_code`)."""
-    return exp_code(builder, x)
+exp16 = emits(f32x16, f32x16)(exp_code)
 
 
 # Scalars at addresses.
 
 
 def _scalar_load(numba_type, llvm_type):
-    @emits(numba_type, types.int64)
-    def load_scalar(builder, address):
-        return load(builder, address, llvm_type)
-
-    return load_scalar
+    return emits(numba_type, types.int64)(lambda builder, address: load(builder, address, llvm_type))
 
 
 def _scalar_store(numba_type):
-    @emits(types.void, types.int64, numba_type)
-    def store_scalar(builder, address, value):
-        store(builder, address, value)
-
-    return store_scalar
+    return emits(types.void, types.int64, numba_type)(store)
 
 
 get_i64, get_i32, get_u8 = _scalar_load(types.int64, I64), _scalar_load(types.int32, I32), _scalar_load(types.uint8, I8)
@@ -286,16 +246,8 @@ put_i64, put_i32 = _scalar_store(types.int64), _scalar_store(types.int32)
 put_f32 = _scalar_store(types.float32)
 
 
-@emits(types.int64, types.float64)
-def float_bits(builder, number):
-    """The bits of a float64 as an int64."""
-    return builder.bitcast(number, I64)
-
-
-@emits(types.float64, types.int64)
-def bits_float(builder, bits):
-    """The float64 of those bits."""
-    return builder.bitcast(bits, F64)
+float_bits = emits(types.int64, types.float64)(lambda builder, number: builder.bitcast(number, I64))
+bits_float = emits(types.float64, types.int64)(lambda builder, bits: builder.bitcast(bits, F64))
 
 
 @intrinsic
@@ -318,18 +270,13 @@ def field_address(typingctx, record, name):
     return types.int64(record, name), codegen
 
 
-def _scalar_widener(kind: str, raw_type: ir.Type):
-    @emits(types.float32, types.int64)
-    def get_number(builder, address):
-        raw = load(builder, address, raw_type)
-        if kind == "f16":
-            return builder.fpext(raw, F32)
-        return builder.bitcast(builder.shl(builder.zext(raw, I32), I32(16)), F32)
-
-    return get_number
+get_f16 = emits(types.float32, types.int64)(lambda builder, address: builder.fpext(load(builder, address, HALF), F32))
 
 
-get_f16, get_bf16 = _scalar_widener("f16", HALF), _scalar_widener("bf16", I16)
+@emits(types.float32, types.int64)
+def get_bf16(builder, address):
+    """Load a bfloat16: the upper half of a float32."""
+    return builder.bitcast(builder.shl(builder.zext(load(builder, address, I16), I32), I32(16)), F32)
 
 
 @emits(f32x16, f32x16, types.int64, types.float32)
@@ -354,9 +301,4 @@ def call_tile(builder, tile, *arguments):
     builder.call(builder.inttoptr(tile, function_type.as_pointer()), arguments)
 
 
-@emits(types.void, types.int64)
-def prefetch(builder, address):
-    """Prefetch the cache line at an address into the second-level cache."""
-
-    pointer = builder.inttoptr(address, I8.as_pointer())
-    call_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
+prefetch = emits(types.void, types.int64)(prefetch_line)

@@ -13,6 +13,7 @@ import torch
 
 from forge.backends.cuda import shapes
 from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
+from forge.backends.cuda.storage import HostBuffer
 from forge.model.forward_batch import ForwardBatch
 
 LEAST_WORDS = 1 << 16
@@ -179,27 +180,6 @@ def one_row_tile(policy: Policy, in_float32: bool) -> shapes.AttentionTile:
     return shapes.one_row_tile(policy.heads, policy.kv_heads, in_float32)
 
 
-class _HostWords:
-    """The words on the host, which may be written again only after their copy to the device has been made."""
-
-    def __init__(self, words: int, on_gpu: bool):
-        self.tensor = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
-        self.numbers = self.tensor.numpy()
-        self._copied = torch.cuda.Event() if on_gpu else None
-
-    def writable(self) -> np.ndarray:
-        """Return the words after the copy of their previous contents has been made."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self.numbers
-
-    def copy_to(self, on_device: torch.Tensor, count: int) -> None:
-        """Start the copy of the first `count` words."""
-        on_device[:count].copy_(self.tensor[:count], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-
 class InputBuffer:
     """The words on the host and on the device. Steps fill it one after the other; it moves when it grows.
 
@@ -210,7 +190,7 @@ class InputBuffer:
     def __init__(self, device: torch.device):
         self._device = device
         self._words = self._fills = 0
-        self._hosts: list[_HostWords] = []
+        self._hosts: list[HostBuffer] = []
         self._on_device = torch.zeros(0, dtype=torch.int32)
 
     def reach(self, shape: Shape, table_words: int) -> bool:
@@ -220,7 +200,7 @@ class InputBuffer:
         if needed <= self._words:
             return False
         self._words = max(LEAST_WORDS, shapes.next_power_of_2(needed))
-        self._hosts = [_HostWords(self._words, self._device.type == "cuda") for _ in range(2)]
+        self._hosts = [HostBuffer((self._words,), self._device) for _ in range(2)]
         self._on_device = torch.zeros(self._words, dtype=torch.int32, device=self._device)
         return True
 
@@ -228,7 +208,8 @@ class InputBuffer:
         """Write the batch's words and start their copy to the device. The step before may still be running."""
         host = self._hosts[self._fills % 2]
         self._fills += 1
-        words = host.writable()
+        host.wait()  # until its previous contents have been copied
+        words = host.numbers
         spans, used = _word_spans(shape)
         words[:used] = 0
         words[0] = batch.block_tables.shape[1]
@@ -245,7 +226,7 @@ class InputBuffer:
         tables = batch.block_tables.reshape(-1)
         end = used + tables.size  # rows that are padding have no keys, so they need no table
         words[used:end] = tables
-        host.copy_to(self._on_device, end)
+        host.copy(self._on_device[:end], host.tensor[:end])
 
     def inputs(self, shape: Shape) -> Inputs:
         """Return views of the device's words for that shape."""

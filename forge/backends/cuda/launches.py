@@ -8,26 +8,30 @@ Every launch goes through one callable, `Launcher`, so that another can take its
 model would launch and compile exactly that, without a device.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
 from forge.backends.cuda import shapes
 from forge.backends.cuda.inputs import Inputs, Policy, Shape, attention_tile, one_row_tile
 from forge.backends.cuda.kernels import argmax, attention, decode_attention, matmul, unfused
-from forge.backends.cuda.network import Layer, Network, Norm
+from forge.backends.cuda.network import Layer, Network
 from forge.backends.cuda.storage import Rotations, TorchKvStorage
 from forge.backends.cuda.warm_up import LaunchDescription, describe
 from forge.backends.cuda.weights import DENSE, Matrix
+from forge.backends.fusion import Norm
 
 Launcher = Callable[..., None]
-"""Called with (kernel, grid, *arguments, num_warps=, num_stages=, **constants)."""
+"""Called with (kernel, grid, *arguments, **constants), and with `num_warps` and `num_stages` if not `ONE_STAGE`."""
 
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 """Multiply and add in one instruction, whatever this Triton's default is."""
+ONE_STAGE = {"num_warps": 4, "num_stages": 1}
+"""The warps and stages of a launch that states none: of a kernel that loops over nothing."""
 EMBED_COLUMNS = 1024
 """Columns of a row of the embedding that one program copies. Guess."""
 SWIGLU_COLUMNS = 1024
@@ -51,35 +55,18 @@ class TritonLauncher:
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Add the options that hold for every launch to a launch's constants, warps and stages."""
-        return options | self._options | {"PDL": self.dependent}
+        return ONE_STAGE | options | self._options | {"PDL": self.dependent}
 
 
 class ListingLauncher(TritonLauncher):
-    """Launches nothing and lists the description of every launch once, in order, in `found`."""
+    """Launches nothing and counts how often each description is launched, in order of first use, in `found`."""
 
     def __init__(self, dependent: bool):
         super().__init__(dependent)
-        self.found: dict[LaunchDescription, None] = {}
+        self.found: Counter[LaunchDescription] = Counter()
 
     def __call__(self, kernel, grid: tuple[int, ...], *arguments, **options) -> None:
-        self.found[describe(kernel, arguments, self.options(options))] = None
-
-
-class _AttentionCall(NamedTuple):
-    """A launch of either attention kernel: its grid, and the arguments that the other one does not have."""
-
-    kernel: Any
-    tile: shapes.AttentionTile
-    num_tiles: int
-    """Programs are tiles by key/value heads by splits."""
-    splits: int
-    num_rows: int
-    """Rows of the result."""
-    reads: tuple[torch.Tensor, ...]
-    """The kernel's first arrays, before keys and values."""
-    numbers: tuple[float, ...]
-    """The arguments after its last array."""
-    constants: dict[str, int]
+        self.found[describe(kernel, arguments, self.options(options))] += 1
 
 
 class Launches:
@@ -162,9 +149,7 @@ class Launches:
             return out
         pairs = self.normed(x, norm) @ self._dense(gate_up).t()
         block = min(SWIGLU_COLUMNS, shapes.next_power_of_2(width))
-        self.launch(
-            unfused.swiglu, (len(x), -(-width // block)), pairs, out, width, BLOCK=block, num_warps=4, num_stages=1
-        )
+        self.launch(unfused.swiglu, (len(x), -(-width // block)), pairs, out, width, BLOCK=block)
         return out
 
     def decode_attention(
@@ -173,20 +158,18 @@ class Launches:
         """Compute a decode's head norms, rotation, cache writes and attention: `[T, heads * head_dim]`."""
         head_dim, splits = self._network.head_dim, inputs.shape.splits
         norms = layer.query_norm.weight, layer.key_norm.weight, self._rotations.cos, self._rotations.sin
-        call = _AttentionCall(
+        return self._attend(
             decode_attention.decode_attention,
             one_row_tile(self._policy, inputs.shape.in_float32),
-            num_tiles=len(qkv),
-            splits=splits,
-            num_rows=len(qkv),
-            reads=(qkv, *norms, inputs.positions, inputs.slots, inputs.tables, inputs.table_stride),
-            numbers=(layer.query_norm.eps, head_dim**-0.5),
-            constants={
-                "BLOCK_HALF": max(16, shapes.next_power_of_2(head_dim // 2)),
-                "NEWEST": splits - 1 if self._policy.tuning.new_key_last else 0,
-            },
+            (len(qkv), splits),
+            len(qkv),
+            (qkv, *norms, inputs.positions, inputs.slots, inputs.tables, inputs.table_stride),
+            (storage, index),
+            layer.query_norm.eps,
+            head_dim**-0.5,
+            BLOCK_HALF=max(16, shapes.next_power_of_2(head_dim // 2)),
+            NEWEST=splits - 1 if self._policy.tuning.new_key_last else 0,
         )
-        return self._attend(call, storage, index)
 
     def store_heads(self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs) -> None:
         """Normalize and rotate queries in place, and store keys and values in the cache."""
@@ -210,8 +193,6 @@ class Launches:
             BLOCK_HEADS=shapes.next_power_of_2(network.num_heads),
             BLOCK_KV_HEADS=shapes.next_power_of_2(network.num_kv_heads),
             BLOCK_HALF=max(16, shapes.next_power_of_2(network.head_dim // 2)),
-            num_warps=4,
-            num_stages=1,
         )
 
     def attention(
@@ -228,33 +209,48 @@ class Launches:
                 tile = attention_tile(self._policy, shape.num_rows, shape.in_float32)
             num_tiles, splits = shape.tiles, shape.splits
             tiles = inputs.tile_sequences, inputs.tile_firsts, inputs.tile_lengths
-        call = _AttentionCall(
+        return self._attend(
             attention.paged_attention,
             tile,
-            num_tiles=num_tiles,
-            splits=splits,
-            num_rows=num_tiles if logit_rows_only else len(qkv),
-            reads=(qkv, inputs.positions, *tiles, inputs.tables, inputs.table_stride),
-            numbers=(self._network.head_dim**-0.5,),
-            constants={"ROWS": tile.rows, "BLOCK_GROUP": self._block_group, "COMPACT": logit_rows_only},
+            (num_tiles, splits),
+            num_tiles if logit_rows_only else len(qkv),
+            (qkv, inputs.positions, *tiles, inputs.tables, inputs.table_stride),
+            (storage, index),
+            self._network.head_dim**-0.5,
+            ROWS=tile.rows,
+            BLOCK_GROUP=self._block_group,
+            COMPACT=logit_rows_only,
         )
-        return self._attend(call, storage, index)
 
-    def _attend(self, call: _AttentionCall, storage: TorchKvStorage, index: int) -> torch.Tensor:
-        """Launch either attention kernel over a layer's keys and values."""
-        network, tile, splits = self._network, call.tile, call.splits
-        out = self._empty(call.num_rows, network.num_heads * network.head_dim)
-        block_d = max(16, shapes.next_power_of_2(network.head_dim))
+    def _attend(
+        self,
+        kernel: Any,
+        tile: shapes.AttentionTile,
+        programs: tuple[int, int],
+        num_rows: int,
+        reads: Sequence[torch.Tensor],
+        cache: tuple[TorchKvStorage, int],
+        *numbers: float,
+        **constants: int,
+    ) -> torch.Tensor:
+        """Launch either attention kernel over a layer's keys and values.
+
+        programs: tiles and splits; each is one per key/value head. num_rows: of the result. reads: the kernel's arrays
+        before keys and values. cache: their storage and layer. numbers: the arguments after its last array.
+        """
+        network, (num_tiles, splits), (storage, index) = self._network, programs, cache
+        out = self._empty(num_rows, network.num_heads * network.head_dim)
+        in_float32, block_d = self.attends_in_float32(storage), max(16, shapes.next_power_of_2(network.head_dim))
         num_valid = tile.rows * self._block_group
         self.launch(
-            call.kernel,
-            (call.num_tiles, network.num_kv_heads, splits),
-            *call.reads,
+            kernel,
+            (num_tiles, network.num_kv_heads, splits),
+            *reads,
             storage.keys[index],
             storage.values[index],
             out,
-            *self._split_buffers(call.num_tiles, splits, num_valid, block_d),
-            *call.numbers,
+            *self._split_buffers(num_tiles, splits, num_valid, block_d),
+            *numbers,
             HEADS=network.num_heads,
             KV_HEADS=network.num_kv_heads,
             HEAD_DIM=network.head_dim,
@@ -265,8 +261,9 @@ class Launches:
             SPLITS=splits,
             NUM_VALID=num_valid,
             AT_ONCE=shapes.splits_at_once(splits, num_valid, block_d),
-            **call.constants,
-            **self._precision(storage),
+            **constants,
+            IN_FLOAT32=in_float32,
+            EXACT=self._exact or in_float32,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -300,8 +297,6 @@ class Launches:
             PARTS=parts,
             PART=part,
             BLOCK_PARTS=max(32, shapes.next_power_of_2(parts)),
-            num_warps=4,
-            num_stages=1,
         )
 
     def pick(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -382,7 +377,6 @@ class Launches:
             norm.eps,
             BLOCK=block,
             num_warps=warps,
-            num_stages=1,
         )
         return out
 
@@ -417,13 +411,7 @@ class Launches:
             NUMBERED=numbers is not None,
             KIND=matrix.kind,
             BLOCK_K=block,
-            num_warps=4,
-            num_stages=1,
         )
-
-    def _precision(self, storage: TorchKvStorage) -> dict[str, bool]:
-        in_float32 = self.attends_in_float32(storage)
-        return {"IN_FLOAT32": in_float32, "EXACT": self._exact or in_float32}
 
     def _split_buffers(
         self, tiles: int, splits: int, num_valid: int, block_d: int

@@ -17,19 +17,10 @@ from typing import Any
 
 import torch
 
-from forge.backends import fusion
 from forge.backends.cuda.weights import Matrix, interleaved, stacked
-from forge.backends.fusion import FusedOperations, Source
+from forge.backends.fusion import FusedOperations, Norm, Source
 from forge.model.backend import Operations
 from forge.model.rope import Rope
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """An RMSNorm still to be applied: its weight, float32, and epsilon."""
-
-    weight: torch.Tensor
-    eps: float
 
 
 @dataclass(frozen=True)
@@ -37,6 +28,7 @@ class Layer:
     """One layer's weights as the kernels read them."""
 
     attention_norm: Norm
+    """An RMSNorm still to be applied: its weight, float32, and epsilon."""
     qkv: tuple[Matrix, ...]
     """Queries, keys and values under each other: one matrix, or a few where the file's types differ."""
     query_norm: Norm
@@ -94,10 +86,10 @@ class Recorder(FusedOperations):
         self._layer = {"attention_norm": _norm(source), "qkv": tuple(stacked(matrices))}
         return [matrix.name for matrix in matrices]
 
-    def attention(self, qkv: Sequence[str], q_norm: fusion.Norm, k_norm: fusion.Norm, rope: Rope, layer: int) -> str:
+    def attention(self, qkv: Sequence[str], q_norm: Norm, k_norm: Norm, rope: Rope, layer: int) -> str:
         assert layer == len(self._layers) and rope.head_dim == self._head_dim
         self._rope = rope
-        self._layer |= {"query_norm": Norm(q_norm.weight, q_norm.eps), "key_norm": Norm(k_norm.weight, k_norm.eps)}
+        self._layer |= {"query_norm": q_norm, "key_norm": k_norm}
         return _ATTENDED
 
     def gated(self, source: Source, gate: Matrix, up: Matrix, reader: Matrix) -> str:
@@ -126,8 +118,8 @@ class Recorder(FusedOperations):
 
 
 def _norm(source: Source) -> Norm:
-    assert isinstance(source, fusion.Norm) and source.x == _STREAM, "a product reads a norm of the residual stream"
-    return Norm(source.weight, source.eps)
+    assert isinstance(source, Norm) and source.x == _STREAM, "a product reads a norm of the residual stream"
+    return source
 
 
 class Ending(Operations):

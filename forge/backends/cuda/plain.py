@@ -45,13 +45,15 @@ class TorchOperations(Operations):
         return table.own_dense()[batch.token_ids]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x, weight, eps)
+        """Normalize in float32 over the last axis; the result has x's dtype."""
+        x32 = x.float()
+        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return x @ matrix.own_dense().t()
 
     def head_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x.view(len(x), -1, len(weight)), weight, eps).view_as(x)
+        return self.rms_norm(x.view(len(x), -1, len(weight)), weight, eps).view_as(x)
 
     def rope(self, x: torch.Tensor, batch: DeviceBatch, rope: Rope) -> torch.Tensor:
         self._rotations.reach(int(batch.host.context_lens.max()), rope)
@@ -89,12 +91,6 @@ class TorchOperations(Operations):
 
     def to_numpy(self, x: torch.Tensor) -> np.ndarray:
         return x.float().cpu().numpy()
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalize in float32 over the last axis; the result has x's dtype."""
-    x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

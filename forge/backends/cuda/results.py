@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from forge.backends.cuda.sampling import SamplingRows, sample_into
+from forge.backends.cuda.storage import HostBuffer
 from forge.model.model import Draw
 from forge.trace.records import Execution
 
@@ -130,7 +131,7 @@ class Results:
         samples = torch.zeros((capacity, 2), dtype=torch.int32, device=self._device)
         samples[: len(self.samples)] = self.samples  # the next step may take its tokens from there
         self.samples = samples
-        self._turns = [_Turn(capacity, self._device) for _ in range(2)]  # a reader of an old one keeps it
+        self._turns = [_Turn((capacity, 2), self._device) for _ in range(2)]  # a reader of an old one keeps it
         return True
 
     def before_step(self) -> None:
@@ -150,27 +151,19 @@ class Results:
         return step_logits
 
 
-class _Turn:
+class _Turn(HostBuffer):
     """A host buffer for the samples of every other step."""
 
-    def __init__(self, capacity: int, device: torch.device):
-        on_gpu = device.type == "cuda"
-        self._samples = torch.zeros((capacity, 2), dtype=torch.int32, pin_memory=on_gpu)
-        self._numbers = self._samples.numpy()
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self.holder: ref[StepLogits] | None = None
+    holder: "ref[StepLogits] | None" = None
 
     def fetch(self, samples: torch.Tensor) -> None:
         """Start the copy of a step's samples."""
-        self._samples[: len(samples)].copy_(samples, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self.copy(self.tensor[: len(samples)], samples)
 
     def read(self, count: int) -> tuple[list[int], list[float]]:
         """Wait for the last copy and return it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        numbers = self._numbers[:count]
+        self.wait()
+        numbers = self.numbers[:count]
         return numbers[:, 0].tolist(), numbers[:, 1].view(np.float32).tolist()
 
     def clear(self) -> None:

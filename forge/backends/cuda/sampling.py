@@ -207,8 +207,6 @@ def _draw(
         PARTS=parts,
         PART=part,
         BLOCK_PARTS=max(32, next_power_of_2(parts)),
-        num_warps=4,
-        num_stages=1,
     )
 
 

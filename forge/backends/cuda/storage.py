@@ -94,6 +94,27 @@ def _independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
     return runs
 
 
+class HostBuffer:
+    """int32 in pinned memory of the host, copied to or from the device; an event marks the end of the last copy."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device):
+        on_gpu = device.type == "cuda"
+        self.tensor = torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu)
+        self.numbers = self.tensor.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start a copy; either end is a part of this buffer's tensor."""
+        target.copy_(source, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> None:
+        """Wait until the last copy has been made."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
 LEAST_POSITIONS = 4096
 """Positions that the table has at first; doubled as longer contexts come."""
 

@@ -161,8 +161,8 @@ class _NoDevice:
         return 0
 
 
-def compile_one(launch: LaunchDescription) -> None:
-    """Compile through Triton's own path, up to the launch."""
+def compile_one(launch: LaunchDescription) -> Any:
+    """Compile through Triton's own path, up to the launch. Returns the compiled kernel."""
     import torch
 
     module, _, name = launch.kernel.rpartition(".")
@@ -171,7 +171,7 @@ def compile_one(launch: LaunchDescription) -> None:
         value if kind in ("int", "float", "bool") else _Tensor(getattr(torch, kind), int(value))
         for kind, value in launch.arguments
     ]
-    kernel.warmup(*arguments, grid=(1,), **dict(launch.options))
+    return kernel.warmup(*arguments, grid=(1,), **dict(launch.options))
 
 
 def main() -> None:

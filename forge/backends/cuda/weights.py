@@ -28,7 +28,6 @@ from forge.gguf import GGMLType
 from forge.model.backend import Tensor
 
 DENSE, Q8, Q4, Q4_K = range(4)
-KIND_NAMES = ("dense", "q8", "q4", "q4_k")
 GROUP = 32
 SUPERBLOCK = 256
 

@@ -102,13 +102,14 @@ class _Counted:
 
     def __init__(self, config: Qwen3Config):
         from forge.backends.cuda.ahead_of_time import weightless_model
+        from forge.backends.cuda.launches import ListingLauncher
         from forge.gguf import GGMLType
 
-        self._found: Counter[str] = Counter()
-        self._model = weightless_model(config, GGMLType.BF16, lambda launch: self._found.update([launch.label]))
+        self._listing = ListingLauncher(dependent=False)
+        self._model = weightless_model(config, GGMLType.BF16, self._listing)
 
     def launches(self, case: Case) -> dict[str, int]:
-        from forge.backends.cuda.ahead_of_time import CountedProducts
+        from forge.backends.cuda.ahead_of_time import CountedProducts, label
         from forge.backends.cuda.backend import CudaBackend
         from forge.bench.forge_worker import batch_of
 
@@ -116,8 +117,11 @@ class _Counted:
         model, backend = self._model, self._model.backend
         batch = batch_of([[0] * case.tokens] * case.sequences, case.context, blocks)
         layout = model.kv_layout(case.sequences * blocks, BLOCK_SIZE, "bfloat16")
-        self._found.clear()
+        self._listing.found.clear()
         assert isinstance(backend, CudaBackend)
-        with CountedProducts(self._found):
+        counts, products = Counter[str](), Counter[str]()
+        with CountedProducts(products):
             backend.launch(model.forward_pass, batch, backend.new_storage(layout))
-        return dict(self._found)
+        for launch, times in self._listing.found.items():
+            counts[label(launch)] += times
+        return counts | products

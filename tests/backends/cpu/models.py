@@ -14,7 +14,7 @@ from forge.model.backend import Backend
 from forge.model.config import Qwen3Config
 from forge.model.loader import load_qwen3
 from forge.model.qwen3 import Qwen3
-from tests.small_models import small_config, small_tensors
+from tests.small_models import array_tensor, small_config, small_tensors
 
 try:
     from forge.backends.cpu.backend import CpuBackend
@@ -55,8 +55,12 @@ class MemoryTensor:
 def memory_tensor(name: str, ggml_type: GGMLType | str, data: np.ndarray) -> MemoryTensor:
     """A float array, encoded; or raw blocks, uint8 `[rows, bytes of a row]`."""
     ggml_type = GGMLType[ggml_type] if isinstance(ggml_type, str) else ggml_type
-    new = NewTensor(name, ggml_type, data)
-    return MemoryTensor(name, tuple(new.element_shape()), ggml_type, new.encoded())
+    return in_memory(array_tensor(name, ggml_type, data))
+
+
+def in_memory(tensor: NewTensor) -> MemoryTensor:
+    (raw,) = tensor.pieces()
+    return MemoryTensor(tensor.name, tensor.shape, tensor.ggml_type, raw)
 
 
 class ThreadedBackend(CpuBackend):
@@ -74,7 +78,7 @@ class MemorySource:
 
     def __init__(self, config: Qwen3Config, tensors: list[NewTensor]):
         self.config = config
-        self.tensors = {tensor.name: memory_tensor(tensor.name, tensor.ggml_type, tensor.data) for tensor in tensors}
+        self.tensors = {tensor.name: in_memory(tensor) for tensor in tensors}
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def tensor(self, name: str) -> MemoryTensor:

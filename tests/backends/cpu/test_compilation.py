@@ -212,9 +212,13 @@ def test_two_threads_that_first_ask_for_the_same_code_compile_it_once_and_wait_f
             another_came.wait(0.3)  # for the second thread, which must not get here
             return compilation.llvm.parse_assembly("define i64 @seven() { ret i64 7 }")
 
+        def address(self):
+            self.compile()
+            return self._address("seven")
+
     code = Seven("seven")
     with ThreadPoolExecutor(2) as pool:
-        addresses = {asked.result() for asked in [pool.submit(code.symbol, "seven") for _ in range(2)]}
+        addresses = {asked.result() for asked in [pool.submit(code.address) for _ in range(2)]}
     (address,) = addresses
     assert Seven.modules == 1 and ctypes.CFUNCTYPE(ctypes.c_int64)(address)() == 7
 

@@ -18,7 +18,7 @@ from forge.backends.cpu.compilation import optimized_tiles, target_machine
 from forge.backends.cpu.llvm_code import I64, V_I32, load, store
 from forge.backends.cpu.packing import LAYOUT_OF_TYPE, Q4, Q5M, Q6K, Q8
 from forge.backends.cpu.processor import INSTRUCTION_SETS, runnable
-from forge.backends.cpu.tiles import TILE_ARGUMENTS, emit_tile
+from forge.backends.cpu.tiles import TILE_ARGUMENTS, TileCode
 from tests.backends.cpu.models import run_python
 from tests.slow import mostly_slow
 
@@ -165,7 +165,7 @@ class OneTile:
         function = ir.Function(module, signature, "tile")
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         arguments = dict(zip(TILE_ARGUMENTS, function.args, strict=True))
-        emit_tile(builder, INSTRUCTION_SETS[name](), layout, rows, arguments)
+        TileCode(builder, INSTRUCTION_SETS[name](), layout, rows, arguments).emit()
         builder.ret_void()
         machine = target_machine(INSTRUCTION_SETS[name]())
         self.engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine)

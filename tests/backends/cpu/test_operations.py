@@ -16,11 +16,11 @@ from forge.backends.cpu.op_layout import ROWS_NEAR
 from forge.backends.cpu.vectors import exp16, load_f32, store_f32
 from forge.cache.kv_storage import rounded
 from forge.gguf import GGMLType
-from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
 from forge.model.manual_batch import Part, flat_batch
 from forge.model.rope import Rope
 from tests.backends.cpu.models import FLOATS, QUANTIZED, ThreadedBackend, memory_tensor, poison
+from tests.small_models import random_weights
 
 EPS = 1e-6
 ROUNDING = 2.0**-24

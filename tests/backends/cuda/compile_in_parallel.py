@@ -36,8 +36,7 @@ def main() -> None:
                 launched.append((kernel, arguments, self.options(options)))
 
     listing = Keeping(dependent=True)
-    model = weightless_model(small_config(num_layers=1), GGMLType.BF16, lambda launch: None)
-    model.backend._launcher = listing
+    model = weightless_model(small_config(num_layers=1), GGMLType.BF16, listing)
     batch = flat_batch([Part(list(range(40)), 0, 40, [0, 1, 2])], 16, logit_rows=[39])
     model.backend.launch(model.forward_pass, batch, model.new_storage(model.kv_layout(3, 16, "bfloat16")))
     progress = []

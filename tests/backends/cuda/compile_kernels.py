@@ -6,13 +6,14 @@ A process of its own: kernels defined under the interpreter cannot be compiled.
 import json
 import sys
 from dataclasses import asdict
+from math import prod
 
-from forge.backends.cuda.ahead_of_time import Launch
 from forge.backends.cuda.shapes import Tuning
+from forge.backends.cuda.warm_up import LaunchDescription
 from forge.gguf import GGMLType
 from forge.model.config import Qwen3Config
 from forge.model.manual_batch import Part, flat_batch
-from tests.backends.cuda.compiled import compile_for, launched_by
+from tests.backends.cuda.compiled import compile_for, constants_of, launched_by, name_of
 
 QWEN3_0_6B = Qwen3Config(151936, 1024, 3072, 2, 16, 8, 128, 1e-6, 1e6, 40960, True)
 QWEN3_4B = Qwen3Config(151936, 2560, 9728, 2, 32, 8, 128, 1e-6, 1e6, 40960, True)
@@ -35,7 +36,7 @@ EVERY_SWITCH = Tuning(
 BATCHES = [decode(1, 2048), decode(16, 160), decode(64, 160), prefill(128), prefill(512), prefill(4096)]
 
 
-def launches() -> list[Launch]:
+def launches(capability: int) -> list[LaunchDescription]:
     """Each kernel once per kind of weight and set of flags, in its largest tile; attention in each of its tiles."""
     listed = [
         launch
@@ -49,29 +50,29 @@ def launches() -> list[Launch]:
             (QWEN3_0_6B, GGMLType.BF16, [decode(1, 2048), decode(4, 160)], {"tuning": EVERY_SWITCH}),
             (QWEN3_0_6B, GGMLType.Q4_K, [decode(4, 160)], {"tuning": EVERY_SWITCH}),
         )
-        for launch in launched_by(config, kind, batches, **options)
+        for launch in launched_by(config, kind, batches, capability, **options)
     ]
-    largest: dict[tuple, Launch] = {}
+    largest: dict[tuple, LaunchDescription] = {}
     for launch in listed:
-        sizes = {name: value for name, value in launch.constants if name.startswith("BLOCK")}
-        constants = dict(launch.constants)
+        constants = constants_of(launch)
         apart = (
             ["EXACT"]
             if constants.get("EXACT")
             else ["KIND", "NORM", "GLU", "COMPACT", "SPLIT_K", "PREFETCH", "NEWEST", "MASKED"]
         )
         apart += ["BLOCK_M"] if "ROWS" in constants else []
-        kind = tuple((name, value) for name, value in launch.constants if name in apart)
-        area = sizes.get("BLOCK_M", 1) * sizes.get("BLOCK_N", 1) * sizes.get("BLOCK_K", 1)
-        best = largest.setdefault((launch.kernel, kind), launch)
-        best_sizes = dict(best.constants)
-        if area > best_sizes.get("BLOCK_M", 1) * best_sizes.get("BLOCK_N", 1) * best_sizes.get("BLOCK_K", 1):
+        kind = tuple((name, value) for name, value in constants.items() if name in apart)
+        if area(launch) > area(largest.setdefault((launch.kernel, kind), launch)):
             largest[launch.kernel, kind] = launch
     return list(largest.values())
 
 
+def area(launch: LaunchDescription) -> int:
+    return prod(constants_of(launch).get(f"BLOCK_{side}", 1) for side in "MNK")
+
+
 if __name__ == "__main__":
-    for launch in launches():
-        for capability in map(int, sys.argv[1:]):
+    for capability in map(int, sys.argv[1:]):
+        for launch in launches(capability):
             occupied = compile_for(launch, capability)
-            print(json.dumps({"launch": launch.name, "capability": capability, **asdict(occupied)}), flush=True)
+            print(json.dumps({"launch": name_of(launch), "capability": capability, **asdict(occupied)}), flush=True)

@@ -5,14 +5,18 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forge.backends.cuda.ahead_of_time import Launch, listener, weightless_model
+from forge.backends.cuda import warm_up
+from forge.backends.cuda.ahead_of_time import weightless_model
 from forge.backends.cuda.backend import CudaBackend
+from forge.backends.cuda.launches import ListingLauncher
 from forge.backends.cuda.sampling import list_draws
+from forge.backends.cuda.warm_up import LaunchDescription
 from forge.gguf import GGMLType
 from forge.model.config import Qwen3Config
 from forge.model.forward_batch import ForwardBatch
@@ -32,39 +36,61 @@ class Occupied:
     """Arguments whose memory it reads before it waits for the kernel before it; none where it does not wait."""
 
 
+class Checked(ListingLauncher):
+    """Lists launches whose grids CUDA takes, and whose numbers fit the kernels' 32 bits."""
+
+    def __call__(self, kernel, grid, *arguments, **options) -> None:
+        assert all(size > 0 for size in grid), (kernel, grid)
+        assert grid[0] < 2**31 and all(size < 2**16 for size in grid[1:]), (kernel, grid)
+        assert all(-(2**31) <= value < 2**31 for value in arguments if isinstance(value, int)), (kernel, arguments)
+        super().__call__(kernel, grid, *arguments, **options)
+
+
 def launched_by(
-    config: Qwen3Config, tensor_type: GGMLType, batches: Sequence[ForwardBatch], block_size: int = 16, **options: Any
-) -> list[Launch]:
+    config: Qwen3Config,
+    tensor_type: GGMLType,
+    batches: Sequence[ForwardBatch],
+    capability: int = 90,
+    block_size: int = 16,
+    **options: Any,
+) -> list[LaunchDescription]:
     """List every launch of a model of that size over `batches`, each specialization once, in order of first use.
 
     options: of `CudaBackend`.
     """
-    listed: dict[Launch, None] = {}
-    model = weightless_model(config, tensor_type, listed.setdefault, **options)
+    listing = Checked(dependent=capability >= 90)
+    model = weightless_model(config, tensor_type, listing, **options)
     assert isinstance(model.backend, CudaBackend)
     layout = model.kv_layout(1024, block_size, model.backend.default_kv_dtype)
     storage = model.backend.new_storage(layout)
     for batch in batches:
         model.backend.launch(model.forward_pass, batch, storage)
-    list_draws(config.vocab_size, torch.device("meta"), listener(listed.setdefault))
-    return list(listed)
+    list_draws(config.vocab_size, torch.device("meta"), listing)
+    return list(listing.found)
 
 
-def compile_for(launch: Launch, capability: int) -> Occupied:
+def constants_of(launch: LaunchDescription) -> dict[str, Any]:
+    """The constants that distinguish a specialization, as kernels write them."""
+    return {name: value for name, value in launch.options if name.isupper() and name != "PDL"}
+
+
+def name_of(launch: LaunchDescription) -> str:
+    """The kernel, with what distinguishes this specialization."""
+    short = {name: value for name, value in constants_of(launch).items() if value is not False}
+    return f"{launch.kernel.rpartition('.')[2]}({', '.join(f'{name}={value}' for name, value in short.items())})"
+
+
+def compile_for(launch: LaunchDescription, capability: int) -> Occupied:
     """Compile for a compute capability (90 for an H200) without such a device. Returns the machine code's resources."""
-    import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime import driver
 
-    from forge.backends.cuda.launches import COMPILE_OPTIONS
-
-    constants = dict(launch.constants) | {"PDL": capability >= 90}
-    signature = dict(launch.signature) | dict.fromkeys(constants, "constexpr")
-    attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = COMPILE_OPTIONS | {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    pointers = [name if kind.startswith("*") else None for name, kind in launch.signature]
+    driver.set_active(warm_up._NoDevice(GPUTarget("cuda", capability, 32)))
+    compiled = warm_up.compile_one(launch)
+    module, _, name = launch.kernel.rpartition(".")
+    names = getattr(import_module(warm_up._KERNELS + module), name).arg_names
+    of_kernel = [pair for pair in zip(names, launch.arguments, strict=False) if pair[1] != ("int", 1)]  # a constant
+    pointers = [name if kind not in ("int", "float", "bool") else None for name, (kind, _) in of_kernel]
     early = read_before_wait(compiled.asm["ptx"], pointers)
     return _occupied(compiled.asm["cubin"], compiled.metadata.shared, early)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from forge.backends.cuda.weights import DENSE, KIND_NAMES, Q8, Matrix, Packed
+from forge.backends.cuda.weights import DENSE, Q4_K, Q8, Matrix, Packed
 from forge.model.config import Qwen3Config, expected_tensors
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def drawn_matrix(
     least, past = (-127, 128) if kind == Q8 else (0, 256)
     values = torch.randint(least, past, (rows, width), device=device).to(torch.int8 if kind == Q8 else torch.uint8)
     step = columns**-0.5 / (73 if kind == Q8 else 4.6)  # integers drawn evenly deviate by that
-    if KIND_NAMES[kind] == "q4_k":
+    if kind == Q4_K:
         scales = torch.randint(20, 44, (rows, columns // 32, 1), device=device).to(torch.uint8)
         factors = torch.tensor([step / 32, 7.5 * step / 32], dtype=torch.float16, device=device)
         both = scales.expand(-1, -1, 2).contiguous()  # the minimum is 7.5 steps, so that the mean is 0
@@ -63,7 +63,7 @@ def drawn_llm(config: Qwen3Config, kind: int = DENSE, *, device: str = "cuda", b
     head = embedding if config.tie_word_embeddings else drawn("output")
     weights = Qwen3Weights(embedding, layers, drawn("output_norm", OUTPUT_NORM), head)
     loaded = LoadedModel(
-        name=f"drawn, {KIND_NAMES[kind]}",
+        name=f"drawn, kind {kind}",
         model=Qwen3(config, weights, backend),
         tokenizer=_bytes_tokenizer(config.vocab_size),
         device_description=backend.description,

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from forge.backends.cuda.inputs import InputBuffer, shape_of
-from forge.backends.cuda.network import Layer, Network, Norm
+from forge.backends.cuda.network import Layer, Network
 from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.fusion import Norm
 from forge.cache.kv_storage import KvLayout
 from forge.model.manual_batch import Part, flat_batch
 from forge.model.rope import Rope
@@ -25,7 +26,7 @@ class Setting:
         self.heads, self.kv_heads, self.head_dim, self.dtype = heads, kv_heads, head_dim, dtype
         self.spans, self.block_size, self.device = spans, block_size, device
         gains = (torch.from_numpy(1 + 0.2 * rng.standard_normal(head_dim, dtype=np.float32)) for _ in range(2))
-        self.query_norm, self.key_norm = (Norm(gain.to(device), EPS) for gain in gains)
+        self.query_norm, self.key_norm = (Norm(None, gain.to(device), EPS) for gain in gains)
         network = Network(None, (), None, heads, kv_heads, head_dim, Rope(head_dim, THETA))
         self.layer = Layer(None, (), self.query_norm, self.key_norm, None, None, None, None)
         self._sizes = device, dtype, network

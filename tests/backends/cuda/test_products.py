@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from forge.backends.cuda.network import Norm
 from forge.backends.cuda.shapes import Tuning
+from forge.backends.fusion import Norm
 from tests.backends.cuda.models import (
     TOLERANCE,
     exact_values,
@@ -27,7 +27,7 @@ def exactly_normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def new_norm(width: int, device: str, rng: np.random.Generator) -> Norm:
-    return Norm(torch.from_numpy(1 + 0.2 * rng.standard_normal(width, dtype=np.float32)).to(device), EPS)
+    return Norm(None, torch.from_numpy(1 + 0.2 * rng.standard_normal(width, dtype=np.float32)).to(device), EPS)
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from forge.backends.cuda.network import Norm
 from forge.backends.cuda.shapes import Tuning
 from forge.backends.cuda.weights import DENSE, Q8, Matrix
+from forge.backends.fusion import Norm
 from tests.backends.cuda.conftest import HAS_GPU
 from tests.backends.cuda.drawn_model import drawn_matrix
 from tests.backends.cuda.models import TOLERANCE, launches
@@ -98,7 +98,7 @@ def test_products(dependent, model, name, kind, tuning, device):
     matrix = drawn_matrix(name, height, width, kind, where)
     exact = (matrix.dense if matrix.packed is None else matrix.packed.dense(torch.float32)).double()
     run._scratch = torch.empty(height * width, dtype=torch.bfloat16, device=where)
-    norm = Norm(1 + 0.2 * torch.randn(width, device=where), EPS)
+    norm = Norm(None, 1 + 0.2 * torch.randn(width, device=where), EPS)
     for rows in ROWS:
         source = torch.randn(rows, width, device=where).bfloat16()
         before = torch.randn(rows, height, device=where).bfloat16()

@@ -17,7 +17,7 @@ One Philox counter gives the noise of four tokens. By torch's own operations it 
 import triton
 import triton.language as tl
 
-from forge.backends.cuda.kernels.parts import let_next_start, wait_for_previous
+from forge.backends.cuda.kernels.parts import arrives_last, let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -51,12 +51,9 @@ def argmax_rows(
     logit = tl.load(logits + token, mask=token < vocabulary, other=float("-inf"))
     best = tl.max(ordered(logit, token), axis=0)
     tl.store(part_maxima + row * PARTS + part, best)
-    tl.debug_barrier()  # stored before it is said
-    arrived = tl.atomic_add(counters + row, 1, sem="acq_rel")
-    if arrived == PARTS - 1:
-        tl.store(counters + row, 0)
+    if arrives_last(counters + row, PARTS):
         index = tl.arange(0, BLOCK_PARTS)
-        # Around the first-level cache, which may hold what stood here before. Past the end: the first one again.
+        # Past the end: the first one again.
         maxima = tl.load(part_maxima + row * PARTS + tl.where(index < PARTS, index, 0), cache_modifier=".cg")
         winner = 0x7FFFFFFF - (tl.max(maxima, axis=0) & 0x7FFFFFFF).to(tl.int32)
         tl.store(samples + 2 * row, winner)
@@ -120,12 +117,9 @@ def gumbel_argmax(
     best = tl.max(score, axis=0)
     tl.store(sums + row * PARTS + part, best)
     tl.store(tokens + row * PARTS + part, tl.min(tl.where(score == best, token, NO_TOKEN), axis=0))
-    tl.debug_barrier()  # stored before it is said
-    arrived = tl.atomic_add(counters + row, 1, sem="acq_rel")
-    if arrived == PARTS - 1:
-        tl.store(counters + row, 0)
+    if arrives_last(counters + row, PARTS):
         index = tl.arange(0, BLOCK_PARTS)
-        # Around the first-level cache, which may hold what stood here before. Past the end: the first one again.
+        # Past the end: the first one again.
         offset = row * PARTS + tl.where(index < PARTS, index, 0)
         best_sums = tl.load(sums + offset, cache_modifier=".cg")
         first = tl.load(tokens + offset, cache_modifier=".cg")

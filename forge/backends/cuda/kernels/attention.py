@@ -17,7 +17,7 @@ written to the cache.
 import triton
 import triton.language as tl
 
-from forge.backends.cuda.kernels.parts import dot, let_next_start, wait_for_previous
+from forge.backends.cuda.kernels.parts import arrives_last, dot, let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def is_last_split(
     NUM_VALID: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Store this split's result for the last one to merge. Returns whether all are stored, and then resets the counter.
+    """Store this split's result for the last one to merge. Returns whether all are stored.
 
     Of the result's rows only the first NUM_VALID mean anything.
     """
@@ -147,12 +147,7 @@ def is_last_split(
     tl.store(extremes + 2 * at + NUM_VALID + tile_row, total, mask=tile_row < NUM_VALID)
     offset = partial + at * WIDTH + tile_row[:, None] * WIDTH + column[None, :]
     tl.store(offset, mixed, mask=(tile_row < NUM_VALID)[:, None] & (column < WIDTH)[None, :])
-    tl.debug_barrier()  # every thread has stored before one of them says so
-    arrived = tl.atomic_add(counters + index, 1, sem="acq_rel")
-    last = arrived == SPLITS - 1
-    if last:
-        tl.store(counters + index, 0)
-    return last
+    return arrives_last(counters + index, SPLITS)
 
 
 @triton.jit

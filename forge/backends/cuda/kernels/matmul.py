@@ -26,6 +26,7 @@ import triton.language as tl
 from forge.backends.cuda.kernels.parts import (
     Q4_K,
     Q8,
+    arrives_last,
     dot,
     gated,
     let_next_start,
@@ -226,11 +227,8 @@ def matmul(
     for start in range(first, end, BLOCK_K):
         tile = weight_tile(values, scales, factors, row, start, in_features, KIND, BLOCK_K)
         sums, squares = accumulate(x_line, norm, tile, start, in_features, inside, sums, squares, NORM, EXACT, BLOCK_K)
-    if SPLIT_K == 1:
-        finish(
-            sums, squares, x_row, out, M, in_features, out_features, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N
-        )
-    else:
+    last = SPLIT_K == 1
+    if SPLIT_K > 1:
         index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         all_squares = partial + tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * SPLIT_K * BLOCK_M * BLOCK_N
         line = tl.arange(0, BLOCK_M)
@@ -238,33 +236,18 @@ def matmul(
         at = index.to(tl.int64) * SPLIT_K + tl.program_id(2)
         tl.store(partial + at * BLOCK_M * BLOCK_N + offset, sums)
         tl.store(all_squares + at * BLOCK_M + line, squares)
-        tl.debug_barrier()  # every thread has stored before one of them says so
-        arrived = tl.atomic_add(counters + index, 1, sem="acq_rel")
-        if arrived == SPLIT_K - 1:
-            tl.store(counters + index, 0)
+        last = arrives_last(counters + index, SPLIT_K)
+        if last:
             sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             squares = tl.zeros((BLOCK_M,), tl.float32)
             for part in range(SPLIT_K):
                 at = index.to(tl.int64) * SPLIT_K + part
-                # Around the first-level cache, which may hold what stood here before.
                 sums += tl.load(partial + at * BLOCK_M * BLOCK_N + offset, cache_modifier=".cg")
                 squares += tl.load(all_squares + at * BLOCK_M + line, cache_modifier=".cg")
-            finish(
-                sums,
-                squares,
-                x_row,
-                out,
-                M,
-                in_features,
-                out_features,
-                out_stride,
-                eps,
-                NORM,
-                ADD,
-                GLU,
-                BLOCK_M,
-                BLOCK_N,
-            )
+    if last:
+        finish(
+            sums, squares, x_row, out, M, in_features, out_features, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N
+        )
 
 
 @triton.jit

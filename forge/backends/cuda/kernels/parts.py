@@ -31,6 +31,18 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
+def arrives_last(counter, count):
+    """Return whether this is the last of `count` programs to come here, and if so reset the counter, which is 0 at
+    first. What the others stored before is there then; to be read around the first-level cache, which may hold what
+    stood there before."""
+    tl.debug_barrier()  # every thread has stored before one of them says so
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
 def dot(a, b, accumulator, EXACT: tl.constexpr):
     """Return accumulator + a · b, computed on the tensor cores and accumulated in float32.
 
