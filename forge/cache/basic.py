@@ -22,8 +22,8 @@ class _Run:
     """A contiguous run of blocks and how many of its token slots are in use."""
 
     blocks: range
-    reserved: int
-    computed: int
+    reserved: int = 0
+    computed: int = 0
 
 
 class BasicKvCache(TableCache[_Run]):
