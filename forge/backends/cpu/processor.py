@@ -13,7 +13,7 @@ exactly, in integers, so a result cannot depend on which one ran. Weights are un
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ FORCE_VARIABLE = "FORGE_CPU_KERNEL"
 
 Weights = Callable[[], ir.Value]
 """Emits a line of weights: 16 lanes of four unsigned bytes."""
-Inputs = list[Callable[[], Any]]
+Inputs = Sequence[Callable[[], Any]]
 """Emit what each row has for a line: a function of `InstructionSet.inputs_of`."""
 
 
@@ -107,7 +107,7 @@ class InstructionSet:
         return lambda row, number: splat(builder, load(builder, builder.add(rows[row], I64(4 * number)), I32))
 
     def add_lines(
-        self, builder: ir.IRBuilder, sums: list[ir.Value], lines: list[tuple[Weights, Inputs]], greatest: int
+        self, builder: ir.IRBuilder, sums: list[ir.Value], lines: Sequence[tuple[Weights, Inputs]], greatest: int
     ) -> list[ir.Value]:
         """Return the rows' sums with the products of some lines of weights added, none of them above `greatest`."""
         for weights_of, inputs in lines:
