@@ -40,10 +40,10 @@ TOP_BITS = constant(V_I32, 0x80808080 - (1 << 32))
 """128 in every byte: xor turns signed bytes w into unsigned w + 128, and back."""
 
 
-def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """Return 16 copies of a scalar."""
-    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-    return shuffle(builder, builder.insert_element(undefined, scalar, I32(0)), [0] * LANES)
+def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = LANES) -> ir.Value:
+    """Return a vector of so many copies of a scalar."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    return shuffle(builder, builder.insert_element(undefined, scalar, I32(0)), [0] * lanes)
 
 
 def shuffle(builder: ir.IRBuilder, vector: ir.Value, lanes: Sequence[int], other: ir.Value | None = None) -> ir.Value:
@@ -57,6 +57,18 @@ def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.
     function_type = ir.FunctionType(result, [arg.type for arg in args])
     function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
     return builder.call(function, args)
+
+
+def in_registers(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+    """Return several vectors from an empty piece of assembly: LLVM has all of them in registers there, neither computes
+    earlier what comes later nor keeps what it has loaded. On x86 alone, for vectors of a register's size."""
+    if len(vectors) == 1:
+        return vectors
+    outputs = ir.LiteralStructType([vector.type for vector in vectors])
+    constraints = [*["=x"] * len(vectors), *map(str, range(len(vectors))), "~{memory}"]
+    function = ir.FunctionType(outputs, [vector.type for vector in vectors])
+    result = builder.call(ir.InlineAsm(function, "", ",".join(constraints), side_effect=True), vectors)
+    return [builder.extract_value(result, number) for number in range(len(vectors))]
 
 
 def fused_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:

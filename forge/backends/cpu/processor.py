@@ -13,13 +13,28 @@ exactly, in integers, so a result cannot depend on which one ran. Weights are un
 import ctypes
 import os
 import platform
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from llvmlite import ir
 
-from forge.backends.cpu.llvm_code import I8, I16, I32, LANES, V_I32, call_intrinsic, constant, shuffle
+from forge.backends.cpu.llvm_code import (
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    V_I32,
+    call_intrinsic,
+    constant,
+    in_registers,
+    load,
+    shuffle,
+    splat,
+    store,
+)
 from forge.errors import UsageError
 
 _X86, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
@@ -29,13 +44,19 @@ _X86_64_V3 = frozenset(
 """LLVM's names of the features that every processor of level x86-64-v3 has (x86-64 psABI)."""
 FORCE_VARIABLE = "FORGE_CPU_KERNEL"
 
+Weights = Callable[[], ir.Value]
+"""Emits a line of weights: 16 lanes of four unsigned bytes."""
+Inputs = Sequence[Callable[[], Any]]
+"""Emit what each row has for a line: a function of `InstructionSet.inputs_of`."""
+
 
 def _call_on_parts(
     builder: ir.IRBuilder, name: str, lanes: int, *vectors: ir.Value, factors: ir.Type | None = None
 ) -> ir.Value:
     """Call an intrinsic whose result has `lanes` int32 on equal parts of vectors; return all of its results as one.
     factors: the type of all parts but the first, if it is not that of the vectors."""
-    results, count = [], LANES // lanes
+    of_32_bits = vectors[0].type.count * vectors[0].type.element.width // 32
+    results, count = [], of_32_bits // lanes
     for index in range(count):
         parts: list[ir.Value] = []
         for vector in vectors:
@@ -73,9 +94,26 @@ class InstructionSet:
     """How many vectors of 16 sums stay in registers beside what is added to them: 4 where one takes two of 16 registers
     (AVX2) or four of 32 (NEON)."""
 
+    rows_at_once = 8
+    """How many rows of a tile keep their integer sums in registers."""
+
     def dot(self, builder: ir.IRBuilder, acc: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
         """acc, weights and x are 16 int32 lanes; a lane of weights is 4 bytes, each lane of x the same 4 bytes."""
         raise NotImplementedError
+
+    def inputs_of(self, builder: ir.IRBuilder, rows: list[ir.Value], greatest: int) -> Callable[[int, int], Any]:
+        """Return a function that emits, for a row and the number of a line, its four activations of a group as
+        `add_lines` takes them. rows: addresses of their int8. greatest: the greatest weight that they meet."""
+        return lambda row, number: splat(builder, load(builder, builder.add(rows[row], I64(4 * number)), I32))
+
+    def add_lines(
+        self, builder: ir.IRBuilder, sums: list[ir.Value], lines: Sequence[tuple[Weights, Inputs]], greatest: int
+    ) -> list[ir.Value]:
+        """Return the rows' sums with the products of some lines of weights added, none of them above `greatest`."""
+        for weights_of, inputs in lines:
+            weights = weights_of()
+            sums = [self.dot(builder, total, weights, x_of()) for total, x_of in zip(sums, inputs, strict=True)]
+        return sums
 
     def dot_pairs(self, builder: ir.IRBuilder, acc: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
         """acc[lane] += a[2*lane]*b[2*lane] + a[2*lane + 1]*b[2*lane + 1], where a and b are signed 16-bit numbers, two
@@ -121,31 +159,90 @@ class AvxVnni(InstructionSet):
 
 
 class Avx2(InstructionSet):
-    """VPMADDWD on bytes widened to 16 bits.
+    """VPMADDWD on bytes widened to 16 bits, and VPMADDUBSW on small weights.
 
     The obvious instruction, VPMADDUBSW, adds two products in 16 bits and saturates: 255 * 127 * 2 does not fit. So even
-    and odd bytes are widened apart, which needs no move across lanes, and multiplied as pairs of 16-bit numbers.
+    and odd bytes are widened apart, which needs no move across lanes, and multiplied as pairs of 16-bit numbers. Of
+    weights of six bits and fewer the sums of several lines fit into 16 bits: of four bits those of a whole group.
     """
 
     name = "avx2"
     needs, machines = frozenset({"avx2", "fma", "f16c"}), _X86
     instruction = "vpmaddwd"
     target_cpu, target_needs = "x86-64-v3", _X86_64_V3
+    rows_at_once = 4
 
     def dot(self, builder, acc, weights, x):
-        wide = ir.VectorType(I16, 32)
-        eight, mask = constant(wide, 8), constant(wide, 0xFF)
-        w, x = builder.bitcast(weights, wide), builder.bitcast(x, wide)
-        even = self._multiply_pairs(builder, builder.and_(w, mask), builder.ashr(builder.shl(x, eight), eight))
-        odd = self._multiply_pairs(builder, builder.lshr(w, eight), builder.ashr(x, eight))
-        return builder.add(acc, builder.add(even, odd))
+        return builder.add(acc, self._multiply_large(builder, weights, _bytes_apart(builder, x, signed=True)))
 
     def dot_pairs(self, builder, acc, a, b):
         wide = ir.VectorType(I16, 32)
         return builder.add(acc, self._multiply_pairs(builder, *(builder.bitcast(x, wide) for x in (a, b))))
 
+    def inputs_of(self, builder, rows, greatest):
+        if _lines_in_16_bits(greatest):
+            return lambda row, number: splat(builder, load(builder, builder.add(rows[row], I64(4 * number)), I32), 8)
+        # Widened once for all lines. They are read from the stack, because a load takes no turn of the multiplier.
+        with builder.goto_entry_block():
+            room = builder.ptrtoint(builder.alloca(ir.ArrayType(I8, 64 * len(rows))), I64)
+        for row, address in enumerate(rows):
+            halves = _bytes_apart(builder, load(builder, address, ir.VectorType(I32, 8)), signed=True)
+            for side, half in enumerate(halves):
+                store(builder, builder.add(room, I64(64 * row + 32 * side)), half)
+
+        def inputs(row: int, number: int) -> list[ir.Value]:
+            places = [builder.add(room, I64(64 * row + 32 * side + 4 * number)) for side in range(2)]
+            return [splat(builder, load(builder, place, I32), 8) for place in places]
+
+        return inputs
+
+    def add_lines(self, builder, sums, lines, greatest):
+        sides = range(0, 8), range(8, 16)
+        parts = [shuffle(builder, total, side) for total in sums for side in sides]
+        at_once, wide = _lines_in_16_bits(greatest), ir.VectorType(I16, 16)
+        multiply = self._multiply_small if at_once else self._multiply_large
+        for first in range(0, len(lines), at_once or len(lines)):
+            totals = [constant(wide, 0)] * len(parts) if at_once else parts
+            for weights_of, inputs in lines[first : first + (at_once or len(lines))]:
+                weights = weights_of()
+                of_sides = [shuffle(builder, weights, side) for side in sides]
+                products = [multiply(builder, w, x) for x in (x_of() for x_of in inputs) for w in of_sides]
+                both = zip(totals, products, strict=True)
+                totals = in_registers(builder, [builder.add(total, product) for total, product in both])
+            if at_once:
+                totals = [self._multiply_pairs(builder, total, constant(wide, 1)) for total in totals]
+                totals = [builder.add(part, total) for part, total in zip(parts, totals, strict=True)]
+            parts = totals
+        return [shuffle(builder, low, range(16), high) for low, high in zip(parts[::2], parts[1::2], strict=True)]
+
+    def _multiply_small(self, builder, w, x):
+        """Return the sums of two products each, in int16."""
+        both = (builder.bitcast(vector, ir.VectorType(I8, 32)) for vector in (w, x))
+        return call_intrinsic(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), *both)
+
+    def _multiply_large(self, builder, w, x):
+        """Return the sums of four products each, in int32. x: the even and the odd bytes, as int16."""
+        halves = zip(_bytes_apart(builder, w, signed=False), x, strict=True)
+        even, odd = (self._multiply_pairs(builder, half, builder.bitcast(of_x, half.type)) for half, of_x in halves)
+        return builder.add(even, odd)
+
     def _multiply_pairs(self, builder, a, b):
         return _call_on_parts(builder, "llvm.x86.avx2.pmadd.wd", 8, a, b)
+
+
+def _bytes_apart(builder: ir.IRBuilder, vector: ir.Value, signed: bool) -> list[ir.Value]:
+    """Return the even and the odd bytes of a vector as int16."""
+    wide = ir.VectorType(I16, 2 * vector.type.count)
+    eight, vector = constant(wide, 8), builder.bitcast(vector, wide)
+    if signed:
+        return [builder.ashr(builder.shl(vector, eight), eight), builder.ashr(vector, eight)]
+    return [builder.and_(vector, constant(wide, 0xFF)), builder.lshr(vector, eight)]
+
+
+def _lines_in_16_bits(greatest: int) -> int:
+    """Return of how many lines of weights, none above `greatest`, the products with int8 fit together into int16: two
+    of each line."""
+    return 32767 // (2 * 128 * greatest)
 
 
 class NeonDot(InstructionSet):

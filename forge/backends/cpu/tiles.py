@@ -18,12 +18,14 @@ result has the same bits whatever is computed beside it.
 Weights are stored unsigned, w + bias (128 for 8-bit quants, 32 for Q6_K, 8 for Q4_0), because the instructions want
 one operand unsigned. The bias is paid back once per group: the sum starts at -bias * (sum of the group's activations).
 
-Why the number of rows is fixed when the code is made: the running sums of all rows must stay in registers, and a loop
-over rows inside would spill them. One row is bound by memory, eight rows are
-bound by the multiplier; see forge/bench/RESULTS.md.
+Why the number of rows is fixed when the code is made: the integer sums of all rows must stay in registers, and a loop
+over rows inside would spill them. Where eight rows do not fit, a group is computed for four rows after the other
+(`InstructionSet.rows_at_once`). One row is bound by memory, eight rows are bound by the multiplier; see
+forge/bench/RESULTS.md.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from llvmlite import ir
 
@@ -74,6 +76,11 @@ class TileLayout:
     """Whether each group also has a minimum, which is subtracted from every weight of it."""
     unit: float = 1.0
     """`k`: a power of two that all scales are multiplied by."""
+
+    @property
+    def greatest(self) -> int:
+        """The greatest quant. Quants of five bits are kept in eight."""
+        return 31 if self.bits == 8 and self.bias == 0 else 2**self.bits - 1
 
     @property
     def bytes_per_group(self) -> int:
@@ -148,13 +155,15 @@ class TileCode:
         lines = self.weight_lines(index)
         parts = GROUP // layout.group
         per_part = len(lines) // parts
+        inputs = self.isa.inputs_of(b, [self.x_address(row, index) for row in self.rows], layout.greatest)
+        at_once = self.isa.rows_at_once
         for part in range(parts):
-            integers = [self.start(row, index, part) for row in self.rows]
-            for number in range(part * per_part, (part + 1) * per_part):
-                weights = lines[number]()
-                for row in self.rows:
-                    x = splat(b, load(b, self.x_address(row, index, 4 * number), I32))
-                    integers[row] = self.isa.dot(b, integers[row], weights, x)
+            numbers = range(part * per_part, (part + 1) * per_part)
+            integers = []
+            for some in (self.rows[first : first + at_once] for first in range(0, len(self.rows), at_once)):
+                start = [self.start(row, index, part) for row in some]
+                products = [(lines[number], [partial(inputs, row, number) for row in some]) for number in numbers]
+                integers += self.isa.add_lines(b, start, products, layout.greatest)
             sums = self.scaled(index, part, integers, sums)
         return sums
 
@@ -260,10 +269,11 @@ class TileCode:
             return load(b, b.add(address, I64(4 * part)), I32)
         return b.add(load(b, address, I32), load(b, b.add(address, I64(4)), I32))
 
-    def x_address(self, row: int, index: ir.Value, offset: int) -> ir.Value:
+    def x_address(self, row: int, index: ir.Value) -> ir.Value:
+        """Return the address of a group's activations."""
         b = self.b
         base = b.add(self.arg["x"], b.mul(I64(row), self.arg["x_stride"]))
-        return b.add(base, b.add(b.mul(index, I64(GROUP)), I64(offset)))
+        return b.add(base, b.mul(index, I64(GROUP)))
 
     def row_address(self, name: str, row: int, per: int, index: ir.Value, step: int) -> ir.Value:
         """Return the address of group `index`, `step` bytes, in row `row` of an array with 4 bytes per `per`
