@@ -98,8 +98,9 @@ class Keeper:
             self._start_private(quiet)
             return
         address = self._plan.address
-        try:
-            ray.init(address=address, **quiet)
+        variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
+        try:  # processes of a Ray that runs already have its environment, and not this one's
+            ray.init(address=address, runtime_env={"env_vars": variables} if variables else None, **quiet)
         except (ConnectionError, RuntimeError) as error:
             token = "it may need its token: RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             raise UsageError(f"Ray at {address} cannot be joined ({str(error).splitlines()[0]}); {token}") from None

@@ -38,8 +38,8 @@ STREAMS = 4
 TOKENS = 1500
 
 
-def cluster(*args: str) -> Server:
-    return Server("--model", "hash", "--threads", "1", *args)
+def cluster(*args: str, **options: Any) -> Server:
+    return Server("--model", "hash", "--threads", "1", *args, **options)
 
 
 @pytest.fixture(scope="module")
@@ -514,11 +514,21 @@ def nodes() -> Iterator[Any]:
     found.shutdown()
 
 
+def environments(actor: str) -> list[list[str]]:
+    """Return what stood in the environment of each process of an actor when it began. There is one at least."""
+    found = subprocess.run(["pgrep", "-f", f"^ray::{actor}"], stdout=subprocess.PIPE, text=True, check=True)
+    return [Path(f"/proc/{process}/environ").read_text().split("\0") for process in found.stdout.split()]
+
+
 @long
 def test_engines_are_on_two_nodes_and_every_stream_goes_on_when_one_node_dies(nodes, alone):
-    server = cluster("--replicas", "2", "--ray-address", nodes.address, "--name", "nodes")
+    variable = "RAY_SERVE_CONTROL_LOOP_INTERVAL_S=0.2"
+    environment = os.environ | dict([variable.split("=")])
+    server = cluster("--replicas", "2", "--ray-address", nodes.address, "--name", "nodes", env=environment)
     try:
         assert until(lambda: server.metric("forge:replicas_reachable") == 2, 60)
+        assert all(variable in environ for environ in environments("ServeReplica:nodes"))
+        assert any(variable in environ for environ in environments("ServeController")), "there may be other servers'"
         (second,) = nodes.worker_nodes
         with ThreadPoolExecutor(STREAMS) as pool:
             prompts = [f"a node {number}" for number in range(STREAMS)]
