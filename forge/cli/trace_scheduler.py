@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OUTPUT, WORKLOAD, OutputArgs, RequestArgs, parse_numbers
 from forge.cli.run_control import (
-    INTERRUPTED,
     Found,
     StepSubscriber,
     advance,
     create_llm,
     end_record,
+    exit_status,
     new_history,
 )
 from forge.engine_args import EngineArgs
@@ -106,4 +106,4 @@ def _run(
         yield from tenants_screen(by_tenant)
 
     facts = serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)}
-    return report(facts, screen, INTERRUPTED if driven.interrupted and not driven.left else 0)
+    return report(facts, screen, exit_status(driven))

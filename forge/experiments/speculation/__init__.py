@@ -176,7 +176,9 @@ def _measure(
         return drive(llm, llm.start([text], same), same, lambda record: None)
 
     turns = 1 if revocation.is_asked_for else REPEATS
-    while not drafted_runs[-1].interrupted and len(plain_runs) < turns and _seconds(drafted_runs) < REPEAT_SECONDS:
+    while not drafted_runs[-1].interrupted and len(plain_runs) < turns:
+        if sum(run.seconds for run in drafted_runs) >= REPEAT_SECONDS:
+            break
         if plain_runs:
             with llm.engine.lock:
                 llm.engine.speculation = speculation
@@ -192,21 +194,13 @@ def _measure(
     return report(speculation_object(result), lambda: screen(result, text), exit_status(drafted))
 
 
-def _milliseconds(run: RunResult) -> float:
-    return sum(record.ended - record.started for record in run.records) * 1e3
-
-
-def _seconds(runs: Sequence[RunResult]) -> float:
-    return sum(map(_milliseconds, runs)) / 1e3
-
-
 def _shortest(runs: Sequence[RunResult]) -> RunResult:
-    return min(runs, key=_milliseconds)
+    return min(runs, key=lambda run: run.seconds)
 
 
 def _spread(runs: Sequence[RunResult]) -> float:
     """Return the median run's time over the shortest's; 1 for a single run."""
-    return median(map(_milliseconds, runs)) / _milliseconds(_shortest(runs)) if runs else 1.0
+    return median(run.seconds for run in runs) / _shortest(runs).seconds if runs else 1.0
 
 
 @dataclass(frozen=True)
