@@ -337,12 +337,12 @@ def watch_arrivals(
     llm: "LLM", arrivals: "Sequence[Request]", screen: "BlockScreen", pace: float, quiet: bool
 ) -> RunResult:
     """Drive the arrivals with the blocks on the terminal, unless `quiet`, and remember the steps in `screen`."""
-    from forge.views.blocks import SilentBlocks, watch_blocks
+    from forge.views.blocks import BlocksView
 
     llm.engine.report_blocks = True
     screen.since = llm.engine.cache.stats()
     try:
-        with SilentBlocks(screen) if quiet else watch_blocks(open_console(), screen, pace) as watch:
+        with BlocksView(open_console(), screen, pace, quiet) as watch:
             return whole(drive_arrivals(llm, arrivals, watch.step))
     finally:
         llm.engine.report_blocks = False

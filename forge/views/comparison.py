@@ -27,7 +27,6 @@ from forge.views.run_view import LiveView
 from forge.views.screen import Part, question, title
 from forge.views.screen import sides as side_by_side
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import can_redraw
 from forge.views.text import one_line, quoted, short_name, tail
 
 if TYPE_CHECKING:
@@ -207,7 +206,7 @@ class ComparisonProgress(LiveView):
     """The curves as they grow, on a terminal; nothing in a pipe. Gone when both sides have run."""
 
     def __init__(self, console: Console, question: str, names: Sequence[str], num_points: int, quiet: bool = False):
-        super().__init__(console, shows=can_redraw(console) and not quiet)
+        super().__init__(console, quiet)
         self._question, self._names, self._num_points = question, names, num_points
         self._forwards: list[list[Forward]] = [[] for _ in names]
 
