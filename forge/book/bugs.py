@@ -28,6 +28,8 @@ from forge.model.model import ModelUnavailable
 from forge.speculation.speculator import Speculator
 
 CaughtBy = Literal["invariant", "tokens"]
+Switch = AbstractContextManager[Any]
+"""While it is entered, the engine has the bug."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Bug:
     known: str
     """Where it was real."""
     caught_by: CaughtBy
-    switch: Callable[[], AbstractContextManager[None]]
+    switch: Callable[[], Switch]
     loading: Mapping[str, Any]
     requests: Sequence[BugRequest]
     revokes_draft_after: int | None = None
@@ -77,8 +79,7 @@ def bugs_of(chapter: str) -> list[str]:
 # Paged
 
 
-@contextmanager
-def _freed_block() -> Iterator[None]:
+def _freed_block() -> Switch:
     """A sequence that ends frees its blocks, also those that are in other tables."""
 
     def free(cache: PagedKvCache, table: BlockTable) -> None:
@@ -89,12 +90,10 @@ def _freed_block() -> Iterator[None]:
                 pool.num_references, pool.reference_counts[block] = pool.num_references - references, 0
                 pool.free.append(block)
 
-    with patch.object(PagedKvCache, "release_table", free):
-        yield
+    return patch.object(PagedKvCache, "release_table", free)
 
 
-@contextmanager
-def _decref_first() -> Iterator[None]:
+def _decref_first() -> Switch:
     """The writer releases its reference first and checks afterwards whether the block is shared."""
     grow = PagedKvCache.grow
 
@@ -103,8 +102,7 @@ def _decref_first() -> Iterator[None]:
             cache.pool.decref(table.blocks[-1])
         return grow(cache, seq_id, table, num_tokens)
 
-    with patch.object(PagedKvCache, "grow", decref_and_grow):
-        yield
+    return patch.object(PagedKvCache, "grow", decref_and_grow)
 
 
 # Prefix
@@ -132,11 +130,9 @@ def _in_flight_hit() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _full_hit() -> Iterator[None]:
+def _full_hit() -> Switch:
     """All of a prompt may come from the cache, its last token too."""
-    with patch.object(TokenSequence, "max_cacheable_tokens", property(lambda sequence: len(sequence.token_ids))):
-        yield
+    return patch.object(TokenSequence, "max_cacheable_tokens", property(lambda sequence: len(sequence.token_ids)))
 
 
 # Batching
@@ -164,8 +160,7 @@ def _stale_count() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _query_start() -> Iterator[None]:
+def _query_start() -> Switch:
     """A row of a chunk sees as many keys as its place in the chunk says, and not its place in the text."""
     attention = ReferenceOperations.attention
 
@@ -176,15 +171,13 @@ def _query_start() -> Iterator[None]:
                 positions[start:stop] -= positions[start]
         return attention(operations, q, storage, layer, replace(batch, positions=positions))
 
-    with patch.object(ReferenceOperations, "attention", attend_from_zero):
-        yield
+    return patch.object(ReferenceOperations, "attention", attend_from_zero)
 
 
 # Speculation
 
 
-@contextmanager
-def _rollback() -> Iterator[None]:
+def _rollback() -> Switch:
     """The target's own token counts as an accepted draft token: one slot too many is kept."""
     verify = Sampler.verify
 
@@ -192,12 +185,10 @@ def _rollback() -> Iterator[None]:
         outcome = verify(sampler, *arguments)
         return outcome._replace(num_accepted=outcome.num_accepted + 1)
 
-    with patch.object(Sampler, "verify", one_more):
-        yield
+    return patch.object(Sampler, "verify", one_more)
 
 
-@contextmanager
-def _lease() -> Iterator[None]:
+def _lease() -> Switch:
     """A proposer's error is not caught where it is asked: it reaches the step, which takes it for the target's."""
     ask = Speculator.ask
 
@@ -206,8 +197,7 @@ def _lease() -> Iterator[None]:
         for failure in drafts.failures.values():
             raise ModelUnavailable(failure.message)
 
-    with patch.object(Speculator, "ask", ask_unguarded):
-        yield
+    return patch.object(Speculator, "ask", ask_unguarded)
 
 
 # Constrained
@@ -230,8 +220,7 @@ def _matcher_ahead() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _mask_after() -> Iterator[None]:
+def _mask_after() -> Switch:
     """A token is chosen first. Where the grammar refuses it, the first token that is allowed comes in its place."""
 
     def mask_afterwards(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -239,8 +228,7 @@ def _mask_after() -> Iterator[None]:
         allowed = np.array([choice]) if mask[choice] else np.flatnonzero(mask)[:1]
         return allowed, logits[allowed]
 
-    with patch.object(sampling, "allowed_tokens", mask_afterwards):
-        yield
+    return patch.object(sampling, "allowed_tokens", mask_afterwards)
 
 
 _STORY = (

@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +17,6 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option, settle
 from forge.views.comparison import (
-    Answer,
     ComparisonProgress,
     Side,
     compare_runs,
@@ -28,7 +26,6 @@ from forge.views.comparison import (
     question_for,
 )
 from forge.views.screen import Report, draw, report
-from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
@@ -290,7 +287,4 @@ def _run_side(
     warm_up(llm, prompts[0])
     arrivals = [arriving(llm, prompt, params, step) for step, prompt in enumerate(prompts)]
     run = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)
-    logits = chain(run.logits, repeat(()))  # of an interrupted run there may be fewer
-    first, *rest = (Answer(*pair) for pair in zip(run.outputs, logits, strict=False))
-    result = RunResult(run.label, run.records, first.output, not params.greedy, run.interrupted)
-    return Side(name, result, first.logits, tuple(rest))
+    return Side(name, replace(run, sampled=not params.greedy))

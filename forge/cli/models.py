@@ -32,6 +32,7 @@ from forge.views.screen import Report, report
 from forge.views.terminal import open_error_console
 
 if TYPE_CHECKING:
+    from forge.model.catalog import BundledModel, PulledModel
     from forge.model.config import Qwen3Config
 
 models = typer.Typer(
@@ -75,7 +76,10 @@ class WritingArgs:
 @command
 def list_models() -> Report:
     """The models that come with forge, and those that were pulled."""
-    listed = _bundled() + _computed() + _pulled()
+    listed = [_listed(model, model.aliases, model.description) for model in bundled_models()]
+    computes = "computes a hash of the text and nothing else: for watching the scheduler"
+    listed += [ListedModel(HASH_MODEL, (), "no file", 0, computes, True, type="none", parameters=0)]
+    listed += [_listed(model, (), "pulled") for model in pulled_models()]
     return report(plain(listed), lambda: models_screen(listed))
 
 
@@ -172,42 +176,11 @@ def _config(shape: str | None, values: dict[str, Any]) -> "Qwen3Config":
     return synthetic_config(**stated | values)
 
 
-def _bundled() -> list[ListedModel]:
-    """List the bundled models, with what the headers of those that are present say."""
-    listed = []
-    for model in bundled_models():
-        entry = ListedModel(
-            name=model.name,
-            aliases=model.aliases,
-            path=options.shown_path(model.path),
-            bytes=model.bytes,
-            description=model.description,
-            present=model.present,
-        )
-        listed.append(_with_header(entry, model.path) if model.present else entry)
-    return listed
-
-
-def _computed() -> list[ListedModel]:
-    """Describe the model without a file."""
-    description = "computes a hash of the text and nothing else: for watching the scheduler"
-    return [ListedModel(HASH_MODEL, (), "no file", 0, description, True, type="none", parameters=0)]
-
-
-def _pulled() -> list[ListedModel]:
-    """List what `forge models pull` has brought."""
-    listed = []
-    for model in pulled_models():
-        entry = ListedModel(
-            name=model.name,
-            aliases=(),
-            path=options.shown_path(model.path),
-            bytes=model.bytes,
-            description="pulled",
-            present=True,
-        )
-        listed.append(entry if model.path.is_dir() else _with_header(entry, model.path))
-    return listed
+def _listed(model: "BundledModel | PulledModel", aliases: tuple[str, ...], description: str) -> ListedModel:
+    """Describe a model's file, with what its header says where there is one."""
+    path = options.shown_path(model.path)
+    entry = ListedModel(model.name, aliases, path, model.bytes, description, model.path.exists())
+    return _with_header(entry, model.path) if model.path.is_file() else entry
 
 
 def _with_header(entry: ListedModel, path: Path) -> ListedModel:

@@ -21,7 +21,7 @@ from forge.engine_args import EngineArgs
 from forge.errors import INTERRUPTED, ForgeError, UsageError
 from forge.trace.records import EndRecord
 from forge.views.progress import LoadingBar
-from forge.views.summary import RunLabel, RunResult, RunsResult
+from forge.views.summary import RunLabel, RunResult
 from forge.views.terminal import open_console, open_error_console
 
 if TYPE_CHECKING:
@@ -85,19 +85,6 @@ class AnyRun(Protocol):
     def outputs(self) -> "list[RequestOutput]": ...
 
 
-@dataclass(frozen=True)
-class Driven:
-    """A run that is over."""
-
-    records: "tuple[StepRecord, ...]"
-    interrupted: bool
-    """Ctrl-C ended it, or the reader who stepped through it."""
-    left: bool
-    """Whether the reader ended it."""
-    outputs: "tuple[RequestOutput, ...]" = ()
-    """Their times, as those of the records, without the time for which the reader looked at steps."""
-
-
 class StepSubscriber:
     """Records the steps of a command's runs in a trace, and lets a reader step through them."""
 
@@ -140,9 +127,7 @@ def drive(
     subscriber: StepSubscriber = NO_SUBSCRIBER,
 ) -> RunResult:
     """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
-    driven = advance(llm, llm.engine, run, on_step, subscriber)
-    label = run_label(llm)
-    return RunResult(label, driven.records, driven.outputs[0], not params.greedy, driven.interrupted, driven.left)
+    return replace(advance(llm, llm.engine, run, on_step, subscriber), sampled=not params.greedy)
 
 
 REPEATS, REPEAT_SECONDS = 3, 10.0
@@ -164,8 +149,8 @@ def fastest(first: "RunResult", again: "Callable[[], RunResult]") -> "tuple[RunR
         return replace(first, interrupted=True), len(runs)
     steps = zip(*(run.records for run in runs), strict=True)
     records = tuple(min(step, key=lambda record: record.forward_ms) for step in steps)
-    output = min((run.output for run in runs), key=lambda output: output.metrics.time_to_first_token_ms or 0.0)
-    return replace(first, records=records, output=output), len(runs)
+    outputs = min((run.outputs for run in runs), key=lambda outputs: outputs[0].metrics.time_to_first_token_ms or 0.0)
+    return replace(first, records=records, outputs=outputs), len(runs)
 
 
 @dataclass(frozen=True)
@@ -198,7 +183,7 @@ def advance(
     on_step: "Callable[[StepRecord], None]",
     subscriber: StepSubscriber = NO_SUBSCRIBER,
     history: "History | None" = None,
-) -> Driven:
+) -> RunResult:
     """Advance a run to its end, or to Ctrl-C, with `subscriber`. Where it is stepped through, `on_step` sees the steps
     when that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
     `ForgeError` if a sample ended as an `error`."""
@@ -241,7 +226,13 @@ def advance(
     for sample in [sample for output in outputs for sample in output.outputs]:
         if sample.finish_reason == "error":
             raise ForgeError("; ".join(sample.errors))
-    return Driven(tuple(records), interrupted or ended_early, ended_early and not interrupted, outputs)
+    return RunResult(
+        run_label(llm),
+        tuple(records),
+        outputs,
+        interrupted=interrupted or ended_early,
+        left=ended_early and not interrupted,
+    )
 
 
 def _without_pauses(output: "RequestOutput", pauses: "Pauses") -> "RequestOutput":
@@ -320,7 +311,7 @@ def drive_arrivals(
     arrivals: "Sequence[Request]",
     on_step: "Callable[[StepRecord], None]" = lambda record: None,
     keep_logits: bool = False,
-) -> RunsResult:
+) -> RunResult:
     """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens.
 
     `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing. Raises
@@ -339,19 +330,19 @@ def drive_arrivals(
     if run.refused:
         raise UsageError(run.refused[0][1])
     kept = tuple(tuple(logits[seq_id]) for seq_id in sorted(logits))
-    return RunsResult(run_label(llm), driven.records, driven.outputs, kept, driven.interrupted)
+    return replace(driven, logits=kept)
 
 
 def watch_arrivals(
     llm: "LLM", arrivals: "Sequence[Request]", screen: "BlockScreen", pace: float, quiet: bool
-) -> RunsResult:
+) -> RunResult:
     """Drive the arrivals with the blocks on the terminal, unless `quiet`, and remember the steps in `screen`."""
-    from forge.views.blocks import SilentBlocks, watch_blocks
+    from forge.views.blocks import BlocksView
 
     llm.engine.report_blocks = True
     screen.since = llm.engine.cache.stats()
     try:
-        with SilentBlocks(screen) if quiet else watch_blocks(open_console(), screen, pace) as watch:
+        with BlocksView(open_console(), screen, pace, quiet) as watch:
             return whole(drive_arrivals(llm, arrivals, watch.step))
     finally:
         llm.engine.report_blocks = False
@@ -367,8 +358,8 @@ class WatchedRun:
 
     screen: "BlockScreen"
     """The screen that showed the watched run."""
-    watched: RunsResult
-    timed: RunsResult
+    watched: RunResult
+    timed: RunResult
     """The same without a view."""
 
     @classmethod
@@ -391,7 +382,7 @@ class WatchedRun:
         return CacheFigures.of(self.watched.records, self.watched.outputs)
 
 
-def whole(result: RunsResult) -> RunsResult:
+def whole(result: RunResult) -> RunResult:
     """Return a complete result, or end the command if Ctrl-C cut it short: half an experiment says nothing."""
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OUTPUT, WORKLOAD, OutputArgs, RequestArgs, parse_numbers
 from forge.cli.run_control import (
-    INTERRUPTED,
     Found,
     StepSubscriber,
     advance,
     create_llm,
     end_record,
+    exit_status,
     new_history,
 )
 from forge.engine_args import EngineArgs
@@ -21,7 +21,7 @@ from forge.option import option
 from forge.views.run_summary import serving_object, serving_screen, tenant_objects, tenants_screen, throughput_screen
 from forge.views.screen import Part, report
 from forge.views.terminal import can_redraw, open_console
-from forge.views.traffic import serving_view
+from forge.views.traffic import ServingView
 from forge.workload.requests import WorkloadRun
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _run(
     run = WorkloadRun(engine, workload)
     console = open_console()
     quiet = output.json or subscriber.steps or not (output.lines or can_redraw(console))
-    with serving_view(console, history, quiet) as view:
+    with ServingView(console, history, quiet) as view:
         driven = advance(llm, engine, run, view.step, subscriber, history)
     if not history.records and run.refused:
         raise UsageError(f"no request can run: {run.refused[0][1]}")
@@ -106,4 +106,4 @@ def _run(
         yield from tenants_screen(by_tenant)
 
     facts = serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)}
-    return report(facts, screen, INTERRUPTED if driven.interrupted and not driven.left else 0)
+    return report(facts, screen, exit_status(driven))

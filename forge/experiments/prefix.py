@@ -33,7 +33,7 @@ from forge.views.json_output import as_object
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, sequence_style
 from forge.views.screen import Part, Report, leads_on, question, report, sentences, sides
-from forge.views.summary import RunsResult
+from forge.views.summary import RunResult
 from forge.views.text import neutralise, one_line, tail
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Fork:
     """A story, and others that start with its first tokens while it still runs."""
 
     screen: BlockScreen
-    result: RunsResult
+    result: RunResult
     branch_at: int
     """Output tokens of the story that the branches begin with."""
     beginning: str

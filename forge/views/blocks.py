@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.text import Text
@@ -35,9 +35,9 @@ from forge.views.history import TextStreams
 from forge.views.json_output import picked
 from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
-from forge.views.run_view import LiveView, RunView
+from forge.views.run_view import LiveView
 from forge.views.summary import RunResult
-from forge.views.terminal import can_redraw, print_lines
+from forge.views.terminal import print_lines
 from forge.views.text import neutralise, one_line, tail
 
 MANY = 2
@@ -309,71 +309,47 @@ def _counted_since(cache: CacheRecord, since: CacheStats) -> CacheRecord:
     return replace(cache, **{name: getattr(cache, name) - getattr(since, name) for name in counters})
 
 
-def watch_blocks(console: Console, screen: BlockScreen, pace: float) -> RunView:
-    """Follow a run on a terminal, at `pace` steps a second at most; in a pipe nothing is shown while it runs."""
-    return LiveBlocks(console, screen, pace) if can_redraw(console) else SilentBlocks(screen)
+class BlocksView(LiveView):
+    """Feeds a screen with every step. On a terminal the frame of each stands in the place of the one before; at a
+    `pace` other than 0 every frame is drawn, so many a second."""
 
-
-class SilentBlocks(RunView):
-    """Collects the steps and draws nothing until the end."""
-
-    def __init__(self, screen: BlockScreen):
-        self._screen = screen
-
-    def step(self, record: StepRecord) -> None:
-        self._screen.feed(record)
-
-
-class LiveBlocks(LiveView):
-    """The frame of each step in the place of the one before; at a `pace` other than 0 every frame, so many a second."""
-
-    def __init__(self, console: Console, screen: BlockScreen, pace: float):
-        super().__init__(console)
-        self._screen, self._pace = screen, pace
+    def __init__(self, console: Console, screen: BlockScreen, pace: float, quiet: bool = False):
+        super().__init__(console, quiet)
+        self.screen, self._pace = screen, pace
         self.frames_per_second = pace or LiveView.frames_per_second
 
     def step(self, record: StepRecord) -> None:
-        self._screen.feed(record)
+        self.screen.feed(record)
         self.redraw()
-        if self._pace:
+        if self._shows and self._pace:
             time.sleep(max(0.0, self._next_frame - time.monotonic()))
 
     def frame(self) -> Group:
         width, height = self._console.size
-        return Group(*self._screen.frame(width, height - 1))
+        return Group(*self.screen.frame(width, height - 1))
 
 
-class BlockGeneration(RunView):
+class BlockGeneration(BlocksView):
     """`forge generate --show blocks`: the steps as they happen, then the text, the fullest step, the figures."""
 
     def __init__(self, console: Console, prompt: str, echo: bool, pace: float):
-        self._console = console
-        self._redraws = can_redraw(console)
-        self._prompt, self._echo = prompt if echo or self._redraws else "", echo
-        self.screen = BlockScreen()
-        self._watch = watch_blocks(console, self.screen, pace)
-
-    def __enter__(self) -> Self:
-        self._watch.__enter__()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._watch.__exit__(*exception)
+        super().__init__(console, BlockScreen(), pace)
+        self._prompt, self._echo = prompt if echo or self._shows else "", echo
 
     def step(self, record: StepRecord) -> None:
-        self._watch.step(record)
-        if not self._redraws:
+        super().step(record)
+        if not self._shows:
             self._console.print(Text(step_line(self.screen)), soft_wrap=True)
 
     def finish(self, result: RunResult) -> None:
-        self._watch.__exit__()
+        self.__exit__()
         console, width = self._console, self._console.width
-        for text in sample_texts(result, self._prompt, quiet_prompt=self._redraws and not self._echo):
+        for text in sample_texts(result, self._prompt, quiet_prompt=self._shows and not self._echo):
             if text.plain:
                 console.print()
-                console.print(text, soft_wrap=not self._redraws)
+                console.print(text, soft_wrap=not self._shows)
         print_lines(console, [Text(""), *self.screen.picture(width), Text("")])
-        if self._redraws:
+        if self._shows:
             print_lines(console, [*self.screen.story_lines(width), Text(""), *metrics_lines(result, width)])
         else:
             print_lines(console, [Text(line) for line in plain_metrics(result)])

@@ -63,10 +63,22 @@ def line_plot(curves: Sequence[Curve], scale: float, num_points: int, width: int
 
     A later curve lies over an earlier one. Values above the scale run along the upper edge.
     """
-    canvas = _Canvas(width, height)
+    dots = [[0] * width for _ in range(height)]
+    styles = [[""] * width for _ in range(height)]
     for curve in curves:
-        canvas.draw(curve, scale, num_points)
-    return canvas.lines()
+        columns = (round(x * (width * 2 - 1) / max(num_points - 1, 1)) for x in range(len(curve.values)))
+        points = [(column, _dot_row(y, scale, height)) for column, y in zip(columns, curve.values, strict=True)]
+        for start, end in zip(points, points[1:] or points, strict=False):
+            for column, row in _segment(start, end):
+                dots[row // _ROWS_PER_CELL][column // 2] |= _DOTS[row % _ROWS_PER_CELL][column % 2]
+                styles[row // _ROWS_PER_CELL][column // 2] = curve.style
+    return [_braille(*line) for line in zip(dots, styles, strict=True)]
+
+
+def _braille(dots: Sequence[int], styles: Sequence[str]) -> Text:
+    """Return a line of cells, each with its dots, in the style of the curve drawn there last."""
+    characters = (chr(_BRAILLE + bits) if bits else " " for bits in dots)
+    return Text.assemble(*zip(characters, styles, strict=True), no_wrap=True)
 
 
 def throughput_plot(times: Sequence[float], seconds: float, width: int, style: str, height: int = 8) -> list[Text]:
@@ -98,39 +110,6 @@ def row_of(value: float, scale: float, height: int) -> int:
 def _dot_row(value: float, scale: float, height: int) -> int:
     level = min(max(value / scale, 0.0), 1.0) if scale > 0 else 0.0
     return round((1 - level) * (height * _ROWS_PER_CELL - 1))
-
-
-class _Canvas:
-    """`width` x `height` braille cells, each with its dots and the style of the curve drawn there last."""
-
-    def __init__(self, width: int, height: int):
-        self.width, self.height = width, height
-        self._dots = [[0] * width for _ in range(height)]
-        self._styles: list[list[str]] = [[""] * width for _ in range(height)]
-
-    def draw(self, curve: Curve, scale: float, num_points: int) -> None:
-        points = [self._place(x, y, scale, num_points) for x, y in enumerate(curve.values)]
-        for start, end in zip(points, points[1:] or points, strict=False):
-            for column, row in _segment(start, end):
-                self._set(column, row, curve.style)
-
-    def lines(self) -> list[Text]:
-        return [self._line(row) for row in range(self.height)]
-
-    def _line(self, row: int) -> Text:
-        text = Text(no_wrap=True)
-        for dots, style in zip(self._dots[row], self._styles[row], strict=True):
-            text.append(chr(_BRAILLE + dots) if dots else " ", style)
-        return text
-
-    def _place(self, x: float, y: float, scale: float, num_points: int) -> tuple[int, int]:
-        """Return the dot (column, row), counted from the upper left."""
-        column = round(x * (self.width * 2 - 1) / max(num_points - 1, 1))
-        return column, _dot_row(y, scale, self.height)
-
-    def _set(self, column: int, row: int, style: str) -> None:
-        self._dots[row // _ROWS_PER_CELL][column // 2] |= _DOTS[row % _ROWS_PER_CELL][column % 2]
-        self._styles[row // _ROWS_PER_CELL][column // 2] = style
 
 
 def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from statistics import median
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -27,7 +27,6 @@ from forge.views.run_view import LiveView
 from forge.views.screen import Part, question, title
 from forge.views.screen import sides as side_by_side
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import can_redraw
 from forge.views.text import one_line, quoted, short_name, tail
 
 if TYPE_CHECKING:
@@ -54,27 +53,22 @@ class Side:
     name: str
     """The side's value on the command line: `off`."""
     result: RunResult
-    logits: Sequence["np.ndarray"]
-    """Float32 `[vocab]` for each output token of the first sample."""
 
-    others: tuple[Answer, ...] = ()
-    """Its answers to the prompts after the first, if there are several; its steps are all in `result`."""
+    @cached_property
+    def answers(self) -> tuple[Answer, ...]:
+        """One for each prompt."""
+        logits = chain(self.result.logits, repeat(()))  # of an interrupted run there may be fewer
+        return tuple(Answer(*pair) for pair in zip(self.result.outputs, logits, strict=False))
 
     @property
-    def answers(self) -> tuple[Answer, ...]:
-        return Answer(self.result.output, self.logits), *self.others
+    def has_several(self) -> bool:
+        """Whether it answered several prompts."""
+        return len(self.answers) > 1
 
     @cached_property
     def cache(self) -> CacheFigures | None:
         """Its cache's figures; None if no step ran."""
-        outputs = [answer.output for answer in self.answers]
-        return CacheFigures.of(self.result.records, outputs) if self.result.records else None
-
-    @property
-    def time_to_first_token_ms(self) -> float | None:
-        """The median of the prompts'."""
-        known = [answer.output.metrics.time_to_first_token_ms for answer in self.answers]
-        return median(value for value in known if value is not None) if any(known) else None
+        return CacheFigures.of(self.result.records, self.result.outputs) if self.result.records else None
 
     @property
     def tokens(self) -> tuple[TokenRecord, ...]:
@@ -173,7 +167,6 @@ _QUESTIONS = {
 def comparison_object(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison for `--json`."""
     logits = comparison.logits
-    several = bool(comparison.sides[0].others)
     return {
         **picked(comparison, "option", "identical", "first_difference"),
         "margin": None if comparison.margin is None else _margin_object(comparison.margin),
@@ -187,7 +180,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
                 **run_object(side.result, token_text=str),
                 **climb_object(side.result.forwards),
                 "cache": side.cache and side.cache.as_object(),
-                **({"prompts": [_answer_object(answer) for answer in side.answers]} if several else {}),
+                **({"prompts": [_answer_object(answer) for answer in side.answers]} if side.has_several else {}),
             }
             for side in comparison.sides
         ],
@@ -213,7 +206,7 @@ class ComparisonProgress(LiveView):
     """The curves as they grow, on a terminal; nothing in a pipe. Gone when both sides have run."""
 
     def __init__(self, console: Console, question: str, names: Sequence[str], num_points: int, quiet: bool = False):
-        super().__init__(console, shows=can_redraw(console) and not quiet)
+        super().__init__(console, quiet)
         self._question, self._names, self._num_points = question, names, num_points
         self._forwards: list[list[Forward]] = [[] for _ in names]
 
@@ -233,7 +226,7 @@ def comparison_screen(comparison: Comparison, prompt: str) -> Iterator[Part]:
     yield from question(comparison.question, one_line(tail(prompt, 200)))
     sides = comparison.sides
     yield comparison_table(sides)
-    if not sides[0].others:
+    if not sides[0].has_several:
         names, forwards = [side.name for side in sides], [side.result.forwards for side in sides]
         yield None
         yield lambda width: curve_plot(names, forwards, max(map(len, forwards)), width)
@@ -265,7 +258,6 @@ def _side_facts(side: Side) -> dict[str, Any]:
     return {
         "result": side.result,
         "cache": side.cache,
-        "first_ms": side.time_to_first_token_ms,
         "all_ms": sum(side.result.forward_ms),
         "forwards": len(side.result.records),
         "accepted": accepted / proposed if drafts else None,
@@ -274,11 +266,8 @@ def _side_facts(side: Side) -> dict[str, Any]:
 
 
 def _table_rows(sides: Sequence[Side], facts: Sequence[dict[str, Any]]) -> Iterator[str]:
-    several, caches = any(side.others for side in sides), [side.cache for side in sides]
-    if several:
-        yield "first token, median: {first_ms:ms ms}"
-    else:
-        yield "time to first token: {result.time_to_first_token_ms:ms ms}"
+    several, caches = any(side.has_several for side in sides), [side.cache for side in sides]
+    yield f"{'first token, median' if several else 'time to first token'}: {{result.time_to_first_token_ms:ms ms}}"
     yield "decode: {result.decode_tokens_per_second:rate tok/s}"
     if not several:
         yield "last / second forward: {result.last_over_second:times}"
@@ -304,7 +293,7 @@ def verdict(comparison: Comparison) -> list[Text]:
         extent = f"{tokens} of {len(answers)} prompts" if len(answers) > 1 else tokens
         return [Text.assemble(("✓ identical", GOOD), f": {extent}, {logits}")]
     first, prompt = comparison.first_difference, comparison.prompt
-    of_prompt = f" of prompt {prompt + 1}" if comparison.sides[0].others else ""
+    of_prompt = f" of prompt {prompt + 1}" if comparison.sides[0].has_several else ""
     lines = [Text.assemble(("✗ the tokens differ", TROUBLE), f"{_where(first)}{of_prompt}; {logits}")]
     if comparison.margin is not None:
         lines.append(_margin_line(comparison.margin, comparison.sides))

@@ -24,7 +24,7 @@ def run_facts(result: RunResult) -> list[Fact]:
     """Return what a run cost, in the order in which a reader asks."""
     seed = [("seed", str(result.output.seed))] if result.sampled else []
     return [
-        ("time to first token", with_unit(ms(result.time_to_first_token_ms), "ms")),
+        ("time to first token", with_unit(ms(result.output.metrics.time_to_first_token_ms), "ms")),
         ("decode", with_unit(rate(result.decode_tokens_per_second), "tok/s")),
         ("forwards", count(len(result.records))),
         ("tokens computed", count(result.tokens_computed)),

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from forge.trace.records import StepRecord
 from forge.views.summary import RunResult
+from forge.views.terminal import can_redraw
 
 
 class RunView:
@@ -33,13 +34,13 @@ class RunView:
 
 
 class LiveView(RunView):
-    """A picture on a terminal, each in the place of the one before; gone when the view is left."""
+    """A picture on a terminal, each in the place of the one before; gone when the view is left. Nothing in a pipe."""
 
     frames_per_second: float = 10
 
-    def __init__(self, console: Console, shows: bool = True):
-        """shows: whether the terminal can redraw; nothing is drawn on another."""
-        self._console, self._shows = console, shows
+    def __init__(self, console: Console, quiet: bool = False):
+        """quiet: nothing on a terminal either."""
+        self._console, self._shows = console, can_redraw(console) and not quiet
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
         self._next_frame = 0.0
 

@@ -53,17 +53,26 @@ class Forward:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that is over: its steps in order and its one request's output."""
+    """Requests that ran in one engine and are over, in most commands a single one: their steps in order."""
 
     label: RunLabel
     records: tuple[StepRecord, ...]
-    output: RequestOutput
+    outputs: tuple[RequestOutput, ...]
+    """The outputs in the order in which the requests came. Their times, as those of the records, are without the time
+    for which the reader looked at steps."""
     sampled: bool = False
     """Tokens were drawn, so the seed matters."""
     interrupted: bool = False
     """The reader pressed Ctrl-C, or left the run while stepping through it. The output is as it stood then."""
     left: bool = False
     """The reader left it, which is no error."""
+    logits: "tuple[tuple[np.ndarray, ...], ...]" = ()
+    """For each sequence, in that order, float32 `[vocab]` for each output token, if they were kept."""
+
+    @property
+    def output(self) -> RequestOutput:
+        """The first request's."""
+        return self.outputs[0]
 
     @cached_property
     def forwards(self) -> tuple[Forward, ...]:
@@ -80,7 +89,9 @@ class RunResult:
 
     @property
     def time_to_first_token_ms(self) -> float | None:
-        return self.output.metrics.time_to_first_token_ms
+        """The median of the requests'."""
+        known = [output.metrics.time_to_first_token_ms for output in self.outputs]
+        return median(value for value in known if value is not None) if any(known) else None
 
     @property
     def decode_tokens_per_second(self) -> float | None:
@@ -127,23 +138,6 @@ class RunResult:
             ]
         )
 
-
-@dataclass(frozen=True)
-class RunsResult:
-    """Several requests that ran in one engine and are over."""
-
-    label: RunLabel
-    records: tuple[StepRecord, ...]
-    outputs: tuple[RequestOutput, ...]
-    """The outputs in the order in which the requests came."""
-    logits: "tuple[tuple[np.ndarray, ...], ...]" = ()
-    """For each sequence, in that order, float32 `[vocab]` for each output token, if they were kept."""
-    interrupted: bool = False
-
-    @property
-    def tokens_computed(self) -> int:
-        return sum(record.tokens_computed for record in self.records)
-
     @property
     def seconds(self) -> float:
         """Seconds of all steps together: what lies between them, such as drawing, does not count."""
@@ -152,12 +146,6 @@ class RunsResult:
     @property
     def milliseconds(self) -> float:
         return self.seconds * 1e3
-
-    @property
-    def time_to_first_token_ms(self) -> float | None:
-        """The median of the requests'."""
-        known = [output.metrics.time_to_first_token_ms for output in self.outputs]
-        return median(value for value in known if value is not None) if any(known) else None
 
     @property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:

@@ -13,38 +13,23 @@ from forge.views.charts import bar
 from forge.views.formatting import count, percent
 from forge.views.history import History
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.run_view import LiveView, RunView
+from forge.views.run_view import LiveView
 from forge.views.scheduler import print_step_line, scheduler_lines, step_line
 from forge.views.summary import RunLabel
-from forge.views.terminal import can_redraw, new_table
+from forge.views.terminal import new_table
 from forge.views.text import one_line
 
 
-def serving_view(console: Console, history: History, quiet: bool = False) -> RunView:
-    """Return the view that fits what `console` writes to; one that shows nothing if `quiet`."""
-    if quiet:
-        return RunView()
-    return LiveServing(console, history) if can_redraw(console) else PlainServing(console)
+class ServingView(LiveView):
+    """The latest step on a terminal, gone when the run is over; in a pipe a line for each step as it happens."""
 
-
-class PlainServing(RunView):
-    """One line per step as it happens."""
-
-    def __init__(self, console: Console):
-        self._console = console
+    def __init__(self, console: Console, history: History, quiet: bool = False):
+        super().__init__(console, quiet)
+        self._history, self._quiet = history, quiet
 
     def step(self, record: StepRecord) -> None:
-        print_step_line(self._console, record)
-
-
-class LiveServing(LiveView):
-    """The latest step; gone when the run is over."""
-
-    def __init__(self, console: Console, history: History):
-        super().__init__(console)
-        self._history = history
-
-    def step(self, record: StepRecord) -> None:
+        if not (self._shows or self._quiet):
+            print_step_line(self._console, record)
         self.redraw()
 
     def frame(self) -> Group:
@@ -61,7 +46,7 @@ class ReplicasView(LiveView):
     """Follows the steps of all engines: a table and the last routes on a terminal, a line for each in a pipe."""
 
     def __init__(self, console: Console):
-        super().__init__(console, shows=can_redraw(console))
+        super().__init__(console)
         self._last: dict[str, StepRecord] = {}
         """Each engine's latest step."""
         self._tokens: dict[str, int] = {}
@@ -125,9 +110,9 @@ class Traffic:
         self._replicas: ReplicasView | None = None
         """The view of replicas, which replaces the other once a step of one of several engines has come."""
 
-    def _begin(self) -> tuple[History, RunView]:
+    def _begin(self) -> tuple[History, ServingView]:
         history = self._new()
-        return history, serving_view(self._console, history)
+        return history, ServingView(self._console, history)
 
     def __enter__(self) -> "Traffic":
         self._view.__enter__()

@@ -95,7 +95,7 @@ def run_of(
     ids = token_ids if token_ids is not None else tuple(record.tokens[0].token_id for record in records)
     metrics = RequestMetrics(4, len(ids), 1.0, 1.0021 if ids else None, 2.0 if ids else None)
     outputs = tuple(CompletionOutput(index, text, ids, finish, None, None, metrics) for index in range(samples))
-    return RunResult(label, records, RequestOutput("request-0", "Once upon", (1, 2, 3, 4), outputs, None, 7))
+    return RunResult(label, records, (RequestOutput("request-0", "Once upon", (1, 2, 3, 4), outputs, None, 7),))
 
 
 def climbing(count: int = 32) -> RunResult:

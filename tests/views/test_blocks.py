@@ -23,10 +23,8 @@ from forge.views.blocks import (
     BlockGeneration,
     BlockScreen,
     BlockStory,
-    LiveBlocks,
-    SilentBlocks,
+    BlocksView,
     blocks_object,
-    watch_blocks,
 )
 from tests.views.records import flat, piped, terminal, written
 
@@ -249,12 +247,12 @@ def test_a_pipe_gets_one_line_per_step_while_it_runs_and_the_picture_at_the_end(
 
 def test_without_colour_the_cells_still_say_whose_they_are():
     console = terminal(NO_COLOR="1")
-    with LiveBlocks(console, BlockScreen(), 1e6) as watch:
+    with BlocksView(console, BlockScreen(), 1e6) as watch:
         for record in run_of_three(steps=1):
             watch.step(record)
     out = written(console)
     assert "seq 1" in out and not re.search(r"\x1b\[[\d;]*[349]\d[\d;]*m", out)
-    with LiveBlocks(coloured := terminal(), BlockScreen(), 1e6) as watch:
+    with BlocksView(coloured := terminal(), BlockScreen(), 1e6) as watch:
         watch.step(run_of_three(steps=0)[0])
     assert re.search(r"\x1b\[[\d;]*[349]\d[\d;]*m", written(coloured))
 
@@ -263,18 +261,21 @@ def test_a_terminal_sees_every_step_at_its_pace(monkeypatch):
     slept = []
     monkeypatch.setattr("forge.views.blocks.time.sleep", slept.append)
     console = terminal()
-    with watch_blocks(console, BlockScreen(), 50.0) as watch:
+    with BlocksView(console, BlockScreen(), 50.0) as watch:
         for record in run_of_three(steps=4):
             watch.step(record)
     assert len(slept) == 5 and all(0 <= seconds <= 0.02 for seconds in slept)
     slept.clear()
-    with watch_blocks(console, BlockScreen(), 0) as watch:
+    with BlocksView(console, BlockScreen(), 0) as watch:
         watch.step(run_of_three(steps=0)[0])
     assert not slept
 
 
 def test_a_pipe_is_not_watched():
-    assert isinstance(watch_blocks(piped(), BlockScreen(), 20.0), SilentBlocks)
+    console, screen = piped(), BlockScreen()
+    with BlocksView(console, screen, 20.0) as watch:
+        watch.step(run_of_three(steps=0)[0])
+    assert screen.steps == 1 and written(console) == ""
 
 
 def test_a_step_as_json_has_tables_counts_and_sentences():

@@ -22,12 +22,16 @@ def logits_for(result, seed=0, size=16):
     return [rng.standard_normal(size).astype(np.float32) for _ in result.output.outputs[0].token_ids]
 
 
+def side_of(name, result, logits=None):
+    return Side(name, replace(result, logits=(tuple(logits_for(result) if logits is None else logits),)))
+
+
 def comparison_of(left, right, left_logits=None, right_logits=None):
     return compare_runs(
         question_for("--kv"),
         "--kv",
-        Side("off", left, left_logits if left_logits is not None else logits_for(left)),
-        Side("on", right, right_logits if right_logits is not None else logits_for(right)),
+        side_of("off", left, left_logits),
+        side_of("on", right, right_logits),
     )
 
 
@@ -179,7 +183,7 @@ def test_curves_carry_their_names_where_they_end():
 
 def test_long_values_are_shortened_in_the_picture():
     result = flat(4)
-    side = Side("models/" + "x" * 200 + ".gguf", result, logits_for(result))
+    side = side_of("models/" + "x" * 200 + ".gguf", result)
     out = shown(compare_runs(question_for("--model"), "--model", side, replace(side, name="tales")))
     assert max(map(len, out.splitlines())) <= 80
 

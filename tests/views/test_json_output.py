@@ -42,7 +42,7 @@ def test_log_probabilities_carry_the_text_of_every_token():
     output = replace(
         result.output, outputs=(sample,), prompt_logprobs=(None, ((2, -1.0),), ((9, -0.2), (3, -4.0)), ((4, 0.0),))
     )
-    found = as_object(replace(result, output=output))
+    found = as_object(replace(result, outputs=(output,)))
     assert found["samples"][0]["logprobs"][0][1] == {"token_id": 5, "text": "5", "logprob": -2.5}
     assert [entry["logprob"] for entry in found["prompt_logprobs"]] == [None, -1.0, -4.0, 0.0]
     assert found["prompt_logprobs"][2]["alternatives"][0]["token_id"] == 9

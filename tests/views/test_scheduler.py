@@ -20,7 +20,7 @@ from forge.views.scheduler import (
 )
 from forge.views.screen import draw
 from forge.views.terminal import open_console
-from forge.views.traffic import serving_view
+from forge.views.traffic import ServingView
 from tests.trace.runs import crowded
 from tests.views.records import LABEL, piped, step, terminal, written
 
@@ -149,7 +149,7 @@ def test_a_request_that_the_pool_ends_says_so():
 
 def test_in_a_pipe_a_step_is_one_line_without_escapes():
     console = piped()
-    with serving_view(console, History(LABEL)) as view:
+    with ServingView(console, History(LABEL)) as view:
         for step in RUN.steps:
             view.step(step)
     lines = written(console).splitlines()
@@ -180,7 +180,7 @@ def test_a_refused_request_is_shown_with_the_numbers():
 def test_a_live_view_draws_and_leaves_nothing():
     console = terminal()
     own = History(LABEL, 3)
-    with serving_view(console, own) as view:
+    with ServingView(console, own) as view:
         for step in RUN.steps[:3]:
             own.feed(step)
             view.step(step)

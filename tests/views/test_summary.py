@@ -15,7 +15,7 @@ def test_a_sample_that_the_pool_ended_says_so():
     arrival = next(one for step in run.steps for one in step.arrived if one.request_id == "late-0")
     finish = FinishRecord(arrival.seq_ids[1], "length", why=PoolExhausted(16))
     steps = [replace(step, finished=tuple(_instead(one, finish) for one in step.finished)) for step in run.steps]
-    result = RunResult(LABEL, tuple(steps), run.outputs["late-0"])
+    result = RunResult(LABEL, tuple(steps), (run.outputs["late-0"],))
     assert result.endings == ("length", "length: the pool holds 16 tokens")
     assert result.ending == "length, length: the pool holds 16 tokens"
     found = run_object(result, str)

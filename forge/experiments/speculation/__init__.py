@@ -40,11 +40,11 @@ from forge.views.formatting import count, ms, percent, plural, times
 from forge.views.json_output import CYCLE_NUMBERS, as_object, picked, run_object
 from forge.views.metrics import draft_facts, flowing, verdict
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
-from forge.views.run_view import LiveView, RunView
+from forge.views.run_view import LiveView
 from forge.views.screen import Hanging, Part, Report, report, sentences
 from forge.views.speculation import Step, TokenText, marked_text, steps_of
 from forge.views.summary import RunResult
-from forge.views.terminal import can_redraw, open_console
+from forge.views.terminal import open_console
 from forge.views.text import neutralise, quoted, tail
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _measure(
     speculation = llm.engine.speculation
     names = [proposer.name for proposer in llm.engine.proposers]
     acceptance = getattr(speculation, "acceptance", "gumbel")
-    with watching(open_console(), text, llm.tokenizer.token_text) as view:
+    with LiveSpeculation(open_console(), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
         borrowed = BorrowedRun(llm, run, revocation, drafts)
         drafted_runs = [drive(llm, borrowed, params, view.step)]
@@ -176,7 +176,9 @@ def _measure(
         return drive(llm, llm.start([text], same), same, lambda record: None)
 
     turns = 1 if revocation.is_asked_for else REPEATS
-    while not drafted_runs[-1].interrupted and len(plain_runs) < turns and _seconds(drafted_runs) < REPEAT_SECONDS:
+    while not drafted_runs[-1].interrupted and len(plain_runs) < turns:
+        if sum(run.seconds for run in drafted_runs) >= REPEAT_SECONDS:
+            break
         if plain_runs:
             with llm.engine.lock:
                 llm.engine.speculation = speculation
@@ -192,21 +194,13 @@ def _measure(
     return report(speculation_object(result), lambda: screen(result, text), exit_status(drafted))
 
 
-def _milliseconds(run: RunResult) -> float:
-    return sum(record.ended - record.started for record in run.records) * 1e3
-
-
-def _seconds(runs: Sequence[RunResult]) -> float:
-    return sum(map(_milliseconds, runs)) / 1e3
-
-
 def _shortest(runs: Sequence[RunResult]) -> RunResult:
-    return min(runs, key=_milliseconds)
+    return min(runs, key=lambda run: run.seconds)
 
 
 def _spread(runs: Sequence[RunResult]) -> float:
     """Return the median run's time over the shortest's; 1 for a single run."""
-    return median(map(_milliseconds, runs)) / _milliseconds(_shortest(runs)) if runs else 1.0
+    return median(run.seconds for run in runs) / _shortest(runs).seconds if runs else 1.0
 
 
 @dataclass(frozen=True)
@@ -511,8 +505,3 @@ class LiveSpeculation(LiveView):
                 Text.assemble(("accepted so far ", QUIET), (bar(share, 1.0, 24), ACCENT), f" {percent(share)}")
             )
         return Group(*lines)
-
-
-def watching(console: Console, prompt: str, token_text: TokenText) -> RunView:
-    """Return a live view of a run that leaves nothing on the screen."""
-    return LiveSpeculation(console, prompt, token_text) if can_redraw(console) else RunView()
