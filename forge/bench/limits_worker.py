@@ -7,7 +7,7 @@ one counts.
 Multiplying there: forge's own tile of eight rows over weights and activations that never leave the first-level cache.
 It is what multiplying integers gives in this form when memory costs nothing, so it is the limit of forge's kernels and
 a close one of the processor's. Weights of 8 and of 4 bits are tried, and the faster counts: a processor without a
-dot-product instruction adds products of 4 bits in 16 bits, in half of the instructions.
+dot-product instruction adds products of 4 bits in sums of 16 bits, with fewer instructions.
 
 On a GPU: copying an array far larger than any cache onto another, read and write counted; finding the largest number of
 one, which only reads, as a decode step only reads its weights; and a large square product through cuBLAS in bfloat16.
