@@ -1,11 +1,11 @@
 """`forge build`: exercises in which the reader writes a part of the engine, and the engine runs on it."""
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from forge.cli import options
 from forge.cli.arguments import Takes, command
@@ -115,12 +115,7 @@ def run(
     from forge.exercises import running
 
     folder, entry = _chosen(ctx, folder, number)
-    shown = running.run(entry, session.path_of(entry, folder), open_console(), str(engine_args.model))
-    found = Report(
-        shown.facts,
-        lambda console: console.print(Text.from_ansi(shown.screen), end="", soft_wrap=True),
-        0 if shown.facts["identical"] else 1,
-    )
+    found = running.run(entry, session.path_of(entry, folder), open_console(), str(engine_args.model))
     return found.as_json() if ctx.obj[1] else found
 
 
@@ -202,3 +197,10 @@ def _chosen(ctx: typer.Context, folder: Path | None, number: str | None) -> "tup
     """Return the folder and the exercise; without a number, the one to go on with."""
     folder = _folder(ctx, folder)
     return folder, find_entry(number) if number is not None else next_entry(load_builds(folder)) or available()[-1]
+
+
+if __name__ == "__main__":  # the process in which a reader's own engine runs a command: FOLDER COMMAND …
+    from forge.cli.main import main
+    from forge.exercises.own_engine import run_command
+
+    sys.exit(run_command(Path(sys.argv[1]), sys.argv[2:], main))
