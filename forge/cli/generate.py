@@ -12,7 +12,6 @@ from forge.cli.options import FormArgs, OutputArgs
 from forge.cli.run_control import StepSubscriber, create_llm, drive, exit_status, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
-from forge.views.answers import logprobs_screen
 from forge.views.generation import generation_view
 from forge.views.json_output import run_object, to_json
 from forge.views.run_view import RunView
@@ -70,6 +69,8 @@ def generate(
     if output.json:
         result = _print_json(llm, text, run)
     else:
+        from forge.views.answers import logprobs_screen
+
         console, shown = open_console(), text if token_ids is None or echo else ""
         with _view(llm, console, shown, echo, output.pace) as view:
             result = run(view.step)
