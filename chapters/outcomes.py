@@ -21,7 +21,7 @@ from rich.text import Text
 from forge.book.catalog import find
 from forge.book.chapter import ANSWER, Block, Chapter, Check, Finding, Outcome, Predict, expressions_of
 from forge.book.measured import Path, Touch, Unmeasured, check_expression, evaluate, fill
-from forge.book.session import chosen, explanation, right_answer, right_choice
+from forge.book.session import chosen, explanation, right_answer
 from forge.cli.chapters import new_session
 from forge.views.palette import QUIET, TITLE, TROUBLE
 from forge.views.terminal import open_console
@@ -98,7 +98,7 @@ def _of_prediction(predict: Predict, measured: Mapping[str, Any]) -> Iterator[Re
         return Rendered(question, condition or OTHERWISE, None if touch is None else text(touch))
 
     def is_right(index: int) -> Callable[[Touch], bool]:
-        return lambda touch: right_choice(predict, measured, touch) == index
+        return lambda touch: right_answer(predict, measured, touch) == index
 
     def is_chosen(outcome: Outcome) -> Callable[[Touch], bool]:
         return lambda touch: chosen(predict.outcomes, _with_answer(predict, measured, touch), touch) is outcome
@@ -121,8 +121,8 @@ def _find(question: str, outcomes: Sequence[Outcome], outcome: Outcome, measured
 
 def _answer(predict: Predict, measured: Mapping[str, Any], touch: Touch) -> str:
     if predict.choices:
-        right = right_choice(predict, measured, touch)
-        return "" if right is None else f"It is {right + 1}, {fill(predict.choices[right].text, measured, touch)}."
+        right = right_answer(predict, measured, touch)
+        return "" if right is None else f"It is {right + 1}, {fill(predict.choices[int(right)].text, measured, touch)}."
     return f"It is {fill(predict.answer, measured, touch)}."
 
 

@@ -1,11 +1,12 @@
 """Where the chapters are: `chapters/` of a checkout, or the package data of an installation. And the list of them, with
 how far the reader has come."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from forge.book.chapter import Chapter, parse_chapter
 from forge.book.progress import Progress
@@ -73,50 +74,33 @@ def next_entry(every: Sequence[Entry], progress: Progress) -> Entry | None:
 QUESTION = "What is there to read?"
 
 
-@dataclass(frozen=True)
-class ChapterLine:
-    """One line of the list of chapters."""
-
-    number: int
-    command: str
-    title: str
-    pages: int
-    page: int | None
-    """The page on which it was left, counted from 1; None where it was not begun, or read to its end since."""
-    finished: bool
-    """The reader has read it to its end at least once."""
-
-    @property
-    def mark(self) -> str:
-        return "✓" if self.finished else ""
-
-    @property
-    def state(self) -> str:
-        if self.page is not None:
-            return f"page {self.page} of {self.pages}"
-        return "finished" if self.finished else ""
+def chapter_objects(entries: Sequence[Entry], progress: Progress) -> list[dict[str, Any]]:
+    """Return the list of chapters as facts. page: the page on which it was left, counted from 1; None where it was not
+    begun, or read to its end since. finished: the reader has read it to its end at least once."""
+    return [
+        {
+            "number": entry.number,
+            "command": entry.command,
+            "title": entry.chapter.title,
+            "pages": len(entry.chapter.steps()),
+            "page": progress.pages[entry.command] + 1 if entry.command in progress.pages else None,
+            "finished": entry.command in progress.finished,
+        }
+        for entry in entries
+    ]
 
 
-def chapter_lines(entries: Sequence[Entry], progress: Progress) -> list[ChapterLine]:
-    lines = []
-    for entry in entries:
-        page = progress.pages.get(entry.command)
-        lines.append(
-            ChapterLine(
-                entry.number,
-                entry.command,
-                entry.chapter.title,
-                len(entry.chapter.steps()),
-                None if page is None else page + 1,
-                entry.command in progress.finished,
-            )
-        )
-    return lines
-
-
-def chapters_screen(lines: Sequence[ChapterLine]) -> Iterator[Part]:
+def chapters_screen(chapters: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
     yield from question(QUESTION)
-    rows = [(str(line.number), line.mark, f"forge {line.command}", line.title, line.state) for line in lines]
-    yield Table(("",) * 5, rows, names=0, lefts=(1, 2, 3, 4), styles={1: GOOD, 2: ACCENT, 4: QUIET}, wraps=(3,))
-    finished = sum(line.finished for line in lines)
-    yield from (None, f"{finished} of {len(lines)} finished. forge next goes on where you stopped.")
+    shown = {"mark": lambda finished: "✓" if finished else "", "state": _state}
+    columns = (": {number}", ": {finished:mark}", ": forge {command}", ": {title}", ": {:state}")
+    styles = {1: GOOD, 2: ACCENT, 4: QUIET}
+    yield Table.of(chapters, *columns, formats=shown, names=0, lefts=(1, 2, 3, 4), styles=styles, wraps=(3,))
+    finished = sum(chapter["finished"] for chapter in chapters)
+    yield from (None, f"{finished} of {len(chapters)} finished. forge next goes on where you stopped.")
+
+
+def _state(chapter: Mapping[str, Any]) -> str:
+    if chapter["page"] is not None:
+        return f"page {chapter['page']} of {chapter['pages']}"
+    return "finished" if chapter["finished"] else ""

@@ -322,8 +322,8 @@ class Pager:
             self._perform(keys, run)
         except ForgeError as error:
             self._session.commands[run] = before
-            self._complain(str(error))
-            keys.read_key()
+            self._console.print(Text(one_line(str(error)), TROUBLE))
+            self._wait_to_return(keys)
         self._screen = 0
 
     def _shell_line(self, keys: Keys) -> None:
@@ -339,8 +339,7 @@ class Pager:
                 with suppress(EnoughRead), paged_output(self._console):
                     self._run_line(_glossary_line(line) or line)
         if line and line.strip():
-            self._console.print(Text("\nAny key returns to the chapter.", QUIET))
-            keys.read_key()
+            self._wait_to_return(keys)
 
     def _help(self, keys: Keys) -> None:
         """Show every key and what it does, until the next key."""
@@ -349,12 +348,11 @@ class Pager:
         width = max(len(name) for name, _ in _KEYS) + 2
         for name, meaning in _KEYS:
             print_hanging(self._console, Text.assemble((name.ljust(width), ACCENT), meaning), width)
+        self._wait_to_return(keys)
+
+    def _wait_to_return(self, keys: Keys) -> None:
         self._console.print(Text("\nAny key returns to the chapter.", QUIET))
         keys.read_key()
-
-    def _complain(self, message: str) -> None:
-        self._console.print(Text(one_line(message), TROUBLE))
-        self._console.print(Text("\nAny key returns to the chapter.", QUIET))
 
 
 def _glossary_line(line: str) -> str | None:

@@ -41,10 +41,20 @@ class Progress:
             self.pages[command] = page
 
 
-def state_file() -> Path:
+def state_file(name: str = "chapters.json") -> Path:
     home = os.environ.get("XDG_STATE_HOME")
     folder = Path(home) if home and Path(home).is_absolute() else Path.home() / ".local" / "state"
-    return folder / "forge" / "chapters.json"
+    return folder / "forge" / name
+
+
+def write_state(name: str, state: Mapping[str, Any]) -> None:
+    """Replace the file of that name in the state folder, or leave it where it cannot be written."""
+    with suppress(OSError, RuntimeError):  # the latter where there is no home
+        path = state_file(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(to_json(state), encoding="utf-8")
+        written.replace(path)
 
 
 def load_progress() -> Progress:
@@ -63,12 +73,7 @@ def save_progress(progress: Progress) -> None:
         "review": progress.review,
         "session": progress.session,
     }
-    with suppress(OSError, RuntimeError):  # the latter where there is no home
-        path = state_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(to_json(state), encoding="utf-8")
-        written.replace(path)
+    write_state("chapters.json", state)
 
 
 def _progress(saved: Any) -> Progress:

@@ -10,7 +10,7 @@ from datetime import date, timedelta
 from forge.book.catalog import Entry
 from forge.book.chapter import Predict
 from forge.book.progress import Progress
-from forge.book.session import Guess, right_choice
+from forge.book.session import Guess, right_answer
 
 AGAIN = timedelta(days=1)
 
@@ -30,8 +30,8 @@ class Question:
     @property
     def right(self) -> int:
         """The index of the right choice."""
-        index = right_choice(self.predict, {})
-        assert index is not None, "it asks about no run"
+        index = right_answer(self.predict, {})
+        assert isinstance(index, int), "it asks about no run"
         return index
 
 

@@ -142,8 +142,7 @@ class Session:
 
     def is_right(self, predict: Predict) -> bool | None:
         """True if the guess was right or close; None without a guess or an answer."""
-        guess = self.guesses.get(predict)
-        actual = right_choice(predict, self.measured) if predict.choices else right_answer(predict, self.measured)
+        guess, actual = self.guesses.get(predict), right_answer(predict, self.measured)
         if guess is None or actual is None:
             return None
         return guess.value == actual if predict.choices else is_close(float(guess.value), actual)
@@ -196,29 +195,25 @@ class Session:
 
     def verdict(self, predict: Predict) -> str | None:
         """Say what the reader guessed, the answer, and how close that was; None if this run does not decide."""
-        return self._choice_verdict(predict) if predict.choices else self._number_verdict(predict)
-
-    def _choice_verdict(self, predict: Predict) -> str | None:
-        guess, right = self.guesses.get(predict), right_choice(predict, self.measured)
-        if right is None:
-            return None
-        answer = f"{choice_name(right)}, {self.fill(predict.choices[right].text)}."
-        if guess is None:
-            return f"It is {answer}"
-        if guess.value == right:
-            return f"You said {choice_name(right)}, and it is {answer}"
-        return f"You said {guess.text}, {self.fill(predict.choices[int(guess.value)].text)}. It is {answer}"
-
-    def _number_verdict(self, predict: Predict) -> str | None:
         guess, actual = self.guesses.get(predict), right_answer(predict, self.measured)
         if actual is None:
             return None
+        if predict.choices:
+            return self._choice_verdict(predict, guess, int(actual))
         answer = self.fill(predict.answer)
         if guess is None:
             return f"It is {answer}."
         in_its_form = fill(predict.answer.replace(predict.expression, ANSWER), {ANSWER: guess.value})
         nearness = "exact" if in_its_form == answer else closeness(float(guess.value), actual)
         return f"You said {guess.text}. It is {answer}: your guess was {nearness}."
+
+    def _choice_verdict(self, predict: Predict, guess: Guess | None, right: int) -> str:
+        answer = f"{choice_name(right)}, {self.fill(predict.choices[right].text)}."
+        if guess is None:
+            return f"It is {answer}"
+        if guess.value == right:
+            return f"You said {choice_name(right)}, and it is {answer}"
+        return f"You said {guess.text}, {self.fill(predict.choices[int(guess.value)].text)}. It is {answer}"
 
     def finding(self, finding: Finding) -> str | None:
         """Return the sentences that this run confirms; None if it does not decide."""
@@ -245,10 +240,14 @@ def chosen(outcomes: Sequence[Outcome], measured: Mapping[str, Any], touch: Touc
     return None
 
 
-def right_choice(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> int | None:
+def right_answer(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> float | int | None:
+    """Return the number that is asked for, or the index of the right choice; None if this run does not tell."""
     try:
         if predict.condition and not evaluate(predict.condition, measured, touch):
             return None
+        if not predict.choices:
+            value = evaluate(predict.expression, measured, touch)
+            return value if isinstance(value, float | int) else None
         holds = [
             choice.condition is not None and bool(evaluate(choice.condition, measured, touch))
             for choice in predict.choices
@@ -259,28 +258,14 @@ def right_choice(predict: Predict, measured: Mapping[str, Any], touch: Touch | N
     return holds.index(True) if any(holds) else otherwise
 
 
-def right_answer(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> float | int | None:
-    try:
-        if predict.condition and not evaluate(predict.condition, measured, touch):
-            return None
-        value = evaluate(predict.expression, measured, touch)
-    except Unmeasured:
-        return None
-    return value if isinstance(value, float | int) else None
-
-
 def explanation(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> str:
     """Join the chosen outcome's text, the right choice's text, and the text that holds for every run."""
-    texts = []
+    answer, texts = right_answer(predict, measured, touch), []
+    if answer is None:
+        return ""
     if predict.choices:
-        right = right_choice(predict, measured, touch)
-        if right is None:
-            return ""
-        texts.append(predict.choices[right].why)
+        texts.append(predict.choices[int(answer)].why)
     else:
-        answer = right_answer(predict, measured, touch)
-        if answer is None:
-            return ""
         measured = {**measured, ANSWER: answer}
     if predict.outcomes:
         outcome = chosen(predict.outcomes, measured, touch)

@@ -1,5 +1,6 @@
 """`forge build`: exercises in which the reader writes a part of the engine, and the engine runs on it."""
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,17 +13,10 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.exercises import session
 from forge.exercises.catalog import available, find_entry
-from forge.exercises.screens import (
-    print_hints,
-    print_list,
-    print_result,
-    print_solution,
-    print_started,
-    screen_lines,
-)
+from forge.exercises.screens import hints_screen, list_screen, print_result, print_solution, started_screen
 from forge.exercises.session import load_builds, next_entry, save_builds
 from forge.views.json_output import as_object
-from forge.views.screen import Report
+from forge.views.screen import Report, draw, report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
@@ -71,26 +65,25 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = None, json: option
         }
         for entry in entries
     ]
-    report = Report(
+    found = report(
         {"folder": str(folder), "exercises": facts},
-        lambda console: print_list(console, entries, builds.passed, started, next_entry(builds), str(folder)),
+        lambda: list_screen(entries, builds.passed, started, next_entry(builds), str(folder)),
     )
-    return report.as_json() if json else report
+    return found.as_json() if json else found
 
 
 @build.command("start")
 def start(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
     """Write the file of an exercise: what is given, and what to fill in. Never overwrites a file."""
     folder, entry = _chosen(ctx, folder, number)
-    print_started(open_console(), entry, str(session.start(entry, folder)))
+    draw(open_console(), started_screen(entry, session.start(entry, folder)))
 
 
 @build.command("reset")
 def reset(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
     """Begin an exercise again. Your file is kept under another name; its ✓ and its hints are forgotten."""
     folder, entry = _chosen(ctx, folder, number)
-    path, kept = session.reset(entry, folder)
-    print_started(open_console(), entry, str(path), str(kept))
+    draw(open_console(), started_screen(entry, *session.reset(entry, folder)))
 
 
 @build.command("check")
@@ -102,8 +95,8 @@ def check(ctx: typer.Context, number: Number = None, folder: FolderOption = None
     """
     folder, entry = _chosen(ctx, folder, number)
     result = session.check(entry, session.path_of(entry, folder))
-    report = Report(as_object(result), lambda console: print_result(console, entry, result), 0 if result.passed else 1)
-    return report.as_json() if ctx.obj[1] else report
+    found = Report(as_object(result), lambda console: print_result(console, entry, result), 0 if result.passed else 1)
+    return found.as_json() if ctx.obj[1] else found
 
 
 @build.command("run")
@@ -122,13 +115,8 @@ def run(
     from forge.exercises import running
 
     folder, entry = _chosen(ctx, folder, number)
-    shown = running.run(entry, session.path_of(entry, folder), open_console(), str(engine_args.model))
-    report = Report(
-        shown.facts,
-        lambda console: console.print(screen_lines(shown.screen), end="", soft_wrap=True),
-        0 if shown.facts["identical"] else 1,
-    )
-    return report.as_json() if ctx.obj[1] else report
+    found = running.run(entry, session.path_of(entry, folder), open_console(), str(engine_args.model))
+    return found.as_json() if ctx.obj[1] else found
 
 
 @build.command("hint")
@@ -142,12 +130,12 @@ def hint(
     folder, entry = _chosen(ctx, folder, number)
     builds, hints = load_builds(folder), entry.exercise().hints
     read = builds.hints.get(entry.number, 0)
-    if again and read:
-        print_hints(open_console(), entry, hints, range(1, read + 1))
-        return
-    builds.hints[entry.number] = min(read + 1, len(hints))
-    save_builds(folder, builds)
-    print_hints(open_console(), entry, hints, range(builds.hints[entry.number], builds.hints[entry.number] + 1))
+    shown = range(1, read + 1)
+    if not (again and read):
+        builds.hints[entry.number] = further = min(read + 1, len(hints))
+        save_builds(folder, builds)
+        shown = range(further, further + 1)
+    draw(open_console(), hints_screen(entry, hints, shown))
 
 
 @build.command("solution")
@@ -209,3 +197,10 @@ def _chosen(ctx: typer.Context, folder: Path | None, number: str | None) -> "tup
     """Return the folder and the exercise; without a number, the one to go on with."""
     folder = _folder(ctx, folder)
     return folder, find_entry(number) if number is not None else next_entry(load_builds(folder)) or available()[-1]
+
+
+if __name__ == "__main__":  # the process in which a reader's own engine runs a command: FOLDER COMMAND …
+    from forge.cli.main import main
+    from forge.exercises.own_engine import run_command
+
+    sys.exit(run_command(Path(sys.argv[1]), sys.argv[2:], main))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from forge.book.catalog import chapter_lines, chapters_screen, entries, find, next_entry
+from forge.book.catalog import chapter_objects, chapters_screen, entries, find, next_entry
 from forge.book.chapter import Verdict
 from forge.book.command_line import Given, Syntax, each
 from forge.book.drawing import print_chapter
@@ -29,7 +29,6 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import flag_of, option
 from forge.views.formatting import plural
-from forge.views.json_output import plain
 from forge.views.screen import Report, draw, report
 from forge.views.terminal import open_console
 
@@ -68,8 +67,8 @@ _COUNTS = ("requests", "prompt_tokens", "max_tokens", "sequences")
 @command
 def chapters() -> Report:
     """List the chapters, and how far you have come."""
-    lines = chapter_lines(entries(), load_progress())
-    return report({"chapters": plain(lines)}, lambda: chapters_screen(lines))
+    listed = chapter_objects(entries(), load_progress())
+    return report({"chapters": listed}, lambda: chapters_screen(listed))
 
 
 @command

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from forge.cli import options
 from forge.cli.arguments import Takes, command
@@ -15,9 +16,12 @@ from forge.views.generation import generation_view
 from forge.views.json_output import run_object, to_json
 from forge.views.run_view import RunView
 from forge.views.screen import draw
+from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from forge.llm import LLM
     from forge.trace.records import StepRecord
 
@@ -58,11 +62,21 @@ def generate(
     llm.engine.report_blocks = blocks
     llm.engine.report_probabilities = output.json or subscriber.is_on
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
+
+    def run(on_step: "Callable[[StepRecord], None]") -> RunResult:
+        return drive(llm, llm.start([token_ids or text], params), params, on_step, subscriber)
+
     if output.json:
-        status = _run_json(llm, text, token_ids, params, subscriber)
+        result = _print_json(llm, text, run)
     else:
-        status = _run_shown(llm, text, token_ids, params, subscriber, echo, prompt_logprobs, output.pace)
-    raise typer.Exit(status)
+        from forge.views.answers import logprobs_screen
+
+        console, shown = open_console(), text if token_ids is None or echo else ""
+        with _view(llm, console, shown, echo, output.pace) as view:
+            result = run(view.step)
+            view.finish(result)
+        draw(console, logprobs_screen(result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text))
+    raise typer.Exit(exit_status(result))
 
 
 def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
@@ -72,9 +86,7 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
     return llm.tokenizer.encode_chat(messages, add_generation_prompt=True)[1]
 
 
-def _run_json(
-    llm: "LLM", text: str, token_ids: list[int] | None, params: SamplingParams, subscriber: StepSubscriber
-) -> int:
+def _print_json(llm: "LLM", text: str, run: "Callable[[Callable[[StepRecord], None]], RunResult]") -> RunResult:
     from forge.views.blocks import BlockScreen, blocks_object
 
     screen, blocks = BlockScreen(), []
@@ -83,35 +95,17 @@ def _run_json(
         if record.blocks is not None:
             blocks.append(blocks_object(record, screen.feed(record), screen.names))
 
-    result = drive(llm, llm.start([token_ids or text], params), params, look, subscriber)
+    result = run(look)
     record = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
     if llm.engine.report_blocks:
         record["blocks"] = blocks
     open_console().print(to_json(record), soft_wrap=True)
-    return exit_status(result)
+    return result
 
 
-def _run_shown(
-    llm: "LLM",
-    text: str,
-    token_ids: list[int] | None,
-    params: SamplingParams,
-    subscriber: StepSubscriber,
-    echo: bool,
-    prompt_logprobs: int | None,
-    pace: float,
-) -> int:
-    from forge.views.answers import logprobs_screen
+def _view(llm: "LLM", console: Console, prompt: str, echo: bool, pace: float) -> RunView:
     from forge.views.blocks import BlockGeneration
 
-    console = open_console()
-    shown = text if token_ids is None or echo else ""
     if llm.engine.report_blocks:
-        following: RunView = BlockGeneration(console, shown, echo, pace)
-    else:
-        following = generation_view(console, run_label(llm), shown, echo)
-    with following as view:
-        result = drive(llm, llm.start([token_ids or text], params), params, view.step, subscriber)
-        view.finish(result)
-    draw(console, logprobs_screen(result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text))
-    return exit_status(result)
+        return BlockGeneration(console, prompt, echo, pace)
+    return generation_view(console, run_label(llm), prompt, echo)

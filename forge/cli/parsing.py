@@ -6,7 +6,7 @@ forge generate Once upon a time 32         the shell makes five words of it, and
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from typer.core import TyperCommand, TyperOption
@@ -59,38 +59,37 @@ class Command(TyperCommand):
         """Return the arguments on a command line; None if it has an option that the command does not know."""
         taking, known = self.value_options(), self._spellings()
         words: list[Word] = []
-        position, option = 0, None
-        while position < len(args):
-            arg = args[position]
-            if arg == "--":
-                return [*words, *(Word(at, args[at], None) for at in range(position + 1, len(args)))]
-            if arg in taking:
-                position, option = position + 2, arg
+        option, end = None, 0
+        for position, takes_value in self._walk(args):
+            arg, end = args[position], position + 1 + takes_value
+            if takes_value:
+                option = arg
                 continue
             if len(arg) > 1 and arg[0] == "-":
                 if arg.partition("=")[0] not in known and (arg[:2] == "--" or arg[:2] not in taking):
                     return None
-                option = None
             else:
                 words.append(Word(position, arg, option))
-                option = None
-            position += 1
-        return words
+            option = None
+        return [*words, *(Word(at, args[at], None) for at in range(end + 1, len(args)))]  # those after `--`
+
+    def _walk(self, args: Sequence[str]) -> Iterator[tuple[int, bool]]:
+        """Yield the position of each argument before `--` that is no option's value, and whether a value follows it."""
+        taking, position = self.value_options(), 0
+        while position < len(args) and args[position] != "--":
+            yield position, args[position] in taking
+            position += 1 + (args[position] in taking)
 
     def _spellings(self) -> set[str]:
         options = [param for param in self.params if isinstance(param, TyperOption)]
         return {"--help"} | {spelling for option in options for spelling in (*option.opts, *option.secondary_opts)}
 
     def _check_values(self, args: Sequence[str]) -> None:
-        taking, known, position = self.value_options(), self._spellings(), 0
-        while position < len(args) - 1 and args[position] != "--":
-            option, value = args[position], args[position + 1]
-            if option not in taking:
-                position += 1
-                continue
+        known = self._spellings()
+        for position, takes_value in self._walk(args):
+            value = args[position + 1] if takes_value and position + 1 < len(args) else ""
             if value in known or _LOOKS_LIKE_AN_OPTION.fullmatch(value):
-                raise without_value(option, f"{value} stands in its place")
-            position += 2
+                raise without_value(args[position], f"{value} stands in its place")
 
     def _check_quotes(self, path: str, args: Sequence[str], words: Sequence[Word]) -> None:
         arguments: list[Any] = [param for param in self.params if param.param_type_name == "argument"]

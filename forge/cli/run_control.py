@@ -382,6 +382,11 @@ class WatchedRun:
         return CacheFigures.of(self.watched.records, self.watched.outputs)
 
 
+def same_tokens(*runs: WatchedRun) -> bool:
+    """Return whether all of them gave the same tokens, watched and timed."""
+    return len({result.token_ids for run in runs for result in (run.watched, run.timed)}) == 1
+
+
 def whole(result: RunResult) -> RunResult:
     """Return a complete result, or end the command if Ctrl-C cut it short: half an experiment says nothing."""
     if result.interrupted:

@@ -1,32 +1,28 @@
 """`forge trace-scheduler`: many requests at once, and what the scheduler decides in every step, with its reasons."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OUTPUT, WORKLOAD, OutputArgs, RequestArgs, parse_numbers
-from forge.cli.run_control import (
-    Found,
-    StepSubscriber,
-    advance,
-    create_llm,
-    end_record,
-    exit_status,
-    new_history,
-)
+from forge.cli.run_control import Found, StepSubscriber, advance, create_llm, end_record, exit_status, new_history
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
-from forge.views.run_summary import serving_object, serving_screen, tenant_objects, tenants_screen, throughput_screen
+from forge.trace.request_timeline import RequestTimeline
+from forge.views.run_summary import (
+    Tenants,
+    serving_object,
+    serving_screen,
+    tenant_objects,
+    tenants_screen,
+    throughput_screen,
+)
 from forge.views.screen import Part, report
 from forge.views.terminal import can_redraw, open_console
 from forge.views.traffic import ServingView
 from forge.workload.requests import WorkloadRun
-
-if TYPE_CHECKING:
-    from forge.llm import LLM
-    from forge.workload.requests import Workload
 
 
 @dataclass(frozen=True)
@@ -55,37 +51,22 @@ def trace_scheduler(
     [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --preemption recompute --step[/dim]
     [dim]forge trace-scheduler --workload run.jsonl --max-num-seqs 4[/dim]
     """
-    limits: tuple[int, ...] = ()
+    limits: list[int] = []
     if shared.tenants:
-        limits = tuple(parse_numbers(shared.tenants, "--tenants", "4,2,0", "numbers of draft tokens", 0))
+        limits = parse_numbers(shared.tenants, "--tenants", "4,2,0", "numbers of draft tokens", 0)
     subscriber = StepSubscriber(output.trace, output.step)
-    llm = create_llm(engine_args)
+    llm, console = create_llm(engine_args), open_console()
     planned = asked.made(llm.tokenizer, priorities=engine_args.order == "priority")
-    planned = replace(
-        planned,
-        requests=tuple(
-            replace(request, num_speculative_tokens=limits[number % len(limits)]) if limits else request
-            for number, request in enumerate(planned.requests)
-        ),
-    )
-    return _run(llm, planned, subscriber, output, limits, shared.chart)
-
-
-def _run(
-    llm: "LLM",
-    workload: "Workload",
-    subscriber: StepSubscriber,
-    output: OutputArgs,
-    tenants: tuple[int, ...],
-    chart: bool,
-) -> Found:
-    engine = llm.engine
-    history = new_history(llm, engine)
-    run = WorkloadRun(engine, workload)
-    console = open_console()
+    if limits:
+        given = [limits[number % len(limits)] for number in range(len(planned.requests))]
+        of_tenants = zip(planned.requests, given, strict=True)
+        planned = replace(
+            planned, requests=tuple(replace(request, num_speculative_tokens=limit) for request, limit in of_tenants)
+        )
+    history, run = new_history(llm, llm.engine), WorkloadRun(llm.engine, planned)
     quiet = output.json or subscriber.steps or not (output.lines or can_redraw(console))
     with ServingView(console, history, quiet) as view:
-        driven = advance(llm, engine, run, view.step, subscriber, history)
+        driven = advance(llm, llm.engine, run, view.step, subscriber, history)
     if not history.records and run.refused:
         raise UsageError(f"no request can run: {run.refused[0][1]}")
     history.end([end_record(output) for output in run.outputs])
@@ -94,16 +75,20 @@ def _run(
 
         save_serving(output.svg, history)
     requests = history.requests()
-    numbered = [(int((request.request_id or "0").rpartition("-")[2]), request) for request in requests]
-    by_tenant = [
-        (limit, [request for number, request in numbered if number % len(tenants) == tenant])
-        for tenant, limit in enumerate(tenants)
-    ]
+    by_tenant = _by_tenant(requests, limits)
 
     def screen() -> Iterator[Part]:
         yield from serving_screen(history, requests)
-        yield from throughput_screen(history.records) if chart else ()
+        yield from throughput_screen(history.records) if shared.chart else ()
         yield from tenants_screen(by_tenant)
 
     facts = serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)}
     return report(facts, screen, exit_status(driven))
+
+
+def _by_tenant(requests: Sequence[RequestTimeline], limits: Sequence[int]) -> Tenants:
+    numbered = [(int((request.request_id or "0").rpartition("-")[2]), request) for request in requests]
+    return [
+        (limit, [request for number, request in numbered if number % len(limits) == tenant])
+        for tenant, limit in enumerate(limits)
+    ]

@@ -22,8 +22,9 @@ from forge.exercises.catalog import Entry, find_entry
 from forge.exercises.exercise import BROKEN, Exercise, Mistake, Trial
 from forge.exercises.loading import Endless, is_missing, limit_process, line_in, load, time_limit, unwritten
 from forge.exercises.running import compare, facts, measure
-from forge.exercises.screens import print_comparison
+from forge.exercises.screens import comparison_screen
 from forge.exercises.session import Result, State
+from forge.views.screen import draw
 
 _IMPORT_SECONDS = 10
 
@@ -115,7 +116,7 @@ def run_here(entry: Entry, path: Path, options: Mapping[str, Any], limit: Callab
         emoji=False,
         highlight=False,
     )
-    print_comparison(console, entry, comparison)
+    draw(console, comparison_screen(entry, comparison))
     return {"facts": facts(comparison), "screen": written.getvalue()}
 
 

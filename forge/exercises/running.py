@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
@@ -25,6 +26,7 @@ from forge.exercises.exercise import BROKEN, Exercise, Trial
 from forge.exercises.loading import line_in, load, time_limit
 from forge.llm import LLM
 from forge.trace.records import StepRecord
+from forge.views.screen import Report
 
 _CALL_SECONDS = 4.0
 """A call of the reader's code in a run. The model's forward passes are none."""
@@ -73,19 +75,11 @@ class BrokenRun(ForgeError):
     """The engine stopped on the reader's code."""
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The facts and the screen of a run in a process of its own."""
-
-    facts: Mapping[str, Any]
-    screen: str
-    """Drawn, with the escape codes of the terminal that it was drawn for."""
-
-
 def run(
     entry: Entry, path: Path, console: Console, model: str | None = None, deadline: float = session.DEADLINE
-) -> Shown:
-    """Run the engine on the reader's code. Raises `BrokenRun`, with the reader's line, if it cannot."""
+) -> Report:
+    """Run the engine on the reader's code. The screen is drawn there, with the escape codes of this console's terminal.
+    Raises `BrokenRun`, with the reader's line, if it cannot."""
     options = {
         "model": model,
         "width": console.width,
@@ -98,7 +92,8 @@ def run(
         raise BrokenRun(_stopped(entry, words, ended.line))
     if "error" in ended.result:
         raise BrokenRun(ended.result["error"])
-    return Shown(ended.result["facts"], ended.result["screen"])
+    found, screen = ended.result["facts"], Text.from_ansi(ended.result["screen"])
+    return Report(found, lambda console: console.print(screen, end="", soft_wrap=True), 0 if found["identical"] else 1)
 
 
 def compare(entry: Entry, path: Path, model: str | None = None, limit: Callable[[], None] = lambda: None) -> Comparison:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.book.progress import state_file
+from forge.book.progress import state_file, write_state
 from forge.errors import ForgeError, UsageError
 from forge.exercises.catalog import ENTRIES, Entry, available
 
@@ -60,6 +60,7 @@ class Result:
 DEADLINE = 90.0
 """Seconds that a whole check or run may take. A single call is ended much earlier (`loading.time_limit`)."""
 DEFAULT_FOLDER = "exercises"
+_STATE = "exercises.json"
 _PRINTED_LINES = 12
 _LAST_WORDS_SECONDS = 3
 _MEMORY = "Cannot allocate memory|MemoryError|bad_alloc|out of memory"
@@ -96,24 +97,15 @@ def save_builds(folder: Path, builds: Builds) -> None:
     state["folders"] = folders if isinstance(folders, dict) else {}
     state["folders"][str(folder.resolve())] = asdict(builds) | {"passed": sorted(builds.passed)}
     state["folder"] = str(folder.resolve())
-    with suppress(OSError, RuntimeError):
-        path = _file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(state), encoding="utf-8")
-        written.replace(path)
+    write_state(_STATE, state)
 
 
 def _load_state() -> dict[str, Any]:
     try:
-        state = json.loads(_file().read_text(encoding="utf-8"))
+        state = json.loads(state_file(_STATE).read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError):
         return {}
     return state if isinstance(state, dict) else {}
-
-
-def _file() -> Path:
-    return state_file().with_name("exercises.json")
 
 
 def find_folder(chosen: Path | None = None) -> Path:
@@ -249,7 +241,7 @@ def in_child(task: str, entry: Entry, path: Path, options: str = "", deadline: f
 
 def run_engine(folder: Path, arguments: Sequence[str]) -> int:
     """Run a command on the reader's own engine, in a process of its own on this terminal. Returns its exit status."""
-    command = [sys.executable, "-m", "forge.cli.build_engine", str(folder), *arguments]
+    command = [sys.executable, "-m", "forge.cli.build", str(folder), *arguments]
     process = subprocess.Popen(command)
     while True:
         try:

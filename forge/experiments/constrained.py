@@ -6,7 +6,7 @@
 """
 
 import json as json_format
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,11 +27,11 @@ from forge.errors import UsageError
 from forge.option import option
 from forge.views.formatting import count, plural
 from forge.views.generation import watching
-from forge.views.json_output import as_object, picked, plain
+from forge.views.json_output import as_object, plain
 from forge.views.palette import ACCENT, QUIET
 from forge.views.screen import Hanging, Part, Report, Table, leads_on, question, report
 from forge.views.screen import sentences as plain_sentences
-from forge.views.summary import RunLabel, RunResult
+from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 from forge.views.text import one_line
 
@@ -70,9 +70,7 @@ _FORM = "Structured output (one of these)"
 class RecordArgs:
     """The JSON record that `--ask record` requests by default."""
 
-    fields: str = option(
-        "hero,place,mood", "The record's fields, with commas, in their order.", "Structured output (one of these)"
-    )
+    fields: str = option("hero,place,mood", "The record's fields, with commas, in their order.", _FORM)
     ask: Ask = option(
         "ending", "What the bundled story is followed by: a question about its ending, or a request for the record."
     )
@@ -126,15 +124,15 @@ def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: Engin
     free_text = plain.generate([token_ids], SamplingParams(max_tokens))[0].outputs[0].text
     places = _places(plain, token_ids, params)
     as_long = SamplingParams(max(2, len(places)), ignore_eos=True)
-    runs: list[RunResult] = []
-    for llm, sampling in ((plain, as_long), (plain, params), (proposing, params)):
+    ways = {"free": (plain, as_long), "plain": (plain, params), "proposed": (proposing, params)}
+    runs: dict[str, RunResult] = {}
+    for name, (llm, sampling) in ways.items():
         llm.generate([token_ids], sampling)  # kernels and grammars are compiled by then
         with watching(open_console(), run_label(llm), prompt) as view:
-            runs.append(drive(llm, llm.start([token_ids], sampling), sampling, view.step))
-    free, constrained_run, proposed = runs
-    label, vocab_size = run_label(plain), plain.model.vocab_size
-    result = Constrained(label, prompt, vocab_size, free_text, free, constrained_run, proposed, places)
-    return report(constrained_object(result), lambda: screen(result), exit_status(*runs))
+            runs[name] = drive(llm, llm.start([token_ids], sampling), sampling, view.step)
+    label, about = run_label(plain), {"prompt": prompt, "vocab_size": plain.model.vocab_size, "free_text": free_text}
+    facts = as_object(label) | about | constrained_object(places, runs)
+    return report(facts, lambda: screen(str(label), facts, places, runs), exit_status(*runs.values()))
 
 
 @dataclass(frozen=True)
@@ -154,39 +152,6 @@ class Place:
     """The model's most likely token, as text."""
     given_up: float
     """How much less likely the token was than the preferred one: a difference of natural log probabilities."""
-
-
-@dataclass(frozen=True)
-class Constrained:
-    """One question with and without a form."""
-
-    label: RunLabel
-    prompt: str
-    vocab_size: int
-    free_text: str
-    free: RunResult
-    """The run without the form, with as many tokens as the constrained run."""
-    constrained: RunResult
-    proposed: RunResult
-    """Constrained, with the forced text proposed as draft tokens."""
-    places: tuple[Place, ...]
-
-    @property
-    def text(self) -> str:
-        return self.constrained.output.outputs[0].text
-
-    @property
-    def chosen(self) -> list[Place]:
-        return [place for place in self.places if not place.forced]
-
-    @property
-    def given_up(self) -> float:
-        return sum(place.given_up for place in self.places)
-
-    @property
-    def given_up_chosen(self) -> float:
-        """The part of `given_up` at places where there was a choice."""
-        return sum(place.given_up for place in self.chosen)
 
 
 def _places(llm: "LLM", token_ids: Sequence[int], params: SamplingParams) -> tuple[Place, ...]:
@@ -227,28 +192,30 @@ def _shown(llm: "LLM", token_id: int) -> str:
     return "(end)" if llm.tokenizer.is_hidden(token_id) else llm.tokenizer.token_text(token_id)
 
 
-def constrained_object(result: Constrained) -> dict[str, Any]:
-    """Return the experiment as facts."""
-    places = result.places
-    record = _parsed(result.text)
+def constrained_object(places: Sequence[Place], runs: Mapping[str, RunResult]) -> dict[str, Any]:
+    """Return the experiment as facts. runs: `free`, without the form and with as many tokens as with it; `plain`, with
+    the form; `proposed`, with its forced text proposed as draft tokens."""
+    output, proposed = (runs[name].output.outputs[0] for name in ("plain", "proposed"))
+    record = _parsed(output.text)
+    given_up = sum(place.given_up for place in places)
     return {
-        **as_object(result.label),
-        **picked(result, "prompt", "vocab_size", "free_text", "text"),
+        "text": output.text,
         "record": record if isinstance(record, dict) else {},
         "is_json": record is not None,
         "has_mood": isinstance(record, dict) and "mood" in record,
-        "finish_reason": result.constrained.output.outputs[0].finish_reason,
+        "finish_reason": output.finish_reason,
         "places": plain(places),
         "num_tokens": len(places),
-        "num_forced": len(places) - len(result.chosen),
-        "num_chosen": len(result.chosen),
+        "num_forced": sum(place.forced for place in places),
+        "num_chosen": sum(not place.forced for place in places),
         "num_single": sum(place.allowed == 1 for place in places),
-        **picked(result, "given_up", "given_up_chosen"),
-        "given_up_per_token": result.given_up / len(places) if places else None,
-        "same_tokens": result.proposed.output.outputs[0].token_ids == result.constrained.output.outputs[0].token_ids,
+        "given_up": given_up,
+        "given_up_chosen": sum(place.given_up for place in places if not place.forced),
+        "given_up_per_token": given_up / len(places) if places else None,
+        "same_tokens": proposed.token_ids == output.token_ids,
         **{
             f"{name}_{figure}": value
-            for name, run in (("free", result.free), ("plain", result.constrained), ("proposed", result.proposed))
+            for name, run in runs.items()
             for figure, value in (("forwards", len(run.records)), ("ms_per_token", ms_per_token(run)))
         },
     }
@@ -268,21 +235,22 @@ def ms_per_token(run: RunResult) -> float | None:
     return spent * 1e3 / num_tokens if num_tokens else None
 
 
-def screen(result: Constrained) -> Iterator[Part]:
+def screen(
+    label: str, facts: Mapping[str, Any], places: Sequence[Place], runs: Mapping[str, RunResult]
+) -> Iterator[Part]:
     """Draw the whole experiment: both answers, the tokens with their alternatives, the choices, the cost."""
-    yield from question(QUESTION, str(result.label))
-    for name, text in (("without", result.free_text), ("with the form", result.text)):
+    yield from question(QUESTION, label)
+    for name, text in (("without", facts["free_text"]), ("with the form", facts["text"])):
         yield Hanging(Text.assemble((name.ljust(_INDENT), QUIET), one_line(text)), _INDENT)
-    yield from (None, lambda width: token_lines(result.places, width))
-    yield f"[chosen] · the rest had to come · below: how many of {count(result.vocab_size)} tokens might have"
+    yield from (None, lambda width: token_lines(places, width))
+    yield f"[chosen] · the rest had to come · below: how many of {count(facts['vocab_size'])} tokens might have"
     yield None
-    if result.chosen:
+    if chosen := [place for place in places if not place.forced]:
         columns = ["chosen: {text:visible}", "might have: {allowed:count}", "probability: {probability:small}"]
         columns += ["of all these: {mass:small}", "given up: {given_up:.2f}", "it would have said: {preferred:visible}"]
-        yield Table.of(result.chosen, *columns, formats={"visible": visible, "small": small}, lefts=(5,))
+        yield Table.of(chosen, *columns, formats={"visible": visible, "small": small}, lefts=(5,))
         yield None
-    yield from (*plain_sentences(sentences(result)), None)
-    runs = {"without": result.free, "with the form": result.constrained, "forced proposed": result.proposed}
+    yield from (*plain_sentences(sentences(facts, places)), None)
     costs = [
         {
             "name": name,
@@ -290,7 +258,7 @@ def screen(result: Constrained) -> Iterator[Part]:
             "tokens": len(run.output.outputs[0].token_ids),
             "ms": ms_per_token(run),
         }
-        for name, run in runs.items()
+        for name, run in zip(("without", "with the form", "forced proposed"), runs.values(), strict=True)
     ]
     columns = [": {name}", "forward passes: {passes:count}", "tokens: {tokens:count}", "ms per token: {ms:ms}"]
     yield from (Table.of(costs, *columns), leads_on(LEADS_ON))
@@ -314,18 +282,17 @@ def token_lines(places: Sequence[Place], width: int) -> list[Text]:
     return [*lines, tokens, counts, Text("")] if tokens else lines
 
 
-def sentences(result: Constrained) -> list[str]:
+def sentences(facts: Mapping[str, Any], places: Sequence[Place]) -> list[str]:
     """Say in sentences what the pictures show in this run."""
-    if not result.places:
+    if not places:
         return ["Nothing came: ask for more tokens."]
-    first, per_token = result.places[0], result.given_up / len(result.places)
-    num_chosen, in_choices = len(result.chosen), result.given_up_chosen
+    num_chosen, in_choices = facts["num_chosen"], facts["given_up_chosen"]
     return [
-        f"{plural(len(result.places), 'token')}: {count(len(result.places) - num_chosen)} had to come, "
+        f"{plural(len(places), 'token')}: {count(facts['num_forced'])} had to come, "
         f"{count(num_chosen)} {'was' if num_chosen == 1 else 'were'} chosen. At the first place the grammar left "
-        f"{small(first.mass)} of the model's probability.",
-        f"Given up, in log probability: {result.given_up - in_choices:.1f} for the text that had to come, "
-        f"{in_choices:.1f} at the choices; {per_token:.2f} per token.",
+        f"{small(places[0].mass)} of the model's probability.",
+        f"Given up, in log probability: {facts['given_up'] - in_choices:.1f} for the text that had to come, "
+        f"{in_choices:.1f} at the choices; {facts['given_up_per_token']:.2f} per token.",
     ]
 
 

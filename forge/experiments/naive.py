@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import mean
+from statistics import linear_regression, mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -163,14 +163,8 @@ def distinct_tokens(result: RunResult) -> int:
 
 def slope(forwards: Sequence[Forward]) -> float | None:
     """Return milliseconds per token by least squares; None if all forwards have equally many tokens."""
-    if not forwards:
-        return None
-    mean_tokens = sum(forward.tokens for forward in forwards) / len(forwards)
-    mean_ms = sum(forward.ms for forward in forwards) / len(forwards)
-    spread = sum((forward.tokens - mean_tokens) ** 2 for forward in forwards)
-    if not spread:
-        return None
-    return sum((forward.tokens - mean_tokens) * (forward.ms - mean_ms) for forward in forwards) / spread
+    tokens, times = [forward.tokens for forward in forwards], [forward.ms for forward in forwards]
+    return linear_regression(tokens, times).slope if len({*tokens}) > 1 else None
 
 
 def operations_sentence(shares: Sequence[Share]) -> str:

@@ -19,10 +19,9 @@ from forge.reasons import Deferred
 from forge.trace.records import StepRecord
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, plural, size
-from forge.views.json_output import picked
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.progress import progress_line
-from forge.views.request_sets import judging_object, judging_screen, same_answers
+from forge.views.request_sets import judging_object, judging_screen
 from forge.views.screen import Part, Report, Table, report, title
 from forge.views.summary import RunLabel
 from forge.workload.judging import JudgeRun, judge_prompts, run_requests
@@ -51,58 +50,27 @@ def oneshot(asked: JudgeArgs, engine: Annotated[EngineArgs, Takes(_ENGINE, kv="p
 def _measure(args: EngineArgs, requests: int, max_tokens: int) -> Report:
     """Run the same requests through each life once, on one model, after a few that are not timed."""
     llm = create_llm(args)
-    prompts = judge_prompts(llm.tokenizer, requests)
-    lives = []
+    prompts, label = judge_prompts(llm.tokenizer, requests), run_label(llm)
+    runs: list[JudgeRun] = []
+    steps: list[list[dict[str, Any]]] = []
     with progress_line() as progress:
         for name, keeps_nothing in CLASSES.items():
             progress(name)
-            records: list = []
+            records: list[StepRecord] = []
             run_requests(llm.new_engine(prefill_only=keeps_nothing), prompts[:WARM_UP], max_tokens)
             engine = llm.new_engine(prefill_only=keeps_nothing)
-            lives.append(Life(name, run_requests(engine, prompts, max_tokens, on_step=records.append), tuple(records)))
+            runs.append(run_requests(engine, prompts, max_tokens, on_step=records.append))
+            steps.append([step_object(record) for record in records])
     scratch, layout = len(llm.engine.scheduler.prefill_only.scratch), llm.kv_layout
-    room = llm.engine.cache.stats().num_blocks, scratch, scratch * layout.block_size * layout.bytes_per_token
-    result = TwoLives(run_label(llm), sum(map(len, prompts)), tuple(lives), *room)
-    return report(lives_object(result), lambda: screen(result), 0 if result.identical else 1)
-
-
-@dataclass(frozen=True)
-class Life:
-    """One run of the requests: as generations or as prefill-only requests."""
-
-    name: str
-    run: JudgeRun
-    records: tuple[StepRecord, ...]
-
-
-@dataclass(frozen=True)
-class TwoLives:
-    """The same judge's requests as generations and as prefill-only requests."""
-
-    label: RunLabel
-    prompt_tokens: int
-    lives: tuple[Life, ...]
-    """The generation's first."""
-    pool_blocks: int
-    scratch_blocks: int
-    """Past the pool: room for one step's prefill-only requests."""
-    scratch_bytes: int
-
-    @property
-    def runs(self) -> list[JudgeRun]:
-        return [life.run for life in self.lives]
-
-    @property
-    def identical(self) -> bool:
-        return same_answers(self.runs)
-
-
-def lives_object(result: TwoLives) -> dict[str, Any]:
-    """Return both sides and a summary of each step, for `--json`."""
-    facts = judging_object(result.label, [life.name for life in result.lives], result.runs, result.prompt_tokens)
-    for side, life in zip(facts["sides"], result.lives, strict=True):
-        side["per_step"] = [step_object(record) for record in life.records]
-    return facts | picked(result, "pool_blocks", "scratch_blocks", "scratch_bytes")
+    facts = judging_object(label, list(CLASSES), runs, sum(map(len, prompts)))
+    for side, per_step in zip(facts["sides"], steps, strict=True):
+        side["per_step"] = per_step
+    facts |= {
+        "pool_blocks": llm.engine.cache.stats().num_blocks,
+        "scratch_blocks": scratch,  # past the pool: room for one step's prefill-only requests
+        "scratch_bytes": scratch * layout.block_size * layout.bytes_per_token,
+    }
+    return report(facts, lambda: screen(label, runs, facts), 0 if facts["identical"] else 1)
 
 
 def step_object(record: StepRecord) -> dict[str, Any]:
@@ -120,33 +88,29 @@ def step_object(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def screen(result: TwoLives) -> Iterator[Part]:
-    names = [life.name for life in result.lives]
-    yield from judging_screen(QUESTION, result.label, names, result.runs, result.prompt_tokens)
-    yield from (None, *_strips(result), None)
-    life = result.lives[-1]
-    yield title(f"The first steps as {life.name}", f"{TITLE} {ACCENT}")
-    steps = [step_object(record) | {"step": number} for number, record in enumerate(life.records[:STEPS_SHOWN], 1)]
+def screen(label: RunLabel, runs: Sequence[JudgeRun], facts: dict[str, Any]) -> Iterator[Part]:
+    sides, names = facts["sides"], [side["value"] for side in facts["sides"]]
+    yield from judging_screen(QUESTION, label, names, runs, facts["prompt_tokens"])
+    yield from (None, *_strips(sides), None)
+    yield title(f"The first steps as {names[-1]}", f"{TITLE} {ACCENT}")
+    every = sides[-1]["per_step"]
+    steps = [step | {"step": number} for number, step in enumerate(every[:STEPS_SHOWN], 1)]
     columns = ["step: {step}", "answered: {answered:count}", "rows: {rows:count}", "tokens found: {found:count}"]
     yield Table.of(steps, *columns, "deferred: {:waits}", formats={"waits": _waits}, names=0, lefts=(4,))
-    if left := len(life.records) - len(steps):
+    if left := len(every) - len(steps):
         yield f"… and {plural(left, 'more step', 'more steps')}"
-    room = f"{plural(result.scratch_blocks, 'scratch block')} ({size(result.scratch_bytes)})"
-    yield f"The pool has {plural(result.pool_blocks, 'block')}; past it lie {room}."
+    room = f"{plural(facts['scratch_blocks'], 'scratch block')} ({size(facts['scratch_bytes'])})"
+    yield f"The pool has {plural(facts['pool_blocks'], 'block')}; past it lie {room}."
 
 
-def _strips(result: TwoLives) -> Iterator[Text]:
+def _strips(sides: Sequence[dict[str, Any]]) -> Iterator[Text]:
     """Draw rows computed and tokens held per step, each pair on one scale."""
-    figures = {
-        "rows in a step": lambda record: record.tokens_computed,
-        "blocks held": lambda record: record.cache.used_blocks,
-    }
-    for heading, figure in figures.items():
-        series = [[figure(record) for record in life.records] for life in result.lives]
+    for heading, figure in (("rows in a step", "rows"), ("blocks held", "blocks_held")):
+        series = [[step[figure] for step in side["per_step"]] for side in sides]
         scale = max(map(max, series))
-        for index, (life, values) in enumerate(zip(result.lives, series, strict=True)):
+        for index, (side, values) in enumerate(zip(sides, series, strict=True)):
             line = Text.assemble((f"{heading if index == 0 else '':<16}", QUIET), no_wrap=True)
-            line.append(f"{life.name:<13}{sparkline(values, scale, STRIP_WIDTH)}", sequence_style(index))
+            line.append(f"{side['value']:<13}{sparkline(values, scale, STRIP_WIDTH)}", sequence_style(index))
             yield line.append(f"  to {count(max(values))}", QUIET)
 
 

@@ -3,8 +3,7 @@
 [dim]forge paged --only run --num-blocks 96 --sequences 16[/dim]
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +14,13 @@ from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import WatchedRun, arriving, create_llm
+from forge.cli.run_control import WatchedRun, arriving, create_llm, same_tokens
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.block_map import pool_lines
 from forge.views.blocks import legend_line
 from forge.views.formatting import plural, share, size
-from forge.views.json_output import picked
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, TITLE
 from forge.views.screen import Part, Report, leads_on, question, report, sentences, sides
@@ -63,13 +61,12 @@ def paged(
 
 
 def _measure(prompt: str, sequences: int, engine: EngineArgs, pace: float, quiet: bool) -> Report:
-    runs: dict[str, PoolRun] = {}
+    runs: dict[str, WatchedRun] = {}
     for kind in NAMES:
         llm = create_llm(engine, kv=kind, max_num_seqs=sequences)
-        runs[kind] = PoolRun.of(llm, _stories(llm, prompt, sequences), QUESTION, pace, quiet)
-    result = PagedExperiment(prompt, llm.max_model_len, llm.kv_layout.bytes_per_token, runs["basic"], runs["paged"])
-    facts = paged_object(result)
-    return report(facts, lambda: screen(result, facts))
+        runs[kind] = WatchedRun.of(llm, _stories(llm, prompt, sequences), QUESTION, pace, quiet)
+    facts = paged_object(prompt, llm.max_model_len, llm.kv_layout.bytes_per_token, runs)
+    return report(facts, lambda: screen(runs, facts))
 
 
 def _stories(llm: "LLM", prompt: str, sequences: int) -> "list[Request]":
@@ -84,106 +81,55 @@ def _stories(llm: "LLM", prompt: str, sequences: int) -> "list[Request]":
     return [arriving(llm, prompt, params[story], story * ARRIVE_EVERY) for story in range(sequences)]
 
 
-@dataclass(frozen=True)
-class PoolRun(WatchedRun):
-    """One run of all stories in one kind of cache."""
-
-    @property
-    def most_running(self) -> int:
-        """The most sequences that one step computed."""
-        return max(len(record.items) for record in self.watched.records)
-
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens held at once."""
-        return max(record.cache.tokens_held for record in self.watched.records)
-
-    @property
-    def steps_with_waiting(self) -> int:
-        """The number of steps after which a sequence was in the queue."""
-        return sum(bool(record.queues.waiting) for record in self.watched.records)
-
-    @property
-    def preempted(self) -> int:
-        return sum(len(record.preempted) for record in self.watched.records)
-
-    @property
-    def steps(self) -> int:
-        return len(self.timed.records)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(map(len, self.timed.token_ids)) / self.timed.seconds
-
-
-@dataclass(frozen=True)
-class PagedExperiment:
-    """The results of `forge paged`."""
-
-    prompt: str
-    max_model_len: int
-    """Tokens that the contiguous cache reserves for each story."""
-    bytes_per_token: int
-    basic: PoolRun
-    paged: PoolRun
-
-    @property
-    def runs(self) -> tuple[PoolRun, PoolRun]:
-        return self.basic, self.paged
-
-    @property
-    def lengths(self) -> list[int]:
-        """Each story's final length in tokens, including its prompt."""
-        outputs = self.paged.watched.outputs
-        return [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in outputs]
-
-    @property
-    def identical(self) -> bool:
-        """True if every story is the same in both caches, timed or watched."""
-        return len({result.token_ids for run in self.runs for result in (run.watched, run.timed)}) == 1
-
-
-def paged_object(experiment: PagedExperiment) -> dict[str, Any]:
-    """Return the experiment as facts."""
-    basic, paged = (_run_object(run) for run in experiment.runs)
-    figures = experiment.paged.figures
+def paged_object(
+    prompt: str, max_model_len: int, bytes_per_token: int, runs: Mapping[str, WatchedRun]
+) -> dict[str, Any]:
+    """Return the experiment as facts. max_model_len: the tokens that the contiguous cache reserves for each story."""
+    basic, paged = (_run_object(runs[name]) for name in NAMES)
+    stories, figures = runs["paged"].watched, runs["paged"].figures
+    lengths = [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in stories.outputs]
     return {
-        "prompt": experiment.prompt,
-        "model": experiment.paged.watched.label.model,
-        "sequences": len(experiment.lengths),
-        "lengths": experiment.lengths,
-        "shortest": min(experiment.lengths),
-        "longest": max(experiment.lengths),
-        "max_model_len": experiment.max_model_len,
+        "prompt": prompt,
+        "model": stories.label.model,
+        "sequences": len(lengths),
+        "lengths": lengths,
+        "shortest": min(lengths),
+        "longest": max(lengths),
+        "max_model_len": max_model_len,
         "block_size": figures.block_size,
         "num_blocks": figures.num_blocks,
-        "pool_bytes": figures.num_blocks * figures.block_size * experiment.bytes_per_token,
-        "blocks_per_run": -(-experiment.max_model_len // figures.block_size),
-        "identical": experiment.identical,
+        "pool_bytes": figures.num_blocks * figures.block_size * bytes_per_token,
+        "blocks_per_run": -(-max_model_len // figures.block_size),
+        "identical": same_tokens(*runs.values()),
         "basic": basic,
         "paged": paged,
-        "more_at_once": experiment.paged.most_running / experiment.basic.most_running,
+        "more_at_once": paged["most_running"] / basic["most_running"],
         "fewer_steps": basic["steps"] / paged["steps"],
         "speed_up": paged["tokens_per_second"] / basic["tokens_per_second"],
     }
 
 
-def _run_object(run: PoolRun) -> dict[str, Any]:
+def _run_object(run: WatchedRun) -> dict[str, Any]:
+    """Return one run of all stories in one kind of cache as facts. What is said of steps is of the watched run."""
+    records = run.watched.records
     return run.figures.as_object() | {
-        "most_running": run.most_running,
-        "most_tokens_held": run.most_tokens,
-        **picked(run, "steps", "steps_with_waiting", "preempted", "tokens_per_second"),
+        "most_running": max(len(record.items) for record in records),
+        "most_tokens_held": max(record.cache.tokens_held for record in records),
+        "steps": len(run.timed.records),
+        "steps_with_waiting": sum(bool(record.queues.waiting) for record in records),
+        "preempted": sum(len(record.preempted) for record in records),
+        "tokens_per_second": sum(map(len, run.timed.token_ids)) / run.timed.seconds,
         "tokens_computed": run.timed.tokens_computed,
         "milliseconds": run.timed.milliseconds,
     }
 
 
-def screen(experiment: PagedExperiment, facts: dict[str, Any]) -> Iterator[Part]:
+def screen(runs: Mapping[str, WatchedRun], facts: dict[str, Any]) -> Iterator[Part]:
     """Draw both pools at their fullest, the figures side by side, and sentences on them."""
     stories = f"{plural(facts['sequences'], 'story', 'stories')} of {facts['shortest']} to {facts['longest']} tokens"
     pool = f"{plural(facts['num_blocks'], 'block')} of {facts['block_size']} tokens, {size(facts['pool_bytes'])}"
-    yield from question(QUESTION, f"{stories} · {pool}", one_line(tail(experiment.prompt, 200)))
-    for name, run in zip(NAMES, experiment.runs, strict=True):
+    yield from question(QUESTION, f"{stories} · {pool}", one_line(tail(facts["prompt"], 200)))
+    for name, run in runs.items():
         assert run.screen.fullest is not None, "at least one step ran"
         step, record = run.screen.fullest
         assert record.blocks is not None
@@ -192,22 +138,23 @@ def screen(experiment: PagedExperiment, facts: dict[str, Any]) -> Iterator[Part]
         yield partial(pool_lines, blocks, names, max_rows=_MAP_ROWS)
         yield None
     gains = {"stories at once": facts["more_at_once"], "speed": facts["speed_up"]}
-    yield from (lambda width: [legend_line(width)], None, sides(NAMES, experiment.runs, *_ROWS, gains=gains), None)
+    yield from (lambda width: [legend_line(width)], None)
+    yield from (sides(NAMES, [facts[name] for name in NAMES], *_ROWS, gains=gains), None)
     yield from sentences(paged_sentences(facts))
-    told = plural(sum(map(len, experiment.paged.timed.token_ids)), "token")
-    yield verdict(experiment.identical, f"{told} of {len(experiment.lengths)} stories", "the stories differ")
+    told = plural(sum(map(len, runs["paged"].timed.token_ids)), "token")
+    yield verdict(facts["identical"], f"{told} of {facts['sequences']} stories", "the stories differ")
     yield leads_on(LEADS_ON)
 
 
 _ROWS = (
     "stories at once: {most_running:count}",
-    "tokens held at once: {most_tokens:count}",
-    "blocks used at once: {figures.most_blocks:count}",
-    "reserved and empty: {figures.internal_fragmentation:share}",
+    "tokens held at once: {most_tokens_held:count}",
+    "blocks used at once: {most_blocks:count}",
+    "reserved and empty: {internal_fragmentation:share}",
     "steps: {steps:count}",
     "of them with a queue: {steps_with_waiting:count}",
     "preempted: {preempted:count}",
-    "all steps: {timed.milliseconds:ms ms}",
+    "all steps: {milliseconds:ms ms}",
     "speed: {tokens_per_second:rate tok/s}",
 )
 

@@ -19,6 +19,7 @@ from forge.cli.run_control import (
     create_llm,
     drive_arrivals,
     forget_prefixes,
+    same_tokens,
     watch_arrivals,
     whole,
 )
@@ -112,8 +113,8 @@ def prefix(
         texts = [shared + QUESTIONS[number % len(QUESTIONS)] for number in range(requests)]
         with_index = _share_rubric(llm, texts, output.pace, json)
         alone = _share_rubric(create_llm(engine, kv="paged"), texts, 0.0, quiet=True)
-        result = PrefixExperiment(text, fork, len(llm.tokenizer.encode(shared)), alone, with_index)
-        return report(prefix_object(result), lambda: screen(result))
+        facts = prefix_object(text, fork, len(llm.tokenizer.encode(shared)), alone, with_index)
+        return report(facts, lambda: screen(facts, fork, alone, with_index))
 
     return Experiment(run, alone=sizes.snapshot or not branches)
 
@@ -224,36 +225,19 @@ def evictions(records: Sequence[StepRecord]) -> list[Eviction]:
     return found
 
 
-@dataclass(frozen=True)
-class PrefixExperiment:
-    """The results of `forge prefix`."""
-
-    prompt: str
-    fork: Fork | None
-    """None if no branch was requested."""
-    rubric_tokens: int
-    alone: WatchedRun
-    """The run with `paged`: every request computes the rubric."""
-    shared: WatchedRun
-    """The run with `prefix`."""
-
-    @property
-    def identical(self) -> bool:
-        results = [result for run in (self.alone, self.shared) for result in (run.watched, run.timed)]
-        return len({result.token_ids for result in results}) == 1
-
-
-def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
-    """Return the experiment as facts."""
-    fork, alone, shared = experiment.fork, experiment.alone, experiment.shared
+def prefix_object(
+    prompt: str, fork: Fork | None, rubric_tokens: int, alone: WatchedRun, shared: WatchedRun
+) -> dict[str, Any]:
+    """Return the experiment as facts. fork: None if no branch was requested. alone: the run with `paged`, in which
+    every request computes the rubric. shared: the run with `prefix`."""
     return {
         "model": shared.timed.label.model,
-        "prompt": experiment.prompt,
+        "prompt": prompt,
         "block_size": shared.figures.block_size,
         "num_blocks": shared.figures.num_blocks,
         "story": None if fork is None else _fork_object(fork),
         "rubric": {
-            "tokens": experiment.rubric_tokens,
+            "tokens": rubric_tokens,
             "requests": [
                 {
                     "prompt_tokens": output.metrics.num_prompt_tokens,
@@ -269,7 +253,7 @@ def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
             "evicted": [as_object(eviction) for eviction in evictions(shared.watched.records)],
             "fewer_tokens": alone.timed.tokens_computed / shared.timed.tokens_computed,
         },
-        "identical": experiment.identical,
+        "identical": same_tokens(alone, shared),
     }
 
 
@@ -304,11 +288,11 @@ def _run_object(run: WatchedRun) -> dict[str, Any]:
     }
 
 
-def screen(experiment: PrefixExperiment) -> Iterator[Part]:
+def screen(facts: dict[str, Any], fork: Fork | None, alone: WatchedRun, shared: WatchedRun) -> Iterator[Part]:
     """Draw the fork with the moment of its first split, then the rubric request by request, then both caches."""
-    if experiment.fork is not None:
-        yield from (*_fork_parts(experiment.fork), None)
-    yield from (*_rubric_parts(experiment), leads_on(LEADS_ON))
+    if fork is not None:
+        yield from (*_fork_parts(fork), None)
+    yield from (*_rubric_parts(facts, alone, shared), leads_on(LEADS_ON))
 
 
 def _fork_parts(fork: Fork) -> Iterator[Part]:
@@ -340,10 +324,9 @@ def fork_sentences(fork: Fork) -> list[str]:
     ]
 
 
-def _rubric_parts(experiment: PrefixExperiment) -> Iterator[Part]:
-    alone, shared = experiment.alone, experiment.shared
+def _rubric_parts(facts: dict[str, Any], alone: WatchedRun, shared: WatchedRun) -> Iterator[Part]:
     requests = plural(len(shared.timed.outputs), "request")
-    same = f"that begin with the same {count(experiment.rubric_tokens)} tokens"
+    same = f"that begin with the same {count(facts['rubric']['tokens'])} tokens"
     yield from question(RUBRIC_QUESTION, f"{requests}, one step after another, {same}")
     yield lambda width: _request_lines(shared, min(_BAR, max(8, width - 44)))
     first, second = (run.timed.time_to_first_token_ms for run in (alone, shared))
@@ -352,7 +335,7 @@ def _rubric_parts(experiment: PrefixExperiment) -> Iterator[Part]:
         yield from (None, *sentences(eviction.text for eviction in evicted[:_EVICTIONS]))
     yield from (None, sides(NAMES, (alone, shared), *_ROWS, gains=gains), None)
     told = plural(sum(map(len, shared.timed.token_ids)), "token")
-    yield verdict(experiment.identical, f"{told} of {requests}", "the answers differ")
+    yield verdict(facts["identical"], f"{told} of {requests}", "the answers differ")
 
 
 def _request_lines(shared: WatchedRun, width: int) -> Iterator[Text]:

@@ -6,6 +6,7 @@ from rich.text import Text
 from forge.trace.records import StepRecord
 from forge.views.blocks import BlockScreen
 from forge.views.formatting import count, ms, plural, rate
+from forge.views.keys import readline_if_any
 from forge.views.palette import QUIET, TROUBLE
 from forge.views.summary import RunLabel, RunResult
 from forge.views.terminal import print_lines
@@ -37,12 +38,7 @@ class ChatView:
 
         At a terminal Ctrl-C clears the line; raises KeyboardInterrupt for a second one on an empty line.
         """
-        try:
-            import readline  # importing it gives input() line editing and history
-
-            typed = readline.get_line_buffer
-        except ImportError:
-            typed = str
+        typed = getattr(readline_if_any(), "get_line_buffer", str)
         cleared = False
         while True:
             try:

@@ -166,10 +166,10 @@ _QUESTIONS = {
 
 def comparison_object(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison for `--json`."""
-    logits = comparison.logits
+    logits, margin = comparison.logits, comparison.margin
     return {
         **picked(comparison, "option", "identical", "first_difference"),
-        "margin": None if comparison.margin is None else _margin_object(comparison.margin),
+        "margin": margin and as_object(margin, "apart") | {"near_tie": margin.is_near_tie},
         "largest_logit_difference": None if logits is None else logits.largest,
         "logits_compared": 0 if logits is None else logits.forwards,
         "logits_same_bits": None if logits is None else logits.same_bits,
@@ -185,10 +185,6 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
             for side in comparison.sides
         ],
     }
-
-
-def _margin_object(margin: Margin) -> dict[str, Any]:
-    return as_object(margin, "apart") | {"near_tie": margin.is_near_tie}
 
 
 def _answer_object(answer: Answer) -> dict[str, Any]:
@@ -293,8 +289,9 @@ def verdict(comparison: Comparison) -> list[Text]:
         extent = f"{tokens} of {len(answers)} prompts" if len(answers) > 1 else tokens
         return [Text.assemble(("✓ identical", GOOD), f": {extent}, {logits}")]
     first, prompt = comparison.first_difference, comparison.prompt
+    where = "" if first is None else f" from output token {first} on"
     of_prompt = f" of prompt {prompt + 1}" if comparison.sides[0].has_several else ""
-    lines = [Text.assemble(("✗ the tokens differ", TROUBLE), f"{_where(first)}{of_prompt}; {logits}")]
+    lines = [Text.assemble(("✗ the tokens differ", TROUBLE), f"{where}{of_prompt}; {logits}")]
     if comparison.margin is not None:
         lines.append(_margin_line(comparison.margin, comparison.sides))
     if prompt:
@@ -331,7 +328,8 @@ def _logit_difference(pairs: "Sequence[tuple[np.ndarray, np.ndarray]]") -> Logit
 def _margin(left: Answer, right: Answer, position: int | None, agreeing: LogitDifference | None) -> Margin | None:
     """Return how far apart the sides' tokens at output token `position` (from 1) were; None if a side has no such
     logits."""
-    if position is None or position > min(len(left.logits), len(right.logits), *map(_num_tokens, (left, right))):
+    shortest = min(len(left.logits), len(right.logits), len(left.token_ids[0]), len(right.token_ids[0]))
+    if position is None or position > shortest:
         return None
     ours, theirs = (answer.logits[position - 1] for answer in (left, right))
     if ours.shape != theirs.shape:
@@ -341,10 +339,6 @@ def _margin(left: Answer, right: Answer, position: int | None, agreeing: LogitDi
         return None
     margins = float(ours[our_token] - ours[their_token]), float(theirs[their_token] - theirs[our_token])
     return Margin((our_token, their_token), margins, None if agreeing is None else agreeing.largest)
-
-
-def _num_tokens(answer: Answer) -> int:
-    return len(answer.token_ids[0])
 
 
 def _margin_line(margin: Margin, sides: Sequence[Side]) -> Text:
@@ -365,10 +359,6 @@ def _logits_text(logits: LogitDifference | None) -> str:
     if logits.same_bits:
         return "logits equal to the last bit (largest difference 0)"
     return f"largest logit difference {logits.largest:.3g} (forward {logits.forward} of {logits.forwards} compared)"
-
-
-def _where(first_difference: int | None) -> str:
-    return "" if first_difference is None else f" from output token {first_difference} on"
 
 
 def _answer_line(side: Side, index: int, prompt: int) -> Text:

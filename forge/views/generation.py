@@ -15,7 +15,7 @@ from forge.views.palette import QUIET, sequence_style
 from forge.views.run_view import LiveView, RunView
 from forge.views.screen import Part, sentences
 from forge.views.summary import Forward, RunLabel, RunResult, decode_rate
-from forge.views.terminal import can_redraw
+from forge.views.terminal import can_redraw, print_lines
 from forge.views.text import neutralise, quoted, tail
 
 CHART_ROWS = 12
@@ -107,11 +107,9 @@ class LiveGeneration(LiveView):
         for text in sample_texts(result, self._prompt, quiet_prompt=not self._echo):
             self._console.print(text)
             self._console.print()
-        for line in (chart_heading(result.label, width), *compact_chart(result.forwards, width)):
-            self._console.print(line)
+        print_lines(self._console, (chart_heading(result.label, width), *compact_chart(result.forwards, width)))
         self._console.print()
-        for line in metrics_lines(result, width):
-            self._console.print(line)
+        print_lines(self._console, metrics_lines(result, width))
 
     def frame(self) -> RenderableType:
         width, height = self._console.size

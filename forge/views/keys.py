@@ -72,7 +72,7 @@ def open_keys(console: Console) -> Keys:
 def read_line(prompt: str, prefill: str = "") -> str | None:
     """Return a line from the reader, who may edit `prefill`; None at the end of input. Ctrl-C is a
     KeyboardInterrupt."""
-    readline = _readline()
+    readline = readline_if_any()
     if readline and prefill:
         readline.set_startup_hook(lambda: readline.insert_text(prefill))
     try:
@@ -255,7 +255,8 @@ def _discard_typed(descriptor: int) -> None:
         termios.tcflush(descriptor, termios.TCIFLUSH)
 
 
-def _readline():
+def readline_if_any() -> Any:
+    """Return the module `readline`, which gives `input` line editing and history; None where there is none."""
     try:
         import readline
     except ImportError:

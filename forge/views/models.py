@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from forge.cache.kv_storage import vector_bytes
 from forge.views.formatting import NOTHING, count, parameters, plural, size
 from forge.views.metrics import Fact, flowing
 from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE
-from forge.views.screen import Part, Table, fill, title, unbroken
+from forge.views.screen import Part, Table, fill, labelled, title, unbroken
 from forge.views.text import one_line, quoted
 
 if TYPE_CHECKING:
@@ -220,7 +219,9 @@ def inspection_screen(facts: Mapping[str, Any], everything: bool) -> Iterator[Pa
     """Draw header, hyper-parameters, tokenizer, tensors, and what a token costs in the cache."""
     yield unbroken(one_line(facts["path"]), TITLE)
     yield lambda width: flowing(_header(facts), width)
-    yield from (None, _pairs(facts["hyper_parameters"]))
+    named = facts["hyper_parameters"].items()
+    texts = [(key, f"{value:g}" if isinstance(value, float) else str(value)) for key, value in named]
+    yield from (None, labelled([(_clipped(key), _clipped(text)) for key, text in texts], wraps=(0, 1)))
     if tokenizer := facts["tokenizer"]:
         yield from (None, title("tokenizer"), lambda width: flowing(_tokenizer(tokenizer), width))
     yield None
@@ -258,15 +259,6 @@ def _tokenizer(facts: Mapping[str, Any]) -> list[Fact]:
         *((role, f"{token_id} {quoted(text)}") for role, token_id, text in facts["special"]),
         ("chat template", "yes" if facts["has_chat_template"] else "no"),
     ]
-
-
-def _pairs(pairs: Mapping[str, Any]) -> RichTable:
-    table = RichTable(box=None, show_header=False, pad_edge=False)
-    table.add_column(style=QUIET, overflow="fold")
-    table.add_column(overflow="fold")
-    for key, value in pairs.items():
-        table.add_row(Text(_clipped(key)), Text(_clipped(f"{value:g}" if isinstance(value, float) else str(value))))
-    return table
 
 
 def _about(model: ListedModel) -> Text:

@@ -64,17 +64,9 @@ def print_hanging(console: Console, text: Text, indent: int, most: int | None = 
         console.print(Text.assemble(" " * indent, line))
 
 
-def new_table(first: str | None = None, *figures: str, last: str | None = None) -> Table:
-    """Return a table with a rule under its headings: a first column of names, figures flush right, and a last one of
-    text."""
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    if first is not None:
-        table.add_column(first, no_wrap=True)
-    for heading in figures:
-        table.add_column(heading, justify="right", no_wrap=True)
-    if last is not None:
-        table.add_column(last, no_wrap=True, overflow="ellipsis")
-    return table
+def new_table() -> Table:
+    """Return a table with a rule under its headings."""
+    return Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
 
 
 def print_lines(console: Console, lines: Iterable[Text]) -> None:

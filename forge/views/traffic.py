@@ -71,7 +71,10 @@ class ReplicasView(LiveView):
         """Yield the picture, at the width that the console has now."""
         yield Text(QUESTION, TITLE)
         yield Text()
-        table = new_table("engine", "running", "waiting", "tokens", last="blocks in use")
+        table = new_table()
+        for heading in ("engine", "running", "waiting", "tokens", "blocks in use"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.columns[0].justify = table.columns[-1].justify = "left"
         for name, record in self._last.items():
             used = record.cache.used_blocks / max(1, record.cache.num_blocks)
             blocks = Text(bar(used, 1, _BAR), self._style(name)).append(f" {percent(used)}", QUIET)

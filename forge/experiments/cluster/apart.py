@@ -20,7 +20,6 @@ from forge.llm import LLM
 from forge.server.messages import Answer, Inbox, frame
 from forge.trace.totals import percentile
 from forge.views.formatting import count
-from forge.views.json_output import as_object
 from forge.views.metrics import verdict
 from forge.views.progress import progress_line
 from forge.views.screen import Part, Report, Table, question, report
@@ -47,29 +46,6 @@ class Way:
     """Milliseconds from each prompt's arrival to its first token."""
     tokens: list[tuple[int, ...]] = field(default_factory=list)
     """The tokens of all requests, in order."""
-
-
-@dataclass(frozen=True)
-class HandedOver:
-    """The times and sizes of one hand-over."""
-
-    prompt_tokens: int
-    num_bytes: int
-    prefill_ms: float
-    export_ms: float
-    """Time to read the blocks out of the one pool."""
-    import_ms: float
-    """Time of the step that writes them into the other and computes the last token, less a step that only decodes."""
-    send_ms: float
-    """Time to send the blocks over this machine's loopback, as one engine sends them to another: the fastest of
-    three."""
-    identical: bool
-    """Whether the logits are one engine's, to the last bit."""
-
-    @property
-    def share(self) -> float:
-        """Time to move the blocks, as a share of the time to compute them."""
-        return (self.export_ms + self.send_ms + self.import_ms) / self.prefill_ms
 
 
 def measure_apart(model: str) -> Report:
@@ -144,8 +120,11 @@ def _add(engine: Engine, handoff: KvHandoff | None, *arguments: Any) -> tuple[in
     return engine.add_request(*arguments) if handoff is None else add_handed_over(engine, handoff, *arguments)
 
 
-def hand_over(llm: LLM, length: int) -> HandedOver:
-    """Time a hand-over alone, and compare its logits with those of one engine."""
+def hand_over(llm: LLM, length: int) -> dict[str, Any]:
+    """Time a hand-over alone, and compare its logits with those of one engine, to the last bit. export: reading the
+    blocks out of the one pool. import: the step that writes them into the other and computes the last token, less a
+    step that only decodes. send: over this machine's loopback, as one engine sends them to another; the fastest of
+    three. share: all of these over the time to compute the blocks."""
     prompt, params = _prompt(length, length), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     source = llm.new_engine()
     (seq_id,) = source.add_request("p", prompt[:-1], prefill_params(), retain_cache=True)
@@ -171,15 +150,19 @@ def hand_over(llm: LLM, length: int) -> HandedOver:
             steps.append((record.ended - record.started) * 1e3)
         first_ms.append(steps[0] - percentile(steps[1:], 0.5))
         logits.append(rows)
-    return HandedOver(
-        length,
-        handoff.num_bytes,
-        (computed - began) * 1e3,
-        (exported - computed) * 1e3,
-        max(0.0, first_ms[0]),
-        min(_send_ms(handoff) for _ in range(3)),
-        logits[0] == logits[1],
-    )
+    prefill_ms, export_ms = (computed - began) * 1e3, (exported - computed) * 1e3
+    import_ms, send_ms = max(0.0, first_ms[0]), min(_send_ms(handoff) for _ in range(3))
+    return {
+        "prompt_tokens": length,
+        "num_bytes": handoff.num_bytes,
+        "prefill_ms": prefill_ms,
+        "export_ms": export_ms,
+        "import_ms": import_ms,
+        "send_ms": send_ms,
+        "identical": logits[0] == logits[1],
+        "share": (export_ms + send_ms + import_ms) / prefill_ms,
+        "bytes": handoff.num_bytes,
+    }
 
 
 def _send_ms(handoff: KvHandoff) -> float:
@@ -198,7 +181,7 @@ def _send_ms(handoff: KvHandoff) -> float:
     return elapsed * 1e3
 
 
-def apart_object(llm: LLM, ways: list[Way], handed: list[HandedOver]) -> dict[str, Any]:
+def apart_object(llm: LLM, ways: list[Way], handed: list[dict[str, Any]]) -> dict[str, Any]:
     by_name = {
         way.name: {
             "gap_p50_ms": percentile(way.gaps_ms, 0.5),
@@ -216,8 +199,8 @@ def apart_object(llm: LLM, ways: list[Way], handed: list[HandedOver]) -> dict[st
         "chunk": CHUNK,
         "ways": by_name,
         "p99_of_whole": apart["gap_p99_ms"] / whole["gap_p99_ms"],
-        "handovers": [as_object(transfer, "share") | {"bytes": transfer.num_bytes} for transfer in handed],
-        "identical": all(transfer.identical for transfer in handed)
+        "handovers": handed,
+        "identical": all(transfer["identical"] for transfer in handed)
         and all(way.tokens == ways[0].tokens for way in ways),
     }
 

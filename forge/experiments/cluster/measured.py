@@ -12,7 +12,6 @@ import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -40,16 +39,6 @@ MISSING = "Ray Serve is not installed, so nothing was measured: pip install 'ray
 _WORDS = ("fox", "hen", "owl", "mill", "boy", "girl", "king", "bird", "cat", "dog", "tree", "river", "the", "a", "old")
 _BUSY_MS = 20.0
 """An engine that begins its next step within so many milliseconds has not waited for a request."""
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """What the clients of one server saw, over all of its turns."""
-
-    requests_per_second: float
-    ttft_ms: float
-    tpot_ms: float
-    lone_tpot_ms: float
 
 
 def measure_replicas() -> Report:
@@ -232,13 +221,13 @@ def measured_object(
         "requests": TURNS * REQUESTS,
         "allowed_tokens": MAX_TOKENS,
         "answer_tokens": {"least": lengths[0], "median": lengths[len(lengths) // 2], "most": lengths[-1]},
-        "one": asdict(one),
-        "two": asdict(two),
+        "one": one,
+        "two": two,
         "ratio": median(ratios[1:]),
-        "lone_ratio": two.lone_tpot_ms / one.lone_tpot_ms,
+        "lone_ratio": two["lone_tpot_ms"] / one["lone_tpot_ms"],
         "identical": same,
         "costs": costs,
-        "simulated": deviations(asdict(two), simulate_turns(costs, replayed, CLIENTS)),
+        "simulated": deviations(two, simulate_turns(costs, replayed, CLIENTS)),
         "turns": replayed,
     }
 
@@ -248,14 +237,15 @@ def _rate(turn: Sequence[Timed]) -> float:
     return len(turn) / (max(answer.ended or 0.0 for answer in turn) - min(answer.started for answer in turn))
 
 
-def _speeds(turns: Sequence[Sequence[Timed]], lone: Sequence[Timed]) -> Speeds:
+def _speeds(turns: Sequence[Sequence[Timed]], lone: Sequence[Timed]) -> dict[str, float]:
+    """Return what the clients of one server saw, over all of its turns."""
     answers = [answer for turn in turns for answer in turn]
-    return Speeds(
-        fmean(_rate(turn) for turn in turns),
-        percentile([answer.ttft_ms for answer in answers if answer.ttft_ms is not None], 0.5),
-        percentile([answer.tpot_ms for answer in answers if answer.tpot_ms is not None], 0.5),
-        median(answer.tpot_ms for answer in lone if answer.tpot_ms is not None),
-    )
+    return {
+        "requests_per_second": fmean(_rate(turn) for turn in turns),
+        "ttft_ms": percentile([answer.ttft_ms for answer in answers if answer.ttft_ms is not None], 0.5),
+        "tpot_ms": percentile([answer.tpot_ms for answer in answers if answer.tpot_ms is not None], 0.5),
+        "lone_tpot_ms": median(answer.tpot_ms for answer in lone if answer.tpot_ms is not None),
+    }
 
 
 def screen(facts: dict[str, Any]) -> Iterator[Part]:

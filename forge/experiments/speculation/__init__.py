@@ -119,7 +119,13 @@ def speculation(
     def check() -> Report:
         rejection = engine.acceptance == "rejection" and not sampling.greedy
         llm = create_llm(engine, speculate=None, draft=(), speculate_fixed=True)
-        return _pins(llm, engine.drafts, sampling, sizes, drawn, rejection)
+        how = f"sampled by {'rejection' if rejection else 'gumbel'}, seed {', '.join(map(str, drawn))}"
+        how = "greedy" if sampling.greedy else how
+        how += f" · prompts of {', '.join(map(str, sizes))} tokens" if sizes else ""
+        prompts, seeds = prompts_of(llm, sizes) if sizes else PROMPTS, drawn[:1] if sampling.greedy else drawn
+        checked = check_pins(llm, engine.drafts, sampling, prompts, seeds, rejection)
+        names = ", ".join(map(str, engine.drafts)) or "tales-draft"
+        return pins_report(f"{names} drafts for {llm.model_name} · {how}", checked)
 
     return Experiment(check, alone=True)
 
@@ -137,24 +143,6 @@ def with_a_proposer(engine: EngineArgs) -> EngineArgs:
         with open_weights(resolve_model(name)) as weights:
             fingerprints.append(Tokenizer(weights.tokenizer_spec()).fingerprint)
     return engine if len(set(fingerprints)) == 1 else replace(engine, speculate="ngram")
-
-
-def _pins(
-    llm: "LLM",
-    draft: Sequence[str | Path],
-    params: SamplingParams,
-    lengths: Sequence[int],
-    seeds: Sequence[int],
-    rejection: bool,
-) -> Report:
-    names = ", ".join(map(str, draft)) or "tales-draft"
-    drawn = f"sampled by {'rejection' if rejection else 'gumbel'}, seed {', '.join(map(str, seeds))}"
-    how = "greedy" if params.greedy else drawn
-    how += f" · prompts of {', '.join(map(str, lengths))} tokens" if lengths else ""
-    prompts = prompts_of(llm, lengths) if lengths else PROMPTS
-    seeds = seeds[:1] if params.greedy else seeds
-    pins = check_pins(llm, draft, params, prompts, seeds, rejection)
-    return pins_report(f"{names} drafts for {llm.model_name} · {how}", pins)
 
 
 def _measure(
