@@ -79,9 +79,11 @@ class Service:
         self.check_queue(len(prompts))
         priority, salt = body.priority or 0, body.cache_salt or ""
         if seen is not None and isinstance(self.client, ResumableClient):
-            resumed = await self.client.resume(seen, prompts, params, priority=priority, salt=salt)
-            return shown_id(seen), resumed
-        generation = self.client.submit(request_id, prompts, params, stream=stream, priority=priority, salt=salt)
+            request_id, generation = shown_id(seen), await self.client.resume(
+                seen, prompts, params, priority=priority, salt=salt
+            )
+        else:
+            generation = self.client.submit(request_id, prompts, params, stream=stream, priority=priority, salt=salt)
         if (exchange := current_exchange()) is not None:
             exchange.generations.append(generation)
         return request_id, generation

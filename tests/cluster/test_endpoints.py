@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +181,29 @@ def test_every_endpoint_answers_as_one_engine_does_also_across_a_kill(answers, k
         assert len(set(killed)) == (9 if kills else 0), killed
 
     run()
+
+
+def test_the_access_log_counts_the_tokens_of_a_stream_that_was_resumed(caplog):
+    caplog.set_level("INFO", "forge.access")
+
+    @in_a_loop
+    async def run() -> None:
+        engine, body = LocalEngine(MODEL), {"prompt": TEXT} | SAMPLED | STREAM
+        async with front_of(engine) as front:
+            app = create_app(front, ready_message(engine.llm), Settings(model_names=("served",), access_log="json"))
+            transport = httpx.ASGITransport(app.state.exchanges)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+                whole = await client.post("/v1/completions", json=body)
+                event_id = re.findall("^id: (.*)$", whole.text, re.MULTILINE)[0]
+                rest = await client.post("/v1/completions", json=body, headers={"last-event-id": event_id})
+                assert 0 < rest.text.count("data: {") < whole.text.count("data: {")
+        engine.kill()
+
+    run()
+    first, second = map(json.loads, caplog.messages)
+    for name in ("prompt_tokens", "output_tokens", "finish"):
+        assert first[name] == second[name] != 0, name
+    assert first["output_tokens"] == 40
 
 
 async def first_held(engines: dict[str, LocalEngine], asking: asyncio.Task[Any]) -> str | None:
