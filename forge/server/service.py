@@ -79,9 +79,8 @@ class Service:
         self.check_queue(len(prompts))
         priority, salt = body.priority or 0, body.cache_salt or ""
         if seen is not None and isinstance(self.client, ResumableClient):
-            request_id, generation = shown_id(seen), await self.client.resume(
-                seen, prompts, params, priority=priority, salt=salt
-            )
+            request_id = shown_id(seen)
+            generation = await self.client.resume(seen, prompts, params, priority=priority, salt=salt)
         else:
             generation = self.client.submit(request_id, prompts, params, stream=stream, priority=priority, salt=salt)
         if (exchange := current_exchange()) is not None:
