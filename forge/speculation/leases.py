@@ -113,7 +113,8 @@ class LeasedModel(Model):
         self.lease = Lease(name, model, clock)
         self.vocab_size, self.num_layers = model.vocab_size, model.num_layers
         self.max_position_embeddings = model.max_position_embeddings
-        self.embeds, self.runs_ahead = model.embeds, model.runs_ahead
+        self.generates, self.embeds, self.labels = model.generates, model.embeds, model.labels
+        self.runs_ahead = model.runs_ahead
 
     def check_available(self) -> None:
         self.lease.model().check_available()

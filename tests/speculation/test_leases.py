@@ -41,17 +41,25 @@ class Clock:
         return self.now
 
 
+class Classifier(HashModel):
+    """A model that generates nothing."""
+
+    generates, labels = False, ("yes", "no")
+
+
 def leased(during: Callable[[], object] = lambda: None, name: str = "draft", **options) -> LeasedModel:
     return LeasedModel(Busy(during), name, **options)
 
 
 def test_a_leased_model_is_the_model_until_it_is_revoked():
-    model, original = leased(lambda: "logits"), HashModel()
+    model = leased(lambda: "logits")
 
     assert model.forward(None, None) == "logits"
     assert (model.lease.revoked, model.lease.release_ms) == (False, None)
-    for size in ("vocab_size", "num_layers", "max_position_embeddings", "embeds", "runs_ahead"):
-        assert getattr(model, size) == getattr(original, size)
+    facts = ("vocab_size", "num_layers", "max_position_embeddings", "generates", "embeds", "labels", "runs_ahead")
+    for original in (HashModel(), Classifier()):
+        model = LeasedModel(original, "target")
+        assert all(getattr(model, fact) == getattr(original, fact) for fact in facts)
 
 
 @pytest.mark.parametrize(
