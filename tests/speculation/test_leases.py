@@ -42,9 +42,10 @@ class Clock:
 
 
 class Classifier(HashModel):
-    """A model that generates nothing."""
+    """A model with other facts than the hash model's."""
 
-    generates, labels = False, ("yes", "no")
+    generates, embeds, labels, runs_ahead = False, True, ("yes", "no"), True
+    num_layers = max_position_embeddings = 7
 
 
 def leased(during: Callable[[], object] = lambda: None, name: str = "draft", **options) -> LeasedModel:
