@@ -14,6 +14,9 @@ import numpy as np
 
 KV_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 KV_DTYPES = tuple(KV_ITEM_BYTES)
+LEAST_BFLOAT16 = np.float32(2.0**-50)
+"""bfloat16: a number nearer to zero is stored as zero, so that instructions which take subnormal numbers for zero add
+the same as those that do not."""
 SCALE_BYTES = 4
 """int8: behind the numbers of a key or value lies their scale, a float32."""
 
@@ -62,7 +65,7 @@ def rounded(values: np.ndarray, kv_dtype: str) -> np.ndarray:
     if kv_dtype == "float16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(np.float32)
-    bits = values.view(np.uint32)
+    bits = np.where(np.abs(values) < LEAST_BFLOAT16, np.float32(0), values).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 

@@ -17,7 +17,7 @@ from forge.backends.cpu.attention_code import (
     pack_values,
 )
 from forge.backends.cpu.kernels import ONE, VECTOR, ZERO
-from forge.backends.cpu.op_layout import CHUNK, FLOAT16, FLOAT32, INT8, ROWS_PER_BLOCK
+from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8, ROWS_PER_BLOCK
 from forge.backends.cpu.thread_pool_code import next_item
 from forge.backends.cpu.vectors import (
     absolute,
@@ -34,7 +34,9 @@ from forge.backends.cpu.vectors import (
     put_f32,
     put_i32,
     put_i64,
+    round_bf16,
     round_to_int,
+    scatter_bf16,
     splat_f32,
     store_bf16,
     store_f16,
@@ -42,12 +44,14 @@ from forge.backends.cpu.vectors import (
     store_i8,
     store_i16,
     sum16,
+    without_tiny,
 )
 
 LOWEST = np.float32(-3.0e38)
 MOST_WEIGHT = np.float32(32767.0)
 PACKED_FROM = 8
-"""Queries for which rearranging a chunk's int8 keys takes less than adding up their products across lanes."""
+"""Queries for which rearranging a chunk's int8 keys takes less than adding up their products across lanes, and its
+values than pairing them for each few queries."""
 
 
 @numba.njit
@@ -58,7 +62,7 @@ def _store_kind(address, index, vector, kind):
     elif kind == FLOAT16:
         store_f16(address + 2 * index, vector)
     else:
-        store_bf16(address + 2 * index, vector)
+        store_bf16(address + 2 * index, without_tiny(vector))
 
 
 @numba.njit
@@ -90,6 +94,12 @@ def _norm_rope_head(x, width, weight, eps, cos, sin):
 
 
 @numba.njit
+def _are_packed(cache):
+    """Return whether the storage keeps its keys as `pack_keys` writes them, 16 slots together."""
+    return cache.kind == BFLOAT16 and cache.block_size % 16 == 0
+
+
+@numba.njit
 def _store_head(ctx, address, layer, row, head, source, width):
     """Write a head's key or value into the row's slot, in the storage's kind; nothing for slot -1."""
     slot = np.int64(get_i32(ctx.slot_mapping + 4 * row))
@@ -97,7 +107,14 @@ def _store_head(ctx, address, layer, row, head, source, width):
         return
     block_size = ctx.cache.block_size
     place = address + layer * ctx.cache.layer_bytes + slot // block_size * ctx.cache.block_bytes
-    place += head * ctx.cache.head_bytes + slot % block_size * ctx.cache.row_bytes
+    place += head * ctx.cache.head_bytes
+    if address == ctx.cache.keys and _are_packed(ctx.cache):
+        place += slot % block_size // 16 * 16 * ctx.cache.row_bytes + slot % 16 * 4
+        for offset in range(0, width, 16):
+            vector = mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO)
+            scatter_bf16(place + 32 * offset, without_tiny(vector))
+        return
+    place += slot % block_size * ctx.cache.row_bytes
     if ctx.cache.kind == INT8:
         _store_int8(place, source, width, place + ctx.cache.row_bytes - 4)
         return
@@ -129,19 +146,31 @@ def _quantize_query(query, width, scale, offset):
     put_i32(offset, key_offset(query, width))
 
 
+@numba.njit
+def _round_query(query, width):
+    """Round a query in place to bfloat16."""
+    for start in range(0, width, 16):
+        _store_kind(query, start, load_f32(query + 4 * start), BFLOAT16)
+
+
 def norm_rope_store(op, ctx, thread, threads):
     """Normalize and rotate queries and keys in place, and write keys and values to their slots.
 
-    One item per head of a row: first its query heads, then key heads, then value heads.
+    One item per head of a block of rows: first query heads, then key heads, then value heads. Rows of a block mostly
+    share cache lines where keys are packed, which two threads that write them would take from each other.
     """
     heads, kv_heads, width = op.heads, op.kv_heads, op.head_dim
     per_row, layer, eps = heads + 2 * kv_heads, op.layer, op.eps
+    rows = ctx.num_rows
     while True:
         first = next_item(op, 4)
-        if first >= ctx.num_rows * per_row:
+        if first >= (rows + ROWS_PER_BLOCK - 1) // ROWS_PER_BLOCK * per_row:
             break
-        for item in range(first, min(first + 4, ctx.num_rows * per_row)):
-            row, head = item // per_row, item % per_row
+        for number in range(4 * ROWS_PER_BLOCK):
+            item = first + number // ROWS_PER_BLOCK
+            row, head = item // per_row * ROWS_PER_BLOCK + number % ROWS_PER_BLOCK, item % per_row
+            if row >= rows:
+                continue
             position = np.int64(get_i32(ctx.positions + 4 * row))
             cos = ctx.rope_cos + 4 * position * (width // 2)
             sin = ctx.rope_sin + 4 * position * (width // 2)
@@ -228,7 +257,9 @@ def _together(kind, seen, group, query, num_queries):
 
 
 @numba.njit
-def _softmax_chunk(weights, together, least, most, visible, group, query, scale, states, scales, query_scales, shifts):
+def _softmax_chunk(
+    kind, weights, together, least, most, visible, group, query, scale, states, scales, query_scales, shifts
+):
     """Turn scores of queries over a chunk into softmax numerators, in place, and update the queries' states.
 
     A state is (maximum, sum) of all chunks so far, then what the output so far and this chunk's sum of values are to
@@ -239,7 +270,8 @@ def _softmax_chunk(weights, together, least, most, visible, group, query, scale,
 
     `scales`: what `_gather_scales` wrote for int8, else 0. Scores then lack the scales of queries and keys, and
     numerators become int16: times their value's scale, in units of the largest scale that the query sees / 32,767. They
-    are zero from where the query sees nothing to where the last one sees nothing.
+    are zero from where the query sees nothing to where the last one sees nothing. Of bfloat16, numerators are rounded
+    to it, and their sum is that of the rounded ones.
     """
     for number in range(together):
         scores_of, state = weights + 4 * CHUNK * number, states + 16 * number
@@ -271,11 +303,14 @@ def _softmax_chunk(weights, together, least, most, visible, group, query, scale,
             per_unit = ONE / unit if unit > ZERO else ZERO
         for block in range(0, most, 16):
             value = mask_lanes(exp16(load_f32(scores_of + 4 * block) - highest), count - block, ZERO)
+            if kind == BFLOAT16:
+                value = round_bf16(without_tiny(value))
+                store_bf16(scores_of + 2 * block, value)
             total = total + value
             if scales != 0:
                 value = value * (load_f32(scales + 4 * (CHUNK + block)) * splat_f32(per_unit))
                 store_i16(scores_of + 2 * block, round_to_int(mask_lanes(value, count - block, ZERO)))
-            else:
+            elif kind != BFLOAT16:
                 store_f32(scores_of + 4 * block, value)
         put_f32(state + 4, get_f32(state + 4) * keep + sum16(total) * gain)
         put_f32(state + 8, keep)
@@ -302,10 +337,12 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     num_queries, room = (last_row - first_row) * group, ROWS_PER_BLOCK * group
     rows, next_rows = scratch, scratch + 8 * CHUNK
     packed_keys = scratch + 16 * CHUNK
-    packed_values = packed_keys + CHUNK * ((width + 63) // 64 * 64)
+    size = width if kind == INT8 else 2 * width  # of what is packed
+    packed_values = packed_keys + CHUNK * ((size + 63) // 64 * 64)
     chunk_scales = packed_values + 2 * CHUNK * width
     scales = chunk_scales if kind == INT8 else 0
-    shifts = chunk_scales + 12 * CHUNK
+    packed_groups = chunk_scales + 12 * CHUNK
+    shifts = packed_groups + 8 * CHUNK
     query_scales = shifts + VECTOR
     offsets = query_scales + 4 * room
     queries = offsets + 4 * room
@@ -321,8 +358,13 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             store_f32(outs + 4 * (i * width + offset), splat_f32(ZERO))
         if kind == INT8:
             _quantize_query(queries + 4 * i * width, width, query_scales + 4 * i, offsets + 4 * i)
+        elif kind == BFLOAT16:
+            _round_query(queries + 4 * i * width, width)
         put_f32(states + 16 * i, LOWEST)
         put_f32(states + 16 * i + 4, ZERO)
+    for number in range(0, CHUNK, 16):
+        put_i64(packed_groups + 8 * number, number * ((size + 63) // 64 * 64))
+    are_packed = _are_packed(ctx.cache)
     head = _head_offset(op, ctx, kv_head)
     keys, values = ctx.cache.keys + head, ctx.cache.values + head
     table = _table_address(ctx, sequence)
@@ -336,28 +378,32 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             ahead, ahead_table, upcoming = next_keys, next_table, np.int64(0)
         _find_rows(ctx, ahead_table, upcoming, min(CHUNK, (end if following < end else next_end) - upcoming), next_rows)
         visible, first_query = first_position + 1 - start, max(0, start - first_position) * group
-        packs = kind == INT8 and num_queries - first_query >= PACKED_FROM
+        packs = (kind in (BFLOAT16, INT8)) and num_queries - first_query >= PACKED_FROM
+        packs_keys = (packs or kind == BFLOAT16) and not are_packed
         if kind == INT8:
             _gather_scales(keys, values, rows, ctx.cache.row_bytes, scales)
-        if packs:
-            pack_keys(keys, rows, min(CHUNK, end - start), width, packed_keys, values)
+        if packs_keys:
+            pack_keys(kind, keys, rows, min(CHUNK, end - start), size, packed_keys, values)
         query = first_query
         while query < num_queries:
             least = _seen(visible, group, query)
             together = _together(kind, least, group, query, num_queries)
             most = least if least == CHUNK else _seen(visible, group, query + together - 1)
             weights, numbers, offset = all_weights + 4 * CHUNK * query, queries + 4 * width * query, offsets + 4 * query
-            if packs:
-                dot_packed_keys(together, numbers, offset, width, packed_keys, most, weights)
+            if are_packed:
+                fetched = values if query == first_query else 0
+                dot_packed_keys(kind, together, numbers, offset, width, keys, rows, most, weights, fetched)
+            elif packs_keys:
+                dot_packed_keys(kind, together, numbers, offset, width, packed_keys, packed_groups, most, weights, 0)
             else:
                 dot_keys(kind, together, numbers, offset, width, keys, rows, most, weights, values)
             state, query_scale = states + 16 * query, query_scales + 4 * query
             _softmax_chunk(
-                weights, together, least, most, visible, group, query, scale, state, scales, query_scale, shifts
+                kind, weights, together, least, most, visible, group, query, scale, state, scales, query_scale, shifts
             )
             query += together
         if packs:
-            pack_values(values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
+            pack_values(kind, values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
         packed = packed_values if packs else 0
         query = first_query
         while query < num_queries:

@@ -26,6 +26,7 @@ from forge.backends.cpu.compilation import instruction_set
 from forge.backends.cpu.llvm_code import (
     F32,
     I8,
+    I16,
     I32,
     I64,
     LANES,
@@ -51,6 +52,8 @@ from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8
 from forge.backends.cpu.vectors import emits
 
 _KINDS = {FLOAT32: "f32", FLOAT16: "f16", BFLOAT16: "bf16", INT8: "int8"}
+_PAIRED = {BFLOAT16: "bf16", INT8: "int8"}
+"""Kinds of which the instruction set multiplies several numbers of a lane of 32 bits at once."""
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
 _ZEROS, _INTEGER_ZEROS = constant(V_F32, 0.0), constant(V_I32, 0)
 
@@ -68,13 +71,15 @@ def _each(b: ir.IRBuilder, number: ir.Value, cases: dict[int, Callable[[], None]
     b.position_at_end(end)
 
 
-def _for_each_kind(b: ir.IRBuilder, kind: ir.Value, together: ir.Value, emit: Callable[[str, int], None]) -> None:
-    """Emit code for every kind of stored number and every number of queries together."""
+def _for_each_kind(
+    b: ir.IRBuilder, kinds: dict[int, str], kind: ir.Value, together: ir.Value, emit: Callable[[str, int], None]
+) -> None:
+    """Emit code for each of some kinds of stored numbers and every number of queries together."""
 
     def of_kind(name: str) -> Callable[[], None]:
         return lambda: _each(b, together, {count: partial(emit, name, count) for count in (1, 2, 4)})
 
-    _each(b, kind, {number: of_kind(name) for number, name in _KINDS.items()})
+    _each(b, kind, {number: of_kind(name) for number, name in kinds.items()})
 
 
 def _row(b: ir.IRBuilder, base: ir.Value, rows: ir.Value, number: ir.Value) -> ir.Value:
@@ -178,7 +183,8 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
 
         loop(b, count, LANES // together, [], block)
 
-    _for_each_kind(b, kind, together, emit)
+    kinds = {number: name for number, name in _KINDS.items() if name != "bf16"}
+    _for_each_kind(b, kinds, kind, together, emit)
 
 
 def _in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.Value, int], None]) -> None:
@@ -203,21 +209,21 @@ def _in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.
 def add_values(b, kind, together, weights, count, packed, values, rows, width, outs, states, ahead, ahead_rows):
     """out = out * keep + gain * (sum of weight[j] * value[j], j ascending) for `together` queries (1, 2 or 4).
 
-    weights: float32 `[together, CHUNK]`, of which `count` are used; for values in int8 each row begins with int16
-    numbers instead, of which an even number is used. values: what is added to the offsets `rows` to find a value.
-    packed: of int8, what `pack_values` wrote, or 0 to read the values where they lie. outs: float32
-    `[together, width]`. states: float32 `[together, 4]`, whose last two are keep and gain. ahead, ahead_rows: what is
-    to be fetched meanwhile, unless values are packed. Sums of int8 are exact: 64 products of 15 and 7 bits.
+    weights: float32 `[together, CHUNK]`, of which `count` are used; for values in int8 or bfloat16 each row begins with
+    int16 or bfloat16 numbers instead, of which an even number is used. values: what is added to the offsets `rows` to
+    find a value. packed: of int8 and bfloat16, what `pack_values` wrote, or 0 to read the values where they lie. outs:
+    float32 `[together, width]`. states: float32 `[together, 4]`, whose last two are keep and gain. ahead, ahead_rows:
+    what is to be fetched meanwhile, unless values are packed. Sums of int8 are exact: 64 products of 15 and 7 bits.
     """
 
     isa = instruction_set()
 
-    def fetched(kind: str, index: ir.Value, column: ir.Value, vectors: int) -> ir.Value:
-        """Prefetch what is ahead of a position. Return where its value lies, from `column` on."""
+    def fetched(kind: str, index: ir.Value, column: ir.Value, vectors: int, used: ir.Value | None = None) -> ir.Value:
+        """Prefetch what is ahead of a position. Return where its value lies, or that of `used`, from `column` on."""
         item = _ITEM_BYTES[kind]
         at = b.mul(column, I64(item))
         _fetch(b, b.add(_row(b, ahead, ahead_rows, index), at), LANES * item * vectors)
-        return b.add(_row(b, values, rows, index), at)
+        return b.add(_row(b, values, rows, index if used is None else used), at)
 
     def float_sums(kind: str, together: int, column: ir.Value, vectors: int) -> Values:
         def position(index: ir.Value, sums: Values) -> Values:
@@ -233,23 +239,40 @@ def add_values(b, kind, together, weights, count, packed, values, rows, width, o
 
         return loop(b, count, 1, [_ZEROS] * (together * vectors), position)
 
-    def integer_sums(is_packed: bool, together: int, column: ir.Value, vectors: int) -> Values:
+    def pair_sums(kind: str, is_packed: bool, together: int, column: ir.Value, vectors: int) -> Values:
+        dot, zeros = isa.dot_pairs, _INTEGER_ZEROS
+        if kind == "bf16":
+            dot, zeros = isa.dot_bfloat_pairs, _ZEROS
+        by_lines = kind == "bf16" and not is_packed and vectors % 2 == 0
+
         def pair(index: ir.Value, sums: Values) -> Values:
+            # The last of an odd number meets a weight of zero: it must not be a number that no query sees.
+            second = b.add(index, I64(1))
+            both_used = b.icmp_signed("<", second, count)
             if is_packed:
                 line = b.add(packed, b.mul(b.add(b.mul(index, width), b.mul(column, I64(2))), I64(2)))
                 value = [load(b, b.add(line, I64(4 * LANES * n)), V_I32) for n in range(vectors)]
+                if kind == "bf16":
+                    used = splat(b, b.select(both_used, I32(-1), I32(0xFFFF)))
+                    value = [b.and_(v, used) for v in value]
             else:
-                both = [fetched("int8", b.add(index, I64(n)), column, vectors) for n in range(2)]
-                value = [_value_pairs(b, both, I64(LANES * n)) for n in range(vectors)]
+                used = b.select(both_used, second, index)
+                both = [fetched(kind, index, column, vectors), fetched(kind, second, column, vectors, used)]
+                if by_lines:
+                    value = [part for n in range(0, vectors, 2) for part in _line_pairs(b, both, I64(2 * LANES * n))]
+                else:
+                    value = [_value_pairs(b, kind, both, I64(LANES * n)) for n in range(vectors)]
             results = []
             for query in range(together):
                 at = b.add(weights, b.add(I64(4 * CHUNK * query), b.mul(index, I64(2))))
                 weight, mine = splat(b, load(b, at, I32)), sums[query * vectors : (query + 1) * vectors]
-                results += [isa.dot_pairs(b, total, v, weight) for v, total in zip(value, mine, strict=True)]
+                results += [dot(b, total, v, weight) for v, total in zip(value, mine, strict=True)]
             return results
 
-        sums = loop(b, count, 2, [_INTEGER_ZEROS] * (together * vectors), pair)
-        return [b.sitofp(total, V_F32) for total in sums]
+        sums = loop(b, count, 2, [zeros] * (together * vectors), pair)
+        if by_lines:
+            sums = [part for two in zip(sums[::2], sums[1::2], strict=True) for part in _in_order(b, *two)]
+        return sums if kind == "bf16" else [b.sitofp(total, V_F32) for total in sums]
 
     def columns(sums_of: Callable[[int, ir.Value, int], Values], together: int, column: ir.Value, vectors: int) -> None:
         """Emit the sums of `16 * vectors` columns from `column` on, and store them in the outputs."""
@@ -264,22 +287,22 @@ def add_values(b, kind, together, weights, count, packed, values, rows, width, o
 
     def emit(kind: str, together: int) -> None:
         most = min(4 if together == 4 else 8, max(1, isa.sums_at_once // together))
-        if kind != "int8":
+        if kind not in _PAIRED.values():
             _in_columns(b, width, most, partial(columns, partial(float_sums, kind), together))
             return
         with b.if_else(b.icmp_signed("!=", packed, I64(0))) as (from_packed, direct):
             for branch, is_packed in ((from_packed, True), (direct, False)):
                 with branch:
-                    _in_columns(b, width, most, partial(columns, partial(integer_sums, is_packed), together))
+                    _in_columns(b, width, most, partial(columns, partial(pair_sums, kind, is_packed), together))
 
-    _for_each_kind(b, kind, together, emit)
-
-
-# Keys and values in int8, rearranged once for many queries.
+    _for_each_kind(b, _KINDS, kind, together, emit)
 
 
-def _padded_64(b: ir.IRBuilder, width: ir.Value) -> ir.Value:
-    return b.and_(b.add(width, I64(63)), I64(-64))
+# Keys and values rearranged once for many queries.
+
+
+def _padded_64(b: ir.IRBuilder, size: ir.Value) -> ir.Value:
+    return b.and_(b.add(size, I64(63)), I64(-64))
 
 
 @emits(types.int32, types.int64, types.int64)
@@ -297,94 +320,138 @@ def key_offset(b, query, width):
     return b.neg(call_intrinsic(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, total))
 
 
-@emits(types.void, *[types.int64] * 6)
-def pack_keys(b, keys, rows, count, width, packed, ahead):
-    """Write the first `count` int8 keys of a chunk to `packed`: bytes `[CHUNK / 16, padded width / 4, 16 keys, 4]`.
+@emits(types.void, *[types.int64] * 7)
+def pack_keys(b, kind, keys, rows, count, size, packed, ahead):
+    """Write the first `count` keys of a chunk, in int8 or bfloat16, to `packed`: bytes `[CHUNK / 16, padded size / 4,
+    16 keys, 4]`.
 
-    So a vector holds four dimensions of 16 keys, and their sums need not be added up across lanes. Bytes behind the
-    end of a key come along, as far as 64 dimensions. keys, rows, ahead: as of `dot_keys`.
+    So a vector holds four dimensions of 16 keys, or two, and their sums need not be added up across lanes. size: bytes
+    of a key's numbers. Bytes behind its end come along, as far as 64. keys, rows, ahead: as of `dot_keys`.
     """
-    isa = instruction_set()
+    is_unsigned = b.icmp_signed("==", kind, I64(-1 if instruction_set().signed_weights else INT8))
+    top_bits = b.select(is_unsigned, TOP_BITS, _INTEGER_ZEROS)
 
     def block(first: ir.Value, _: Values) -> Values:
         addresses, upcoming = (
             [_row(b, base, rows, b.add(first, I64(number))) for number in range(LANES)] for base in (keys, ahead)
         )
-        target = b.add(packed, b.mul(first, _padded_64(b, width)))
+        target = b.add(packed, b.mul(first, _padded_64(b, size)))
 
         def dimensions(index: ir.Value, _: Values) -> Values:
             for row in upcoming:
                 _fetch(b, b.add(row, index), 64)
-            lines = [load(b, b.add(address, index), V_I32) for address in addresses]
-            lines = lines if isa.signed_weights else [b.xor(line, TOP_BITS) for line in lines]
+            lines = [b.xor(load(b, b.add(address, index), V_I32), top_bits) for address in addresses]
             for number, line in enumerate(transpose(b, lines)):
                 store(b, b.add(target, b.add(b.mul(index, I64(LANES)), I64(4 * LANES * number))), line)
             return []
 
-        loop(b, width, 4 * LANES, [], dimensions)
+        loop(b, size, 4 * LANES, [], dimensions)
         return []
 
     loop(b, count, LANES, [], block)
 
 
-@emits(types.void, *[types.int64] * 7)
-def dot_packed_keys(b, together, queries, offsets, width, packed, count, scores):
-    """Do what `dot_keys` does for int8, with keys that `pack_keys` wrote."""
+@emits(types.void, *[types.int64] * 10)
+def dot_packed_keys(b, kind, together, queries, offsets, width, keys, groups, count, scores, ahead):
+    """Do what `dot_keys` does, for int8 and bfloat16, with keys packed by 16.
+
+    Each row of queries begins with its numbers in the kind of the keys. keys: what is added to the offsets `groups`
+    (int64, of which number 0, 16, … are used) to find 16 keys as `pack_keys` writes them. ahead: what, added to the
+    same offsets, is to be fetched meanwhile; 0 for nothing. Sums of bfloat16 have one lane each: of pairs of dimensions
+    in ascending order, the second of a pair first (`InstructionSet.dot_bfloat_pairs`).
+    """
     isa = instruction_set()
 
-    def emit(together: int) -> None:
+    def emit(kind: str, together: int) -> None:
         blocks = min(CHUNK // LANES, max(1, isa.sums_at_once // together))
-        start = [splat(b, load(b, b.add(offsets, I64(4 * query)), I32)) for query in range(together)]
+        size, dot = b.mul(width, I64(_ITEM_BYTES[kind])), isa.dot
+        start = [_ZEROS] * together
+        if kind == "bf16":
+            dot = isa.dot_bfloat_pairs
+        else:
+            start = [splat(b, load(b, b.add(offsets, I64(4 * query)), I32)) for query in range(together)]
 
         def keys_from(first: ir.Value, _: Values) -> Values:
-            size = _padded_64(b, width)
-            lines = [b.add(packed, b.mul(b.add(first, I64(LANES * n)), size)) for n in range(blocks)]
+            numbers = [b.add(first, I64(LANES * n)) for n in range(blocks)]
+            starts, upcoming = ([_row(b, base, groups, n) for n in numbers] for base in (keys, ahead))
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
-                keys = [load(b, b.add(line, b.mul(index, I64(LANES))), V_I32) for line in lines]
+                at = b.mul(index, I64(LANES))
+                with b.if_then(b.icmp_signed("!=", ahead, I64(0))):
+                    for group in upcoming:
+                        _fetch(b, b.add(group, at), 4 * LANES)
+                lines = [load(b, b.add(group, at), V_I32) for group in starts]
                 results = []
                 for query in range(together):
                     row = b.add(queries, b.add(b.mul(I64(4 * query), width), index))
                     x, mine = splat(b, load(b, row, I32)), sums[query * blocks : (query + 1) * blocks]
-                    results += [isa.dot(b, total, key, x) for total, key in zip(mine, keys, strict=True)]
+                    results += [dot(b, total, line, x) for total, line in zip(mine, lines, strict=True)]
                 return results
 
-            sums = loop(b, width, 4, [initial for initial in start for _ in range(blocks)], dimensions)
+            sums = loop(b, size, 4, [initial for initial in start for _ in range(blocks)], dimensions)
             for number, total in enumerate(sums):
                 at = b.add(b.mul(first, I64(4)), I64(4 * (CHUNK * (number // blocks) + LANES * (number % blocks))))
-                store(b, b.add(scores, at), b.sitofp(total, V_F32))
+                store(b, b.add(scores, at), total if kind == "bf16" else b.sitofp(total, V_F32))
             return []
 
         loop(b, count, LANES * blocks, [], keys_from)
 
-    _each(b, together, {count: partial(emit, count) for count in (1, 2, 4)})
+    _for_each_kind(b, _PAIRED, kind, together, emit)
 
 
-def _value_pairs(b: ir.IRBuilder, rows: Values, column: ir.Value) -> ir.Value:
-    """Emit 16 elements of the int8 values at two addresses, from `column` on: int16, those of both in one lane."""
-    first, second = (b.sext(load(b, b.add(row, column), ir.VectorType(I8, LANES)), V_I32) for row in rows)
-    return b.or_(b.and_(first, constant(V_I32, 0xFFFF)), b.shl(second, constant(V_I32, 16)))
+def _value_pairs(b: ir.IRBuilder, kind: str, rows: Values, column: ir.Value) -> ir.Value:
+    """Emit 16 elements of the values at two addresses, from `column` on, those of both in one lane: int8 as int16, or
+    bfloat16."""
+    at = b.mul(column, I64(_ITEM_BYTES[kind]))
+    if kind == "bf16":
+        first, second = (b.zext(load(b, b.add(row, at), STORED["bf16"]), V_I32) for row in rows)
+    else:
+        first, second = (b.sext(load(b, b.add(row, at), ir.VectorType(I8, LANES)), V_I32) for row in rows)
+        first = b.and_(first, constant(V_I32, 0xFFFF))
+    return b.or_(first, b.shl(second, constant(V_I32, 16)))
 
 
-@emits(types.void, *[types.int64] * 7)
-def pack_values(b, values, rows, count, width, packed, ahead, ahead_rows):
-    """Write the first `count` int8 values of a chunk to `packed`: int16 `[CHUNK / 2, width, 2 positions]`.
+def _line_pairs(b: ir.IRBuilder, rows: Values, offset: ir.Value) -> Values:
+    """Emit 32 elements of the bfloat16 values at two addresses, from `offset` bytes on, those of both in one lane.
+
+    The first vector has elements 0 to 3, 8 to 11, …, which takes one instruction; `_in_order` sorts the sums."""
+    first, second = (load(b, b.add(row, offset), ir.VectorType(I16, 32)) for row in rows)
+    lanes = [
+        [8 * part + half + at + side for part in range(4) for at in range(4) for side in (0, 32)] for half in (0, 4)
+    ]
+    return [b.bitcast(shuffle(b, first, of_half, second), V_I32) for of_half in lanes]
+
+
+def _in_order(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> Values:
+    """Emit 32 elements in ascending order, which lie in two vectors as `_line_pairs` puts them."""
+    lanes = [[LANES * (n // 4 % 2) + n // 8 * 4 + n % 4 for n in range(start, start + 16)] for start in (0, 16)]
+    return [shuffle(b, first, of_part, second) for of_part in lanes]
+
+
+@emits(types.void, *[types.int64] * 8)
+def pack_values(b, kind, values, rows, count, width, packed, ahead, ahead_rows):
+    """Write the first `count` values of a chunk, in int8 or bfloat16, to `packed`: int16 or bfloat16 `[CHUNK / 2,
+    width, 2 positions]`.
 
     An odd last one has any other beside it. values, rows, ahead, ahead_rows: as of `add_values`.
     """
 
-    def positions(index: ir.Value, _: Values) -> Values:
+    def emit(kind: str) -> None:
+        loop(b, count, 2, [], partial(positions, kind))
+
+    def positions(kind: str, index: ir.Value, _: Values) -> Values:
         numbers = index, b.add(index, I64(1))
         pair, upcoming = ([_row(b, base, of, n) for n in numbers] for base, of in ((values, rows), (ahead, ahead_rows)))
         target = b.add(packed, b.mul(b.mul(index, I64(2)), width))
 
         def columns(column: ir.Value, vectors: int) -> None:
+            item = _ITEM_BYTES[kind]
             for row in upcoming:
-                _fetch(b, b.add(row, column), LANES * vectors)
+                _fetch(b, b.add(row, b.mul(column, I64(item))), LANES * item * vectors)
             for at in (b.add(column, I64(LANES * n)) for n in range(vectors)):
-                store(b, b.add(target, b.mul(at, I64(4))), _value_pairs(b, pair, at))
+                store(b, b.add(target, b.mul(at, I64(4))), _value_pairs(b, kind, pair, at))
 
         _in_columns(b, width, 4, columns)
         return []
 
-    loop(b, count, 2, [], positions)
+    _each(b, kind, {number: partial(emit, name) for number, name in _PAIRED.items()})

@@ -95,7 +95,11 @@ class CpuKvStorage(KvStorage):
 
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]
-        return self._floats(self.keys[blocks, layer], length), self._floats(self.values[blocks, layer], length)
+        keys = self.keys[blocks, layer]
+        if self.layout.kv_dtype == "bfloat16" and self.layout.block_size % LANES == 0:
+            by_sixteen = keys.reshape(*keys.shape[:2], -1, self.width // 2, LANES, 2)
+            keys = by_sixteen.transpose(0, 1, 2, 4, 3, 5).reshape(keys.shape)
+        return self._floats(keys, length), self._floats(self.values[blocks, layer], length)
 
     def _floats(self, stored: np.ndarray, length: int) -> np.ndarray:
         """Convert `[blocks, kv_heads, block_size, row]` as stored to float32 `[length, kv_heads, head_dim]`."""
@@ -263,7 +267,7 @@ class CpuBackend(Backend):
         queries = ROWS_PER_BLOCK * group
         # Laid out by `_attend_block`: rows of a chunk, its keys and values packed, their scales; of queries their
         # scales, sums, numbers, weights, outputs, states.
-        of_chunk = CHUNK * (4 + padded(width, 64) // 4 + width // 2 + 3)
+        of_chunk = CHUNK * (4 + padded(2 * width, 64) // 4 + width // 2 + 5)
         floats = max(of_chunk + LANES + queries * (CHUNK + 2 * width + 6), GLU_SCRATCH_FLOATS)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch

@@ -76,6 +76,22 @@ def fused_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Va
     return call_intrinsic(builder, f"llvm.fma.v{LANES}f32", V_F32, a, b, c)
 
 
+class _BFloat(ir.Type):
+    """bfloat16, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOAT = _BFloat()
+
+
 def widen(builder: ir.IRBuilder, raw: ir.Value, kind: str) -> ir.Value:
     """Convert 16 stored numbers (`f32`, `f16` or `bf16`) exactly to float32."""
     if kind == "f32":

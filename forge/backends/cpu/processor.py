@@ -21,14 +21,17 @@ from typing import Any
 from llvmlite import ir
 
 from forge.backends.cpu.llvm_code import (
+    BFLOAT,
     I8,
     I16,
     I32,
     I64,
     LANES,
+    V_F32,
     V_I32,
     call_intrinsic,
     constant,
+    fused_multiply_add,
     in_registers,
     load,
     shuffle,
@@ -124,6 +127,23 @@ class InstructionSet:
             acc = builder.add(acc, builder.mul(left, right))
         return acc
 
+    def dot_bfloat_pairs(self, builder: ir.IRBuilder, acc: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+        """acc[lane] += a[2*lane + 1]*b[2*lane + 1], then += a[2*lane]*b[2*lane], where a and b are bfloat16 numbers,
+        two in each of 16 int32 lanes, and acc is float32.
+
+        Each sum is rounded once, as VDPBF16PS rounds it. That instruction takes subnormal numbers for zero: operands
+        must be zero or at least 2^-50, so that every product and sum is zero or a multiple of 2^-114.
+        """
+        for number in (1, 0):
+            acc = fused_multiply_add(builder, _widened(builder, a, number), _widened(builder, b, number), acc)
+        return acc
+
+
+def _widened(builder: ir.IRBuilder, pairs: ir.Value, number: int) -> ir.Value:
+    """Return one bfloat16 of each pair, 0 or 1, as float32."""
+    bits = builder.and_(pairs, constant(V_I32, -65536)) if number == 1 else builder.shl(pairs, constant(V_I32, 16))
+    return builder.bitcast(bits, V_F32)
+
 
 class Avx512Vnni(InstructionSet):
     """VPDPBUSD on 512 bits: 64 products in one instruction (Intel since Ice Lake, AMD since Zen 4)."""
@@ -141,6 +161,18 @@ class Avx512Vnni(InstructionSet):
 
     def dot_pairs(self, builder, acc, a, b):
         return call_intrinsic(builder, "llvm.x86.avx512.vpdpwssd.512", V_I32, acc, a, b)
+
+
+class Avx512Bf16(Avx512Vnni):
+    """VDPBF16PS: 32 products of bfloat16 in one instruction (Intel since Cooper Lake, AMD since Zen 4)."""
+
+    name = "avx512-bf16"
+    needs = Avx512Vnni.needs | {"avx512bf16"}
+    target_features = Avx512Vnni.target_features + ",+avx512bf16"
+
+    def dot_bfloat_pairs(self, builder, acc, a, b):
+        a, b = (builder.bitcast(x, ir.VectorType(BFLOAT, 32)) for x in (a, b))
+        return call_intrinsic(builder, "llvm.x86.avx512bf16.dpbf16ps.512", V_F32, acc, a, b)
 
 
 class AvxVnni(InstructionSet):
@@ -281,7 +313,7 @@ class Portable(InstructionSet):
 
 assert LANES == 16
 INSTRUCTION_SETS: dict[str, type[InstructionSet]] = {
-    set_.name: set_ for set_ in (Avx512Vnni, AvxVnni, Avx2, NeonDot, Portable)
+    set_.name: set_ for set_ in (Avx512Bf16, Avx512Vnni, AvxVnni, Avx2, NeonDot, Portable)
 }
 """Best first."""
 

@@ -125,6 +125,19 @@ def _absolute(builder, a):
 absolute = emits(f32x16, f32x16)(_absolute)
 
 
+@emits(f32x16, f32x16)
+def without_tiny(builder, a):
+    """Replace numbers below 2^-50 by zero, which products of bfloat16 need (`InstructionSet.dot_bfloat_pairs`)."""
+    is_tiny = builder.fcmp_ordered("<", _absolute(builder, a), constant(V_F32, 2.0**-50))
+    return builder.select(is_tiny, constant(V_F32, 0.0), a)
+
+
+@emits(f32x16, f32x16)
+def round_bf16(builder, a):
+    """Round each lane to the nearest bfloat16, ties to even."""
+    return widen(builder, narrow(builder, a, "bf16"), "bf16")
+
+
 def _rounded(builder, a):
     """Round each lane to the nearest integer, ties to even, as i32x16. Lanes must lie within ±2^22."""
     # Adding 1.5 * 2^23 pushes the fraction out of the mantissa, rounding it to nearest even on the way.
@@ -146,6 +159,14 @@ def store_i8(builder, address, a):
 def store_i16(builder, address, a):
     """Store 16 int32 lanes as 16 int16, which they must fit."""
     store(builder, address, builder.trunc(a, ir.VectorType(I16, LANES)))
+
+
+@emits(types.void, types.int64, f32x16)
+def scatter_bf16(builder, address, a):
+    """Round each lane to bfloat16, and store pairs of them 64 bytes apart."""
+    pairs = builder.bitcast(narrow(builder, a, "bf16"), ir.VectorType(I32, LANES // 2))
+    for number in range(LANES // 2):
+        store(builder, builder.add(address, I64(64 * number)), builder.extract_element(pairs, I32(number)))
 
 
 @emits(types.void, *[types.int64] * 8)
