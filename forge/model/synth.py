@@ -348,7 +348,8 @@ def random_blocks(ggml_type: GGMLType, count: int, std: float, rng: np.random.Ge
 
     elements, nbytes = ggml_type.block
     if ggml_type in FLOAT_TYPES or ggml_type in (GGMLType.Q4_1, GGMLType.Q5_1):
-        return encode(ggml_type, rng.standard_normal((count, elements), dtype=np.float32) * np.float32(std))
+        values = rng.standard_normal(count * elements, dtype=np.float32) * np.float32(std)
+        return encode(ggml_type, values).reshape(count, nbytes)
     if elements == 256:
         return _random_superblocks(ggml_type, rng.integers(0, 256, (count, nbytes), dtype=np.uint8), std, rng)
     bits = {GGMLType.Q8_0: 8, GGMLType.Q4_0: 4, GGMLType.Q5_0: 5}[ggml_type]
