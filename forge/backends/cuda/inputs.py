@@ -49,7 +49,7 @@ class Shape:
     """Splits of the last layer's attention, which runs for the logit rows alone."""
     is_bucket: bool
     """Whether it is one of the shapes that graphs are captured for."""
-    in_float32: bool = False
+    in_float32: bool
     """Whether attention multiplies in float32."""
 
     @property
@@ -117,7 +117,7 @@ class Policy:
         return tuple(sorted({*buckets, *FINE_BUCKETS})) if self.tuning.fine_buckets else buckets
 
 
-def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, in_float32: bool = False) -> Shape:
+def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, in_float32: bool) -> Shape:
     """Return the shape in which `batch` is computed. in_float32: attention multiplies in float32."""
     num_rows, num_sequences, num_logits = batch.num_rows, batch.num_sequences, len(batch.logit_rows)
     longest = int(batch.context_lens.max())
@@ -287,7 +287,7 @@ def _word_spans(shape: Shape) -> tuple[dict[str, slice], int]:
 def _splits(policy: Policy, tiles: int, longest: int) -> int:
     if policy.invariant:
         return 1
-    return shapes.splits(tiles, policy.kv_heads, longest, policy.multiprocessors, policy.tuning.round_splits_up)
+    return shapes.splits(tiles, policy.kv_heads, longest, policy.multiprocessors)
 
 
 def _bucket(count: int, buckets: tuple[int, ...]) -> int | None:

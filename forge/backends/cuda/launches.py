@@ -165,6 +165,7 @@ class Launches:
             len(qkv),
             (qkv, *norms, inputs.positions, inputs.slots, inputs.tables, inputs.table_stride),
             (storage, index),
+            inputs.shape.in_float32,
             layer.query_norm.eps,
             head_dim**-0.5,
             BLOCK_HALF=max(16, shapes.next_power_of_2(head_dim // 2)),
@@ -216,6 +217,7 @@ class Launches:
             num_tiles if logit_rows_only else len(qkv),
             (qkv, inputs.positions, *tiles, inputs.tables, inputs.table_stride),
             (storage, index),
+            shape.in_float32,
             self._network.head_dim**-0.5,
             ROWS=tile.rows,
             BLOCK_GROUP=self._block_group,
@@ -230,17 +232,19 @@ class Launches:
         num_rows: int,
         reads: Sequence[torch.Tensor],
         cache: tuple[TorchKvStorage, int],
+        in_float32: bool,
         *numbers: float,
         **constants: int,
     ) -> torch.Tensor:
         """Launch either attention kernel over a layer's keys and values.
 
         programs: tiles and splits; each is one per key/value head. num_rows: of the result. reads: the kernel's arrays
-        before keys and values. cache: their storage and layer. numbers: the arguments after its last array.
+        before keys and values. cache: their storage and layer. in_float32: as the tile was chosen for. numbers: the
+        arguments after its last array.
         """
         network, (num_tiles, splits), (storage, index) = self._network, programs, cache
         out = self._empty(num_rows, network.num_heads * network.head_dim)
-        in_float32, block_d = self.attends_in_float32(storage), max(16, shapes.next_power_of_2(network.head_dim))
+        block_d = max(16, shapes.next_power_of_2(network.head_dim))
         num_valid = tile.rows * self._block_group
         self.launch(
             kernel,
@@ -341,25 +345,16 @@ class Launches:
         flags |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if tile.block_m > 1:
-            parts = self._split_k(len(x), matrix, tile)
             tiles = -(-len(x) // tile.block_m), -(-matrix.out_features // tile.block_n)
             flags |= {"KIND": matrix.kind, "EXACT": self._exact, "BLOCK_M": tile.block_m}
-            flags |= {"SPLIT_K": parts, "PREFETCH": self._policy.tuning.prefetch and tile.block_m == 16}
-            words = tiles[0] * tiles[1] * parts * tile.block_m * (tile.block_n + 1) if parts > 1 else 0
-            partial = torch.empty(words, dtype=torch.float32, device=self._device)
-            shared = partial, self._counters
-            self.launch(matmul.matmul, (*tiles, parts), x, *arrays, weight, out, *shared, len(x), *sizes, **flags)
+            flags["PREFETCH"] = self._policy.tuning.prefetch and tile.block_m == 16
+            self.launch(matmul.matmul, tiles, x, *arrays, weight, out, len(x), *sizes, **flags)
             return
         grid = (-(-matrix.out_features // tile.block_n), len(x))
         if matrix.kind == DENSE:
             self.launch(matmul.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
         else:
             self.launch(matmul.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
-
-    def _split_k(self, num_rows: int, matrix: Matrix, tile: shapes.Tile) -> int:
-        if not self._policy.tuning.split_k or self._policy.invariant or num_rows > shapes.SPLIT_K_ROWS:
-            return 1
-        return shapes.split_k(tile, num_rows, matrix.out_features, matrix.in_features, self._policy.multiprocessors)
 
     def normed(self, x: torch.Tensor, norm: Norm, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return norm(x), rounded to `dtype`, or to the dtype of x."""

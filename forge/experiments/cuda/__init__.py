@@ -140,9 +140,10 @@ def _recorded() -> "Measured | None":
 
 
 def _save(report: Report, path: Path) -> None:
-    """Write the facts to a file. Raises `UsageError` if that fails."""
+    """Write what was measured to a file; what is computed can be computed again. Raises `UsageError` if that fails."""
+    measured = {name: value for name, value in report.facts.items() if name not in ("published", "steps")}
     try:
-        path.write_text(to_json(report.facts) + "\n", encoding="utf-8")
+        path.write_text(to_json(measured) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
 

@@ -30,9 +30,7 @@ def prefill(length: int):
     return flat_batch([Part(list(range(length)), 0, length, table)], 16, logit_rows=[length - 1])
 
 
-EVERY_SWITCH = Tuning(
-    split_k=True, prefetch=True, round_splits_up=True, new_key_last=True, fine_buckets=True, tile_rows=128
-)
+EVERY_SWITCH = Tuning(prefetch=True, new_key_last=True, fine_buckets=True, tile_rows=128)
 BATCHES = [decode(1, 2048), decode(16, 160), decode(64, 160), prefill(128), prefill(512), prefill(4096)]
 
 
@@ -56,9 +54,7 @@ def launches(capability: int) -> list[LaunchDescription]:
     for launch in listed:
         constants = constants_of(launch)
         apart = (
-            ["EXACT"]
-            if constants.get("EXACT")
-            else ["KIND", "NORM", "GLU", "COMPACT", "SPLIT_K", "PREFETCH", "NEWEST", "MASKED"]
+            ["EXACT"] if constants.get("EXACT") else ["KIND", "NORM", "GLU", "COMPACT", "PREFETCH", "NEWEST", "MASKED"]
         )
         apart += ["BLOCK_M"] if "ROWS" in constants else []
         kind = tuple((name, value) for name, value in constants.items() if name in apart)

@@ -100,7 +100,7 @@ def read_before_wait(ptx: str, arguments: Sequence[str | None]) -> tuple[str, ..
     number.
 
     Every register is followed back to the parameters that it was computed from. That takes one pass, because nothing
-    before a wait is in a loop; a wait after a jump is an error here.
+    before a wait is in a loop; a wait after a jump is an error here, and so is one after the next kernel's start.
     """
     if "griddepcontrol.wait" not in ptx:
         return ()
@@ -110,6 +110,7 @@ def read_before_wait(ptx: str, arguments: Sequence[str | None]) -> tuple[str, ..
         words = re.sub(r"\s+", " ", line).strip()
         if "griddepcontrol.wait" in words:
             break
+        assert "griddepcontrol.launch_dependents" not in words, "the next kernel would wait beside this one"
         assert not re.search(r"\bbra\b", words), f"a jump before the wait: {words}"
         operation = re.search(r"(?:@!?%\w+ )?([a-z][\w.:]*) (.*)", words)
         if operation is None or operation[1].startswith("."):

@@ -102,6 +102,8 @@ def test_a_load_before_the_wait_is_found_whatever_its_address_was_computed_from(
 
     assert read_before_wait(ptx.replace("EXTRA", ""), ["weights", "x"]) == ("weights",)
     assert read_before_wait(ptx.replace("EXTRA", late), ["weights", "x"]) == ("weights", "x")
+    with pytest.raises(AssertionError, match="would wait beside this one"):
+        read_before_wait(ptx.replace("EXTRA", "griddepcontrol.launch_dependents;"), ["weights", "x"])
 
 
 @pytest.mark.slow

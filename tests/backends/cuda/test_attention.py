@@ -48,7 +48,7 @@ class Setting:
         tokens = list(range(max(end for _, end in self.spans)))
         parts = [Part(tokens, *span, table) for span, table in zip(self.spans, self.tables, strict=True)]
         batch = flat_batch(parts, self.block_size, logit_rows)
-        shape = shape_of(batch, self.run._policy, self.block_size)
+        shape = shape_of(batch, self.run._policy, self.block_size, self.run.attends_in_float32(self.storage))
         buffer = InputBuffer(torch.device(self.device))
         buffer.reach(shape, batch.block_tables.size)
         buffer.fill(shape, batch)

@@ -43,13 +43,11 @@ def test_decodes_and_chunks_that_end_at_the_edges_of_blocks(end, head_dim, devic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "tuning", [Tuning(), Tuning(round_splits_up=True, new_key_last=True)], ids=["as it is", "splits rounded up"]
-)
+@pytest.mark.parametrize("tuning", [Tuning(), Tuning(new_key_last=True)], ids=["as it is", "new key last"])
 def test_a_long_context_is_split_among_all_multiprocessors(tuning, device):
     assert check(device, 1, 1, 128, [(4099, 4100)], tuning).shape.splits == 32
     inputs = check(device, 2, 1, 64, [(149, 150), (64, 65), (0, 1)], tuning)
-    assert inputs.shape.splits == (4 if tuning.round_splits_up else 2), "three chunks"
+    assert inputs.shape.splits == 4, "three chunks, rounded up"
 
 
 @pytest.mark.parametrize("group", mostly_slow(range(1, 9), quick=[1, 3, 8]))

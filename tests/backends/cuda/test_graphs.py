@@ -190,8 +190,8 @@ def test_rows_that_need_each_others_keys_are_no_decode(device):
 
     got, want = (each.forward(batch, storage) for each, storage in zip((model, plain), storages, strict=True))
 
-    assert not shape_of(batch, POLICY, 4).is_decode
-    assert shape_of(decode_batch([5, 6, 9]), POLICY, 4).is_decode
+    assert not shape_of(batch, POLICY, 4, in_float32=False).is_decode
+    assert shape_of(decode_batch([5, 6, 9]), POLICY, 4, in_float32=False).is_decode
     assert relative_error(got, want) < 1e-4
 
 
@@ -199,7 +199,7 @@ def test_more_rows_than_any_bucket_are_not_padded():
     tokens = list(range(TOKEN_BUCKETS[-1] + 3))
     batch = flat_batch([Part(tokens, 0, len(tokens), list(range(300)))], 4, logit_rows=[5])
 
-    shape = shape_of(batch, POLICY, 4)
+    shape = shape_of(batch, POLICY, 4, in_float32=False)
 
     assert not shape.is_bucket and shape.num_rows == len(tokens)
 
@@ -212,7 +212,7 @@ def test_every_row_is_in_one_tile_and_padding_in_none(seed):
     rows = sum(end - start for start, end in spans)
     batch = flat_batch(parts, 4, logit_rows=sorted(rng.choice(rows, rng.integers(0, min(rows, 5)), False).tolist()))
     policy = replace(POLICY, buckets=bool(seed % 2), invariant=seed % 3 == 0)
-    shape = shape_of(batch, policy, 4)
+    shape = shape_of(batch, policy, 4, in_float32=False)
     buffer = InputBuffer(torch.device("cpu"))
     buffer.reach(shape, batch.block_tables.size)
     buffer.fill(shape, batch)
@@ -247,7 +247,10 @@ def test_fine_buckets_pad_a_hundred_and_forty_rows_to_a_hundred_and_sixty():
     batch = decode_batch([3] * 140)
     fine = replace(POLICY, tuning=Tuning(fine_buckets=True))
 
-    assert shape_of(batch, POLICY, 4).num_rows == 256 and shape_of(batch, fine, 4).num_rows == 160
+    assert (
+        shape_of(batch, POLICY, 4, in_float32=False).num_rows == 256
+        and shape_of(batch, fine, 4, in_float32=False).num_rows == 160
+    )
 
 
 @pytest.mark.parametrize("pause", [False, True])

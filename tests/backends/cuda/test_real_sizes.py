@@ -20,7 +20,7 @@ from tests.backends.cuda.test_attention import Setting
 from tests.slow import mostly_slow
 
 EPS = 1e-6
-ALL_SWITCHES = Tuning(tile_rows=128, split_k=True, prefetch=True, round_splits_up=True, new_key_last=True)
+ALL_SWITCHES = Tuning(tile_rows=128, prefetch=True, new_key_last=True)
 
 
 @dataclass(frozen=True)

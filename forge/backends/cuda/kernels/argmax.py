@@ -42,8 +42,8 @@ def argmax_rows(
     PDL: tl.constexpr,
 ):
     """Find each row's argmax. Program (row, part): columns part * PART … of a row. BLOCK_PARTS is at least PARTS."""
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * vocabulary
     token = part * PART + tl.arange(0, PART)
@@ -96,8 +96,8 @@ def gumbel_argmax(
     A temperature of 0 takes the argmax of `scored`. Where the maximum of `logits` is not finite, it is left in place of
     the token's logit.
     """
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     words += row * 8
     seed = tl.load(words + 1)

@@ -66,8 +66,8 @@ def norm_rope_store(
     """Normalize and rotate queries and keys, and store keys and values. Program t: row t's queries in offset, its keys
     and values into their slot."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     turn = tl.load(positions + row) * HALF
     slot = tl.load(slots + row).to(tl.int64)
@@ -219,8 +219,8 @@ def paged_attention(
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kind: tl.constexpr = tl.float32 if IN_FLOAT32 else keys.dtype.element_ty
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(tile_lengths + tile)
     row = tl.load(tile_rows + tile)

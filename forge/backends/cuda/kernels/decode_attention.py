@@ -64,8 +64,8 @@ def decode_attention(
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)

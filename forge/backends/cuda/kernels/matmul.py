@@ -12,9 +12,8 @@ one pass over the weights: decode for several sequences, and the output head. A 
 so two rows cost what sixteen do; what bounds it is still the weights. Packed weights are multiplied out to the
 activations' dtype on the way to the tensor cores.
 
-Two switches for few rows, both off until a GPU has been asked (`shapes.Tuning`): SPLIT_K programs share the columns of
-a tile, and whichever is done last adds up what all have left, in ascending order; PREFETCH reads the first weights
-before the wait for the kernel before.
+A switch for few rows, off until a GPU has been asked (`shapes.Tuning`): PREFETCH reads the first weights before the
+wait for the kernel before.
 
 A row's result depends on its own input and on the tile's shape, never on its neighbours in the tile: with one shape for
 every row count (`--invariant`) a row has the same bits in any batch.
@@ -26,7 +25,6 @@ import triton.language as tl
 from forge.backends.cuda.kernels.parts import (
     Q4_K,
     Q8,
-    arrives_last,
     dot,
     gated,
     let_next_start,
@@ -62,8 +60,8 @@ def matvec(
         weights + tl.minimum(row, out_features - 1)[:, None] * in_features
     )  # past the end: the last row again, stored nowhere
     tile = tl.load(line + column[None, :], mask=(column < in_features)[None, :], other=0.0)
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, in_features, BLOCK_K):
@@ -114,8 +112,8 @@ def matvec_packed(
     x += tl.program_id(1).to(tl.int64) * in_features
     line = values + row[:, None, None] * groups * element.shape[0] + element[None, None, :]
     tile = tl.load(line + lane[None, :, None] * element.shape[0], mask=(lane < groups)[None, :, None], other=0)
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_K // 32), tl.float32)
     squares = tl.zeros((BLOCK_K // 32,), tl.float32)
     for start in range(0, groups, BLOCK_K // 32):
@@ -184,8 +182,6 @@ def matmul(
     factors,
     norm,  # float32 [in_features], read if NORM
     out,  # [M, out_features], or [M, out_features / 2] if GLU; added to if ADD
-    partial,  # float32 [tiles, SPLIT_K, BLOCK_M, BLOCK_N], then [tiles, SPLIT_K, BLOCK_M]; used if SPLIT_K > 1
-    counters,  # int32 [tiles], all 0; likewise
     M,
     in_features,
     out_features,
@@ -199,55 +195,29 @@ def matmul(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply x in tiles. Program (i, j, k): rows i * BLOCK_M … of x, output features j * BLOCK_N …, part k of the
-    columns."""
+    """Multiply x in tiles. Program (i, j): rows i * BLOCK_M … of x, output features j * BLOCK_N …."""
     x_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     row = tl.minimum(row, out_features - 1)
     x_line = x + x_row.to(tl.int64)[:, None] * in_features
     inside = (x_row < M)[:, None]
-    first, end = 0, in_features
-    if SPLIT_K > 1:
-        share = tl.cdiv(tl.cdiv(in_features, BLOCK_K), SPLIT_K) * BLOCK_K
-        first = tl.program_id(2) * share
-        end = tl.minimum(first + share, in_features)
+    first = 0
     if PREFETCH:
         tile = weight_tile(values, scales, factors, row, first, in_features, KIND, BLOCK_K)
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    if PREFETCH:  # a part may have no columns at all: then what it loads lies past the end, and is 0
+    if PREFETCH:
         sums, squares = accumulate(x_line, norm, tile, first, in_features, inside, sums, squares, NORM, EXACT, BLOCK_K)
         first += BLOCK_K
-    for start in range(first, end, BLOCK_K):
+    for start in range(first, in_features, BLOCK_K):
         tile = weight_tile(values, scales, factors, row, start, in_features, KIND, BLOCK_K)
         sums, squares = accumulate(x_line, norm, tile, start, in_features, inside, sums, squares, NORM, EXACT, BLOCK_K)
-    last = SPLIT_K == 1
-    if SPLIT_K > 1:
-        index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        all_squares = partial + tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * SPLIT_K * BLOCK_M * BLOCK_N
-        line = tl.arange(0, BLOCK_M)
-        offset = line[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        at = index.to(tl.int64) * SPLIT_K + tl.program_id(2)
-        tl.store(partial + at * BLOCK_M * BLOCK_N + offset, sums)
-        tl.store(all_squares + at * BLOCK_M + line, squares)
-        last = arrives_last(counters + index, SPLIT_K)
-        if last:
-            sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            squares = tl.zeros((BLOCK_M,), tl.float32)
-            for part in range(SPLIT_K):
-                at = index.to(tl.int64) * SPLIT_K + part
-                sums += tl.load(partial + at * BLOCK_M * BLOCK_N + offset, cache_modifier=".cg")
-                squares += tl.load(all_squares + at * BLOCK_M + line, cache_modifier=".cg")
-    if last:
-        finish(
-            sums, squares, x_row, out, M, in_features, out_features, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N
-        )
+    finish(sums, squares, x_row, out, M, in_features, out_features, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def wait_for_previous(PDL: tl.constexpr):
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
     """Let the next kernel's programs start and read their first weights once all programs of this kernel have reached
-    this point."""
+    this point: after their own wait, so that only one kernel waits at a time."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

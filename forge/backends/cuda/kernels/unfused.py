@@ -26,8 +26,8 @@ def gather_rows(
     Number -1 - r stands for `samples[r, 0]`, what the step before has chosen, which the host may not know yet. Program
     (m, i): columns i * BLOCK_K … of row m.
     """
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     out_row = tl.program_id(0).to(tl.int64)
     number = out_row
     if NUMBERED:
@@ -51,10 +51,10 @@ def rms_norm(
     PDL: tl.constexpr,
 ):
     """Compute x / sqrt(mean(x²) + eps) * weight, one row a program. BLOCK is at least `width`."""
-    let_next_start(PDL)
     column = tl.arange(0, BLOCK)
     gain = tl.load(weight + column, mask=column < width, other=0.0)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     at = tl.program_id(0).to(tl.int64) * width + column
     values = tl.load(x + at, mask=column < width, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values) / width + eps)
@@ -70,8 +70,8 @@ def swiglu(
     PDL: tl.constexpr,
 ):
     """Compute silu(gate) * up. Program (m, i): columns i * BLOCK … of row m."""
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     pair = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.load(pairs + row * 2 * width + pair, mask=pair < 2 * width, other=0.0).to(tl.float32)
