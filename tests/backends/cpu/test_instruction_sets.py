@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import llvmlite.binding as llvm
@@ -15,7 +16,7 @@ from llvmlite import ir
 
 from forge.backends.cpu import compilation
 from forge.backends.cpu.compilation import optimized_tiles, target_machine
-from forge.backends.cpu.llvm_code import I64, V_I32, load, store
+from forge.backends.cpu.llvm_code import I64, V_F32, V_I32, load, store
 from forge.backends.cpu.packing import LAYOUT_OF_TYPE, Q4, Q5M, Q6K, Q8
 from forge.backends.cpu.processor import INSTRUCTION_SETS, runnable
 from forge.backends.cpu.tiles import TILE_ARGUMENTS, TileCode
@@ -97,9 +98,10 @@ def test_what_a_forced_path_ran_is_its_own_instructions(forced_runs, path, tmp_p
     if path != "portable":
         for text in tiles.values():
             assert INSTRUCTION_SETS[path].instruction in text
-    if path == "avx512-vnni":
+    if path.startswith("avx512"):
         assert all(re.search(r"vpdpbusd .*zmm", text) for text in tiles.values())
         assert "%zmm" in code["attention"]
+        assert ("vdpbf16ps" in everything) == (path == "avx512-bf16")
         return
     assert "%zmm" not in everything
     assert not re.search(r"%k[0-7]\b", everything)
@@ -236,50 +238,99 @@ def _aligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-# Products of pairs, which attention takes of int8 values
+# Products of pairs, which attention takes of int8 and of bfloat16 values
 
 
-def pairs_module(isa) -> ir.Module:
-    """A module with `pairs(sums, a, b)`: each an address of 16 int32, the last two of as many pairs of int16."""
+def pairs_module(isa, operation: str = "dot_pairs") -> ir.Module:
+    """A module with `pairs(sums, a, b)`: each an address of 16 numbers of 32 bits, the last two of as many pairs."""
     module = ir.Module("pairs")
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 3), "pairs")
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    vectors = [load(builder, address, V_I32) for address in function.args]
-    store(builder, function.args[0], isa.dot_pairs(builder, *vectors))
+    kinds = V_I32 if operation == "dot_pairs" else V_F32, V_I32, V_I32
+    vectors = [load(builder, address, kind) for address, kind in zip(function.args, kinds, strict=True)]
+    store(builder, function.args[0], getattr(isa, operation)(builder, *vectors))
     builder.ret_void()
     return module
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_sums_of_products_of_extreme_pairs_are_exact(path):
+def add_pairs(path: str, operation: str, sums: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+    """sums `[N, 16]` += the products of pairs `[N, 16, 2]`, by that instruction set."""
     isa = INSTRUCTION_SETS[path]()
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(pairs_module(isa))), target_machine(isa))
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(pairs_module(isa, operation))), target_machine(isa))
     engine.finalize_object()
     function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(engine.get_function_address("pairs"))
+    for rows in zip(sums, a, b, strict=True):
+        function(*(row.ctypes.data for row in rows))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_of_products_of_extreme_pairs_are_exact(path):
     extremes = [-32767, -128, -1, 0, 1, 127, 32767]
     a, b = (np.resize(np.array(extremes * step, np.int16), (7, 16, 2)) for step in (1, 3))
     b = np.ascontiguousarray(b[::-1])
     sums = np.full((7, 16), -5, np.int32)
 
-    for row in range(7):
-        function(sums[row].ctypes.data, a[row].ctypes.data, b[row].ctypes.data)
+    add_pairs(path, "dot_pairs", sums, a, b)
 
     want = (a.astype(np.int64) * b).sum(axis=2) - 5
     assert np.abs(want).max() > 2**30
     np.testing.assert_array_equal(sums, want)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_of_bfloat16_products_are_rounded_alike_on_every_path(path):
+    """The second product is added first, each sum rounded once; from 2^-50 on no result is subnormal."""
+    rng = np.random.default_rng(7)
+    a, b = (_bfloats(rng, (400, 16, 2)) for _ in range(2))
+    sums = np.ldexp(rng.standard_normal((400, 16), np.float32), rng.integers(-60, 60, (400, 16)))
+    want = sums.copy()
+    for number in (1, 0):
+        exact = [
+            [Fraction(float(x)) for x in rows.ravel()] for rows in (want, _wide(a[..., number]), _wide(b[..., number]))
+        ]
+        rounded = [_float32(total + x * y) for total, x, y in zip(*exact, strict=True)]
+        want = np.array(rounded, np.float32).reshape(sums.shape)
+
+    add_pairs(path, "dot_bfloat_pairs", sums, a, b)
+
+    np.testing.assert_array_equal(sums.view(np.int32), want.view(np.int32))
+
+
+def _bfloats(rng, shape: tuple[int, ...]) -> np.ndarray:
+    """Random bfloat16 in their bits, uint16: both signs, from 2^-50 to 2^40, some of them 0, which is +0."""
+    bits = (rng.integers(127 - 50, 127 + 40, shape) << 7 | rng.integers(0, 128, shape)).astype(np.uint16)
+    signs = rng.integers(0, 2, shape).astype(np.uint16) << 15
+    return np.where(rng.random(shape) < 0.1, np.uint16(0), bits | signs)
+
+
+def _wide(bfloats: np.ndarray) -> np.ndarray:
+    return (bfloats.astype(np.uint32) << 16).view(np.float32)
+
+
+def _float32(exact: Fraction) -> np.float32:
+    """Round once, to nearest, ties to even. A float64 would round before."""
+    guess = np.float32(float(exact))
+    near = [np.nextafter(guess, np.float32(side) * np.float32(np.inf)) for side in (-1, 1)]
+    return min([guess, *near], key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.int32)) & 1))
+
+
 @x86_only
 @pytest.mark.parametrize(
-    ("name", "instruction"), [("avx512-vnni", "vpdpwssd"), ("avx-vnni", "vpdpwssd"), ("avx2", "vpmaddwd")]
+    ("name", "operation", "instruction", "times"),
+    [
+        ("avx512-bf16", "dot_bfloat_pairs", "vdpbf16ps", 1),
+        ("avx512-vnni", "dot_pairs", "vpdpwssd", 1),
+        ("avx-vnni", "dot_pairs", "vpdpwssd", 2),
+        ("avx2", "dot_pairs", "vpmaddwd", 2),
+    ],
 )
-def test_pairs_are_multiplied_by_one_instruction(name, instruction, monkeypatch):
+def test_pairs_are_multiplied_by_one_instruction(name, operation, instruction, times, monkeypatch):
     monkeypatch.setattr(compilation, "is_forced", lambda: True)
     isa = INSTRUCTION_SETS[name]()
 
-    assembly = target_machine(isa).emit_assembly(llvm.parse_assembly(str(pairs_module(isa))))
+    assembly = target_machine(isa).emit_assembly(llvm.parse_assembly(str(pairs_module(isa, operation))))
 
-    assert len(re.findall(rf"\b{instruction}\b", assembly)) == (1 if name == "avx512-vnni" else 2)
+    assert len(re.findall(rf"\b{instruction}\b", assembly)) == times
 
 
 # float16 on processors that cannot convert it

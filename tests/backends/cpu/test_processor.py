@@ -17,6 +17,8 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512vnni"}
     ("found", "machine", "expected"),
     [
         (AVX512, "x86_64", ("avx512-vnni", "avx2", "portable")),
+        (AVX512 | {"avx512bf16"}, "x86_64", ("avx512-bf16", "avx512-vnni", "avx2", "portable")),
+        (AVX2 | {"avx512bf16"}, "x86_64", ("avx2", "portable")),
         (AVX512 | {"avxvnni"}, "AMD64", ("avx512-vnni", "avx-vnni", "avx2", "portable")),
         (AVX2 | {"avxvnni"}, "x86_64", ("avx-vnni", "avx2", "portable")),
         (AVX2, "x86_64", ("avx2", "portable")),
