@@ -68,7 +68,7 @@ CLAIMS: dict[str, tuple[str, ...]] = {
     ),
     "forge prefix --snapshot": (r"What does a snapshot hold, and what is shared\?", r"saved"),
     "forge bench cache": (r"What does paging cost, and what does it save\?", r"scattered"),
-    "forge compare --kv basic --kv-dtype float16 vs int8": (
+    "forge compare --kv basic --kv-dtype bfloat16 vs int8": (
         r"logit",
         r"✗ the tokens differ from output token|✓ identical",
     ),

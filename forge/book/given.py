@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.cache.kv_storage import KV_ITEM_BYTES, vector_bytes
+from forge.cache.kv_storage import DEFAULT_KV_DTYPE, KV_ITEM_BYTES, vector_bytes
 from forge.model.catalog import DEFAULT_MODEL, is_hash_model, model_name, resolve_model
 
 BUSY_SHARE = 0.25
@@ -88,7 +88,7 @@ def model_facts(name: str = DEFAULT_MODEL, kv_dtype: str | None = None) -> dict[
         config = source.config
         return _facts(
             model_name(path),
-            kv_dtype or "float16",
+            kv_dtype or DEFAULT_KV_DTYPE,
             num_layers=config.num_layers,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,

@@ -81,7 +81,7 @@ def test_without_openvino_it_is_said_what_to_install(monkeypatch, tmp_path):
         OpenVinoWorker().load("model.gguf", threads=2, scratch=str(tmp_path))
 
 
-@pytest.mark.parametrize("faster", ["float16", "int8"])
+@pytest.mark.parametrize("faster", ["bfloat16", "int8"])
 def test_on_a_cpu_forge_keeps_keys_and_values_in_the_faster_kv_dtype(tmp_path, monkeypatch, faster):
     worker = ForgeWorker()
     loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="cpu")

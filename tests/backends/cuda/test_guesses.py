@@ -19,6 +19,6 @@ def test_the_table_of_guesses_is_the_codes():
     page = (ROOT / "chapters/reference/gpu.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+\.\w+)` \| `(.+?)` \| (.+) \|$", page, re.MULTILINE)
 
-    assert len(in_code) > 20
+    assert len(in_code) > 10
     assert {name: value for name, value, _ in rows} == in_code
     assert all(len(settles) > 10 for *_, settles in rows)
