@@ -38,7 +38,7 @@ def generation(console: ForgeConsole) -> None:
 
 def block_map(console: ForgeConsole) -> None:
     llm = create_llm("tales", kv="paged", num_blocks=64)
-    llm.engine.report_blocks = True
+    llm.engine.scheduler.keep_block_map = True
     params, screen = SamplingParams(max_tokens=80, temperature=0.9, seed=7, n=4), BlockScreen()
     drive(llm, llm.start([OPENING], params), params, screen.feed)
     print_lines(console, screen.picture(console.width))

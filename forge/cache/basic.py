@@ -38,13 +38,9 @@ class BasicKvCache(TableCache[_Run]):
     def __init__(self, num_runs: int, max_model_len: int, block_size: int):
         """Make room for `num_runs` sequences (or snapshots) of up to `max_model_len` tokens each."""
         super().__init__(block_size)
-        self.max_model_len = max_model_len
+        self.max_model_len = self.max_sequence_length = max_model_len
         self.blocks_per_run = blocks_for(max_model_len, block_size)
         self.num_blocks = num_runs * self.blocks_per_run
-
-    @property
-    def max_sequence_length(self) -> int:
-        return self.max_model_len
 
     @property
     def num_available(self) -> int:

@@ -1,6 +1,6 @@
 """Where swapped sequences' keys and values wait: a number of blocks' worth of the host's memory.
 
-`num_free`, `add` and `drop` are policy: the scheduler decides which sequence is swapped without touching an array.
+`num_free`, `add` and `entries` are policy: the scheduler decides which sequence is swapped without touching an array.
 The engine, which carries plans out, calls `move`.
 """
 
@@ -54,7 +54,3 @@ class HostPool:
             storage.copy_blocks(copies)
         for swap in ins:
             storage.write_blocks(swap.blocks, self.entries[swap.seq_id].data)
-
-    def drop(self, seq_id: int) -> None:
-        """Free the room of a sequence, if it has any."""
-        self.entries.pop(seq_id, None)

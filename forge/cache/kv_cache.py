@@ -88,11 +88,8 @@ class KvCache(ABC):
 
     block_size: int
     """Token slots in a block."""
-
-    @property
-    @abstractmethod
-    def max_sequence_length(self) -> int:
-        """The number of tokens of the longest sequence that an empty cache could hold."""
+    max_sequence_length: int
+    """The number of tokens of the longest sequence that an empty cache could hold."""
 
     @property
     @abstractmethod

@@ -30,15 +30,12 @@ class PagedKvCache(TableCache[BlockTable]):
     def __init__(self, num_blocks: int, block_size: int):
         super().__init__(block_size)
         self.pool = BlockPool(num_blocks)
+        self.max_sequence_length = num_blocks * block_size
         self._events: list[CacheEvent] = []
         self._counts = {"splits": 0}
         """What `stats` tells that is counted from the beginning."""
         self._filled: int | None = 0
         """Slots with something in them, shared ones counted once. Commits add to it; None: `stats` counts them."""
-
-    @property
-    def max_sequence_length(self) -> int:
-        return self.pool.num_blocks * self.block_size
 
     @property
     def num_available(self) -> int:

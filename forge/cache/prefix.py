@@ -26,20 +26,7 @@ from forge.cache.eviction import EvictionPolicy, lru
 from forge.cache.kv_cache import Hit
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, chain_hash
-from forge.errors import ForgeError
 from forge.trace.records import BlockEvicted, PrefixHit
-
-
-class CacheInUse(ForgeError):
-    """The cache cannot be reset while sequences or snapshots hold blocks. The attempt changed nothing."""
-
-    def __init__(self, blocks: int, owners: int):
-        super().__init__(
-            f"the prefix cache cannot be reset while {owners} sequences hold {blocks} blocks: wait until they have "
-            "ended, or abort them"
-        )
-        self.blocks = blocks
-        self.owners = owners
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -123,10 +110,8 @@ class PrefixKvCache(PagedKvCache):
         super().truncate(seq_id, length)
 
     def reset(self) -> None:
-        """Drop everything that is cached. Raises `CacheInUse` while any block is held."""
-        used = self.pool.num_blocks - self.num_available
-        if used:
-            raise CacheInUse(used, sum(bool(table.blocks) for table in self._all_tables()))
+        """Drop everything that is cached, while no sequence and no snapshot holds a block."""
+        assert self.num_available == self.pool.num_blocks, "blocks are held"
         self._rebuild()
 
     def check_invariants(self) -> None:

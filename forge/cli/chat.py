@@ -33,7 +33,7 @@ def chat(
 
     blocks, subscriber = output.shows_blocks, StepSubscriber(output.trace, output.step)
     llm = create_llm(engine_args)
-    llm.engine.report_blocks = blocks
+    llm.engine.scheduler.keep_block_map = blocks
     view = ChatView(open_console(), run_label(llm))
     view.welcome()
     _converse(llm, llm.chat_session(system), sampling, view, subscriber)

@@ -59,7 +59,7 @@ def generate(
     params = replace(sampling, max_tokens=max_tokens, structured=form.structured_output())
     subscriber = StepSubscriber(output.trace, output.step)
     llm = create_llm(engine_args)
-    llm.engine.report_blocks = blocks
+    llm.engine.scheduler.keep_block_map = blocks
     llm.engine.report_probabilities = output.json or subscriber.is_on
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
 
@@ -97,7 +97,7 @@ def _print_json(llm: "LLM", text: str, run: "Callable[[Callable[[StepRecord], No
 
     result = run(look)
     record = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
-    if llm.engine.report_blocks:
+    if llm.engine.scheduler.keep_block_map:
         record["blocks"] = blocks
     open_console().print(to_json(record), soft_wrap=True)
     return result
@@ -106,6 +106,6 @@ def _print_json(llm: "LLM", text: str, run: "Callable[[Callable[[StepRecord], No
 def _view(llm: "LLM", console: Console, prompt: str, echo: bool, pace: float) -> RunView:
     from forge.views.blocks import BlockGeneration
 
-    if llm.engine.report_blocks:
+    if llm.engine.scheduler.keep_block_map:
         return BlockGeneration(console, prompt, echo, pace)
     return generation_view(console, run_label(llm), prompt, echo)

@@ -339,13 +339,13 @@ def watch_arrivals(
     """Drive the arrivals with the blocks on the terminal, unless `quiet`, and remember the steps in `screen`."""
     from forge.views.blocks import BlocksView
 
-    llm.engine.report_blocks = True
+    llm.engine.scheduler.keep_block_map = True
     screen.since = llm.engine.cache.stats()
     try:
         with BlocksView(open_console(), screen, pace, quiet) as watch:
             return whole(drive_arrivals(llm, arrivals, watch.step))
     finally:
-        llm.engine.report_blocks = False
+        llm.engine.scheduler.keep_block_map = False
 
 
 TIMES = 3

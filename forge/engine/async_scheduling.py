@@ -58,8 +58,7 @@ class AsyncEngine(Engine):
             refused = all(isinstance(wait.reason, NoBlocks | MaxNumSeqs) for wait in plan.waiting)
             self._refused_at = self._queue_state() if refused and not plan.preempted else None
         self._launch_ahead(step)
-        if self._has_grammars:
-            _prepare_masks(step.plan.items)  # while the device computes
+        _prepare_masks(step.plan.items)  # while the device computes
         self._plan, waited = step.plan, time.perf_counter()  # launching the next one has replaced it
         if not isinstance(step.logits, np.ndarray):
             step.logits.argmax_rows()

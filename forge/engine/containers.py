@@ -140,7 +140,7 @@ class RetainedCaches:
         retained = self.sequences.get(sequence.continues_from) if sequence.continues_from is not None else None
         if retained is None or retained.salt != sequence.salt:
             return None
-        common = _num_common(sequence.token_ids, retained.token_ids)
+        common = num_common(sequence.token_ids, retained.token_ids)
         self._cache.truncate(retained.seq_id, min(common, sequence.max_cacheable_tokens))
         return retained.seq_id
 
@@ -149,10 +149,6 @@ class RetainedCaches:
         del self.sequences[seq_id]
         self._cache.rename(seq_id, sequence.seq_id)
         return self._cache.computed_length(sequence.seq_id)
-
-    def clear(self) -> None:
-        """Forget all retained caches after the cache was cleared."""
-        self.sequences.clear()
 
 
 class Containers(NamedTuple):
@@ -175,7 +171,13 @@ class Containers(NamedTuple):
         return cls(cache, config, planner, queue, {}, HostPool(config.num_host_blocks), RetainedCaches(cache))
 
 
-def _num_common(ours: Items[int], theirs: Items[int]) -> int:
-    """Return how many tokens two texts begin with in common."""
-    shorter = min(len(ours), len(theirs))
-    return next((index for index in range(shorter) if ours[index] != theirs[index]), shorter)
+def num_common(ours: Items[int], theirs: Items[int]) -> int:
+    """Return how many tokens two texts begin with in common: by halves, as comparing slices is faster than a loop."""
+    low, high = 0, min(len(ours), len(theirs))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ours[low:middle] == theirs[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -126,15 +126,6 @@ class Engine(RequestRegistry):
         self.scheduler.draft_slots = DraftSlots(self.cache, speculation) if speculation is not None else None
 
     @property
-    def report_blocks(self) -> bool:
-        """Turn the `BlockMap` of each record on or off."""
-        return self.scheduler.keep_block_map
-
-    @report_blocks.setter
-    def report_blocks(self, is_on: bool) -> None:
-        self.scheduler.keep_block_map = is_on
-
-    @property
     def _is_interrupted(self) -> bool:
         return self.operation.unfinished
 

@@ -1,15 +1,8 @@
 """From sampled tokens to text that may be shown: whole characters, and nothing that a stop string may still swallow."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
-
-class Detokenizer(Protocol):
-    """Turns tokens into text one at a time, holding back incomplete characters."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
+from forge.tokenizer import StreamingDetokenizer
 
 
 class OutputText:
@@ -20,7 +13,11 @@ class OutputText:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
+        self,
+        detokenizer: StreamingDetokenizer,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ):
         self._detokenizer = detokenizer
         self._stop = tuple(stop)

@@ -70,8 +70,6 @@ class RequestRegistry(ABC):
         self._requests: dict[str, RequestState] = {}
         """Every request that has not been forgotten. What is not in here does not exist."""
         self._issued = _Issued(0, 0)
-        self._has_grammars = False
-        """There has been a request with a grammar or a token filter."""
         self._unavailable: ModelUnavailable | None = None
         """The error that ended every sequence, once the model is gone."""
         self._decided: Items[Outcome] = ()
@@ -166,10 +164,7 @@ class RequestRegistry(ABC):
 
     def _register(self, request: RequestState, computed: HostEntry | None) -> None:
         """Make a request known, and queue its sequences."""
-        first, *samples = request.sequences
-        first.waiting_samples = samples
-        for sample in samples:
-            sample.waits_in = first
+        first, *first.waiting_samples = request.sequences
         self._requests[request.request_id] = request  # from here on the request exists
         self._issued = _Issued(first.seq_id + len(request.sequences), self._issued.retained_forks)
         self.scheduler.add(first, computed)
@@ -205,7 +200,6 @@ class RequestRegistry(ABC):
             if self.compile_grammar is None:
                 raise UsageError("this engine has no grammars: leave structured output out")
             form = self.compile_grammar(params.structured)
-        self._has_grammars = True
         return TokenFilter(params, self.tokenizer, self._limits.vocab_size, form) if params.filters_tokens else form
 
     # Requests out
@@ -228,13 +222,11 @@ class RequestRegistry(ABC):
         with self.operation:
             return request.output(self.timeline.metrics)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request's unfinished sequences, keeping what they produced. Raises `KeyError` for an unknown one."""
-        self._end(self._requests[request_id], "abort")
-
-    def fail(self, request_id: str) -> None:
-        """End a request's unfinished sequences as `error`, as for a fault that concerns this request only."""
-        self._end(self._requests[request_id], "error")
+        request = self._requests[request_id]
+        with self.operation:
+            self._end_sequences(request, reason)
 
     def fail_step(self) -> tuple[str, ...]:
         """After an exception from `step`: end the requests that took part in that step as `error`, so that all others
@@ -248,7 +240,7 @@ class RequestRegistry(ABC):
             if (request.is_unfinished if seq_ids is None else not seq_ids.isdisjoint(request.seq_ids))
         ]
         for request_id in failed:
-            self.fail(request_id)
+            self.abort(request_id, "error")
         return tuple(failed)
 
     def forget(self, request_id: str) -> None:
@@ -259,10 +251,6 @@ class RequestRegistry(ABC):
             for seq_id in request.seq_ids:
                 self.timeline.forget(seq_id)
             del self._requests[request_id]
-
-    def _end(self, request: RequestState, reason: FinishReason) -> None:
-        with self.operation:
-            self._end_sequences(request, reason)
 
     def _end_all(self, error: ModelUnavailable) -> StepResults:
         """Recover after the model is gone, and end every sequence with what it has."""
@@ -276,12 +264,12 @@ class RequestRegistry(ABC):
     ) -> list[FinishRecord]:
         """End a request's unfinished sequences between steps, wherever they are."""
         finished = []
-        for sequence in reversed(request.sequences):  # samples before the sequence in which they wait
+        for sequence in request.sequences:
             if sequence.finish_reason is not None:
                 continue
             if error is not None:
                 sequence.add_error(error)
-            self.scheduler.abort(sequence, reason)
+            self.scheduler.retire(sequence, reason)
             record = FinishRecord(sequence.seq_id, reason, sequence.output_text.finish(), error=error)
             self.timeline.journal.append(record)
             self._drop_state(sequence.seq_id)

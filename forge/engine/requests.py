@@ -165,7 +165,21 @@ class SequenceBuilder:
         begins_computed: another engine has computed its beginning.
         """
         self._classify(first, first.retain_cache or first.continues_from is not None or begins_computed)
-        return first, *self._samples_of(first, grammar)
+        samples = (
+            replace(
+                first,
+                seq_id=first.seq_id + index,
+                sample_index=index,
+                token_ids=list(first.token_ids),
+                output_text=self.new_text(first.params),
+                matcher=grammar.new_matcher() if grammar is not None else None,
+                waiting_samples=[],
+                errors=[],
+                logprobs=[],
+            )
+            for index in range(1, first.params.n)
+        )
+        return (first,) if first.prefill_only else (first, *samples)
 
     def new_text(self, params: SamplingParams) -> OutputText:
         """Return the empty text of a new output."""
@@ -196,22 +210,3 @@ class SequenceBuilder:
             sequence.task = Task(sequence.max_output_tokens > 0, score_from=1, top=params.prompt_logprobs)
         if self._prefill_only and not uses_cache:
             sequence.prefill_only = sequence.max_output_tokens <= 1 and params.n == 1
-
-    def _samples_of(self, first: Sequence, grammar: Grammar | None) -> Items[Sequence]:
-        """Build the further samples of a request."""
-        if first.prefill_only:
-            return ()
-        return [
-            replace(
-                first,
-                seq_id=first.seq_id + index,
-                sample_index=index,
-                token_ids=list(first.token_ids),
-                output_text=self.new_text(first.params),
-                matcher=grammar.new_matcher() if grammar is not None else None,
-                waiting_samples=[],
-                errors=[],
-                logprobs=[],
-            )
-            for index in range(1, first.params.n)
-        ]

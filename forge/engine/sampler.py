@@ -84,7 +84,7 @@ class Sampler:
             first_row = row + sum([len(proposal) + 1 for proposal in proposals]) if proposals else row + 1
         for item, result in zip(plan.separate, separate, strict=True):
             results.outcomes.append(self._separate_outcome(item, result))
-        results.outcomes += [self._ended(sequence, "length") for sequence in exhausted]
+        results.outcomes += [self._ended_with_samples(sequence, "length") for sequence in exhausted]
         return results
 
     def _outcome(
@@ -114,14 +114,14 @@ class Sampler:
                 return self._next_token(sequence, logits, row)._replace(samples=samples)
             if item.remaining:
                 return Outcome(item.seq_id, len(sequence.token_ids), (), None)
-            return self._ended(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
+            return self._ended_with_samples(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
         except (BrokenLogits, MatcherError) as error:
-            return self._broken(sequence, error, item.samples)
+            return self._broken(sequence, error)
 
     def _separate_outcome(self, item: PlanItem, result: SeparateResult) -> Outcome:
         """Compute the outcome of an item from its separate forwards."""
         if result.error is not None:
-            return self._broken(item.sequence, result.error, item.samples)
+            return self._broken(item.sequence, result.error)
         rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
         return self._outcome(item, (), StepLogits.of(rows), 0, 0, result.readout)
 
@@ -206,11 +206,17 @@ class Sampler:
         self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, message, by_request, why))
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
-    def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError, with_samples: bool = False) -> Outcome:
-        """End a sequence whose logits are not numbers, or whose grammar needs too much work. with_samples: end the
-        samples that wait in it too."""
-        waiting = sequence.waiting_samples if with_samples else ()
-        samples = tuple([self._broken(sample, error) for sample in waiting])
+    def _ended_with_samples(self, sequence: Sequence, reason: FinishReason) -> Outcome:
+        """End a sequence without another token, and the samples that wait in it."""
+        for sample in sequence.waiting_samples:
+            sample.length_limit = sequence.length_limit
+        samples = tuple([self._ended(sample, reason) for sample in sequence.waiting_samples])
+        return self._ended(sequence, reason)._replace(samples=samples)
+
+    def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError) -> Outcome:
+        """End a sequence whose logits are not numbers, or whose grammar needs too much work, and the samples that wait
+        in it."""
+        samples = tuple([self._broken(sample, error) for sample in sequence.waiting_samples])
         sequence.readout = None
         sequence.add_error(str(error))
         return self._ended(sequence, "error", error=error)._replace(samples=samples)

@@ -98,7 +98,6 @@ class Scheduler:
         """Queue the samples that wait in a sequence apart from it, if they do not continue from its prompt alone."""
         samples, sequence.waiting_samples = sequence.waiting_samples, []
         for sample in samples:
-            sample.waits_in = None
             self.queue.add(sample)
 
     def has_unfinished(self) -> bool:
@@ -119,35 +118,23 @@ class Scheduler:
         num_swapped = len(self.host.entries)
         return Queues(len(self.queue.sequences) - num_swapped, len(self.running), num_swapped, self.num_finished)
 
-    def abort(self, sequence: Sequence, reason: FinishReason = "abort") -> None:
-        """End a sequence between steps, wherever it is, unless it has ended."""
-        if sequence.finish_reason is not None:
-            return
-        if sequence.waits_in is not None:
-            sequence.waits_in.waiting_samples.remove(sequence)
-            sequence.finish_reason = reason
-            self.num_finished += 1
-        else:
-            self._retire(sequence, reason)
-
     def restart(self, sequences: Items[Sequence], num_finished: int) -> None:
         """Begin again from the tokens of these unfinished sequences, whatever state everything else is in.
 
         The cache is emptied and every sequence waits, as after a preemption. May itself be interrupted and repeated.
         """
-        for container in (self.queue, self.running, self.retained, self.host.entries):
+        for container in (self.queue, self.running, self.retained.sequences, self.host.entries):
             container.clear()
         self.cache.clear()
         first_samples: dict[str, Sequence] = {}
         for sequence in sequences:
-            sequence.waiting_samples, sequence.waits_in = [], None
+            sequence.waiting_samples = []
             parent = sequence
             if not sequence.num_output_tokens:  # it begins with the prompt, which the first such sample computes
                 parent = first_samples.setdefault(sequence.request_id, sequence)
             if parent is sequence:
                 self.queue.add(sequence)
             else:
-                sequence.waits_in = parent
                 parent.waiting_samples.append(sequence)
         self.num_finished = num_finished
         self.stats = self.cache.stats()
@@ -234,12 +221,14 @@ class Scheduler:
             elif outcome.finish_reason != "error":  # what a broken forward wrote must not serve other sequences
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
             if outcome.samples:
-                copies += self._begin_samples(item.sequence, outcome.samples)
-        ended += [(self.find(seq_id), outcome_of[seq_id]) for seq_id in plan.exhausted]
+                copies += self._begin_samples(item.sequence, outcome)
+        for seq_id in plan.exhausted:
+            ended.append((self.find(seq_id), outcome_of[seq_id]))
+            self._begin_samples(*ended[-1])
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
         for sequence, outcome in ended:
-            self._retire(sequence, outcome.finish_reason or "length", outcome.stop_reason)
+            self.retire(sequence, outcome.finish_reason or "length", outcome.stop_reason)
         return tuple(copies)
 
     def _commit_swap_ins(self, plan: StepPlan) -> None:
@@ -258,16 +247,15 @@ class Scheduler:
             self.cache.truncate(owner, end)
         return self.draft_slots.end_forks(item, owner) if item.forks and self.draft_slots is not None else ()
 
-    def _begin_samples(self, parent: Sequence, outcomes: tuple[Outcome, ...]) -> list[BlockCopy]:
+    def _begin_samples(self, parent: Sequence, outcome: Outcome) -> list[BlockCopy]:
         """Begin the samples whose prompt is now computed: they fork its cache. Those without a slot wait for one, as
-        preempted sequences do, with their first token."""
+        preempted sequences do, with their first token; those that end with it, or with their parent, retire."""
         copies: list[BlockCopy] = []
         children, parent.waiting_samples = parent.waiting_samples, []
-        for child, outcome in zip(children, outcomes, strict=True):
-            child.waits_in = None
-            child.token_ids += outcome.token_ids
-            if outcome.finish_reason is not None:
-                self._retire(child, outcome.finish_reason, outcome.stop_reason)
+        for child, of_child in zip(children, outcome.samples, strict=True):
+            child.token_ids += of_child.token_ids
+            if of_child.finish_reason is not None:
+                self.retire(child, of_child.finish_reason, of_child.stop_reason)
                 continue
             try:
                 if len(self.running) < self.config.max_num_seqs:
@@ -281,13 +269,11 @@ class Scheduler:
 
     # Containers
 
-    def _retire(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Remove a sequence that ended. Every end comes through here."""
+    def retire(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence, wherever it is. Every end comes through here."""
         sequence.stop_reason, sequence.finish_reason = stop_reason, reason
         self.num_finished += 1
         seq_id = sequence.seq_id
-        if sequence.waiting_samples:
-            self._promote_sample(sequence)
         if seq_id in self.running:
             del self.running[seq_id]
             if sequence.retain_cache:
@@ -296,16 +282,7 @@ class Scheduler:
                 self.cache.remove(seq_id)
         elif seq_id in self.queue.sequences:
             self.queue.remove(sequence)
-            self.host.drop(seq_id)
-
-    def _promote_sample(self, ended: Sequence) -> None:
-        """Let the next sample take the place of a sequence that ended before its prompt was computed."""
-        heir, *samples = ended.waiting_samples
-        heir.waits_in, heir.waiting_samples = None, samples
-        heir.prefix_keys, ended.waiting_samples = ended.prefix_keys, []
-        for sample in samples:
-            sample.waits_in = heir
-        self.queue.add(heir)
+            self.host.entries.pop(seq_id, None)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sequence is in two containers or the cache disagrees with its tokens."""

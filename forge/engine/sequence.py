@@ -48,9 +48,8 @@ class Sequence:
     continues_from: int | None = None
     """The ended sequence whose retained cache this one takes over, if it is still there when this one begins."""
     waiting_samples: list["Sequence"] = field(default_factory=list)
-    """The request's further samples, until the step that computes their prompt: then they fork its cache."""
-    waits_in: "Sequence | None" = None
-    """The sequence in whose `waiting_samples` this one is."""
+    """The request's further samples, until the step that computes their prompt: then they fork its cache. Where it ends
+    before that, they end with it."""
     times_preempted: int = 0
     times_deferred: int = 0
     """Steps that it waited for another sequence to compute blocks that it begins with too."""
@@ -99,4 +98,4 @@ class Sequence:
         The last one is computed in any case, for its logits. Rows whose logits are wanted are computed too.
         """
         length = len(self.token_ids)
-        return length - 1 if self.task is GENERATE else self.pending_task.max_cacheable_tokens(length)
+        return length - 1 if self.task is GENERATE else self.pending_task.logit_rows(0, length).start

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from forge.errors import ForgeError, UsageError
 
@@ -42,7 +42,7 @@ class StructuredOutput:
     """Compiling it is known to take long: a server does it beside the others."""
 
     def __post_init__(self) -> None:
-        forms = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        forms = self._forms()
         if len(forms) != 1:
             named = ", ".join(forms) or "none"
             raise UsageError(f"structured output takes exactly one of json, regex, choice and grammar, got {named}")
@@ -54,13 +54,12 @@ class StructuredOutput:
             if not isinstance(getattr(self, name), str | None):
                 raise UsageError(f"structured output: {name} must be text")
 
+    def _forms(self) -> list[GrammarKind]:
+        return [kind for kind in get_args(GrammarKind) if getattr(self, kind) is not None]
+
     @property
     def kind(self) -> GrammarKind:
-        if self.json is not None:
-            return "json"
-        if self.regex is not None:
-            return "regex"
-        return "choice" if self.choice is not None else "grammar"
+        return self._forms()[0]
 
     def form(self) -> dict[str, Any]:
         """Return the form as plain data; `StructuredOutput(**form)` is the same without thinking."""

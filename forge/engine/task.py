@@ -52,11 +52,6 @@ class Task:
         first = min(max(0, rows.start), num_tokens)
         return range(first, max(first, min(rows.stop, num_tokens)))
 
-    def max_cacheable_tokens(self, length: int) -> int:
-        """Return how many of `length` prompt tokens may come from the cache: those before the first row that is
-        needed."""
-        return self.logit_rows(0, length).start
-
 
 GENERATE = Task(sample=True)
 

@@ -10,7 +10,7 @@ and the tokens that contain it. Control tokens stand for no text, as in the outp
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Items
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -56,21 +56,6 @@ def vocabulary_bytes(tokenizer: Tokenizer, vocab_size: int) -> VocabularyBytes:
     return VocabularyBytes(tokenizer, vocab_size)
 
 
-class _BadWord:
-    """The tokens that complete one bad word, by how much of it the output ends with."""
-
-    def __init__(self, word: bytes, vocabulary: VocabularyBytes):
-        self.word, self._vocabulary = word, vocabulary
-        self.containing = vocabulary.containing(word)
-        self._completing: dict[int, np.ndarray] = {}
-
-    def completing(self, length: int) -> np.ndarray:
-        """Return the tokens that may not follow `length` bytes of the word, at least one."""
-        if length not in self._completing:
-            self._completing[length] = self._vocabulary.beginning_with(self.word[length:])
-        return self._completing[length]
-
-
 class TokenFilter:
     """A `Grammar` of what `params` allow, within what another grammar allows."""
 
@@ -81,19 +66,18 @@ class TokenFilter:
         if params.allowed_token_ids is not None:
             self.allowed[:] = False
             self.allowed[[*params.allowed_token_ids]] = True
-        self._bytes: list[bytes] = []
-        self._words: list[_BadWord] = []
-        if params.bad_words:
+        self._words = [word.encode() for word in dict.fromkeys(params.bad_words or ())]
+        if self._words:
             vocabulary = vocabulary_bytes(tokenizer, vocab_size)
             self._bytes = vocabulary.of
-            self._words = [_BadWord(word.encode(), vocabulary) for word in dict.fromkeys(params.bad_words)]
-        for word in self._words:
-            self.allowed[word.containing] = False
+            self._beginning_with = cache(vocabulary.beginning_with)
+            for word in self._words:
+                self.allowed[vocabulary.containing(word)] = False
         self._min_tokens, self._unending = params.min_tokens, self.allowed.copy()
         self._unending[[*(params.stop_token_ids or ()), *(() if params.ignore_eos else tokenizer.eos_token_ids)]] = (
             False
         )
-        self._tail = max((len(word.word) - 1 for word in self._words), default=0)
+        self._tail = max((len(word) - 1 for word in self._words), default=0)
         """Bytes of the output that a word may have begun in."""
 
     def new_matcher(self) -> "FilterMatcher":
@@ -106,9 +90,9 @@ class TokenFilter:
             return allowed
         mask, tail = allowed.copy(), self._end_of(output)
         for word in self._words:
-            for length in range(1, min(len(tail), len(word.word) - 1) + 1):
-                if tail.endswith(word.word[:length]):
-                    mask[word.completing(length)] = False
+            for length in range(1, min(len(tail), len(word) - 1) + 1):
+                if tail.endswith(word[:length]):
+                    mask[self._beginning_with(word[length:])] = False
         return mask
 
     def _end_of(self, output: Items[int]) -> bytes:

@@ -171,7 +171,7 @@ def _run(exercise: Exercise, model: str | None, piece: ModuleType | None = None)
     """Run the exercise's prompts, on the reader's part if there is one."""
     llm = LLM(model or "tales", **exercise.options)
     llm.generate("warm up", SamplingParams(max_tokens=2))
-    llm.engine.report_blocks = exercise.view == "blocks"
+    llm.engine.scheduler.keep_block_map = exercise.view == "blocks"
     runs = [exercise.drive(llm, exercise.prompts, SamplingParams(**params), piece) for params in exercise.params]
     samples = [sample for outputs, _ in runs for output in outputs for sample in output.outputs]
     return Ran(

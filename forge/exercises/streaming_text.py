@@ -14,24 +14,19 @@ from forge.engine import requests
 from forge.engine.output_text import OutputText
 from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
+from forge.tokenizer.tokenizer import TokenBytes
 
 _TEXTS = ("café", "a<b", "ab<end>c", "🦊🦊x", "ü<en<end>", "aaab", "…<e")
 _STOPS = ((), ("<end>",), ("aab", "ab"), ("é", "🦊x"), ("a<b", "<"), ("aa", "aaab", "b"), ("nd>", "<end>"))
 _INVALID = b"\xff a\xc3( \xe2\x82 \xf0\x9f\xa6 \xc3\xc3\xa9 \x80\x80 \xf0\x9fa".split()
 
 
-class _Bytes:
+class _Bytes(StreamingDetokenizer):
     """A detokenizer whose token ids are indices into a list of bytes."""
 
     def __init__(self, tokens: Sequence[bytes]):
-        self._tokens = tokens
+        self._bytes = TokenBytes(tokens.__getitem__)
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._tokens[token_id])
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
 
 
 class TextTrial(Trial):

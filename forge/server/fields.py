@@ -81,13 +81,12 @@ UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
 def check_supported(
     undeclared: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = UNSUPPORTED, within: str = ""
 ) -> None:
-    """Raise `ApiError` for the first parameter that requests what this server does not do.
+    """Raise `ApiError` for the body's first parameter that requests what this server does not do.
 
     undeclared: what a body has beside the fields that its endpoint declares. table: names, and the values that ask for
     nothing. within: what comes before the name, of a field within a field."""
-    for name, harmless in table.items():
-        value = undeclared.get(name)
-        if value is not None and value not in harmless:
+    for name, value in undeclared.items():
+        if value is not None and name in table and value not in table[name]:
             raise unsupported(within + name)
 
 

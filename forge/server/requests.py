@@ -17,7 +17,7 @@ from forge.grammar.vocabulary import Vocabulary
 from forge.server import schema
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError, validation_error
-from forge.server.fields import UNSUPPORTED_IN_MESSAGES, check_supported, unsupported
+from forge.server.fields import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, check_supported
 from forge.server.settings import Limits
 from forge.server.structured import param_of, parts_of, shown_call, shown_tools, structured_output
 from forge.tokenizer import Tokenizer
@@ -85,10 +85,7 @@ class RequestReader:
     def accept(self, body: schema.RequestBody) -> str:
         """Return the model's name as the answer has it. Raises `ApiError` for another model, and for a parameter that
         requests what this server does not do."""
-        undeclared = body.model_extra or {}
-        check_supported(undeclared)
-        if undeclared.get("best_of") not in (None, getattr(body, "n", None) or 1):
-            raise unsupported("best_of")
+        check_supported(body.model_extra or {}, UNSUPPORTED | {"best_of": (getattr(body, "n", None) or 1,)})
         return self.model(body.model)
 
     def cut_of(self, body: schema.CutPrompt, max_tokens: int | None = 0) -> Cut | None:

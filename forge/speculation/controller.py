@@ -81,24 +81,19 @@ class AcceptanceEstimate(NamedTuple):
 
 
 class RecentCycles(NamedTuple):
-    """The last 50 cycles of a sequence or of a proposer, with their sums."""
+    """The last 50 cycles of a sequence or of a proposer."""
 
     cycles: tuple[tuple[int, int], ...] = ()
     """(proposed, accepted) of each."""
-    proposed: int = 0
-    accepted: int = 0
 
     def add(self, proposed: int, accepted: int) -> "RecentCycles":
-        cycles = (*self.cycles, (proposed, accepted))
-        dropped = cycles[0] if len(cycles) > WINDOW else (0, 0)
-        return RecentCycles(
-            cycles[-WINDOW:], self.proposed + proposed - dropped[0], self.accepted + accepted - dropped[1]
-        )
+        return RecentCycles((*self.cycles, (proposed, accepted))[-WINDOW:])
 
     @property
     def accept_rate(self) -> float | None:
         """The `recent_accept_rate`: accepted over proposed; None before the first draft token."""
-        return self.accepted / self.proposed if self.proposed else None
+        proposed, accepted = map(sum, zip(*self.cycles, strict=True)) if self.cycles else (0, 0)
+        return accepted / proposed if proposed else None
 
 
 NO_CYCLES, _PRIOR = RecentCycles(), AcceptanceEstimate()

@@ -20,13 +20,13 @@ that is not enough a sequence gets fewer draft tokens or none.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, create_kv_cache
-from forge.cache.kv_cache import KvCache, OutOfBlocks
-from forge.cache.kv_storage import KvStorage
+from forge.cache.kv_cache import OutOfBlocks
+from forge.engine.containers import num_common
 from forge.engine.engine import Operation
 from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.engine.rng import DrawName, Purpose
@@ -89,29 +89,6 @@ class DraftProposer(Proposer):
     def __init__(
         self,
         model: Model,
-        cache: KvCache,
-        storage: KvStorage,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        name: str = "draft",
-    ):
-        """vocab_size: the target's; tokens that only the draft has are never proposed. max_model_len: positions that
-        the draft can compute."""
-        self.name = name
-        self.model = model
-        self.cache = cache
-        self.storage = storage
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self._held: OrderedDict[int, list[int]] = OrderedDict()
-        """Each sequence's tokens whose keys and values are in the cache, least recently requested first."""
-        self._operation = Operation(self._empty)
-
-    @classmethod
-    def of_model(
-        cls,
-        model: Model,
         *,
         vocab_size: int,
         max_num_seqs: int,
@@ -119,16 +96,21 @@ class DraftProposer(Proposer):
         kv: str = "basic",
         kv_dtype: str = "float32",
         block_size: int = DEFAULT_BLOCK_SIZE,
-        num_blocks: int | None = None,
         name: str = "draft",
-    ) -> "DraftProposer":
-        """Create a draft with a pool of its own, for an engine with these limits. Its storage may raise MemoryError."""
-        length = min(max_model_len, model.max_position_embeddings)
+    ):
+        """Give the draft a pool of its own, for an engine with these limits. Raises MemoryError if it does not fit.
+
+        vocab_size: the target's; tokens that only the draft has are never proposed.
+        """
+        self.name, self.model, self.vocab_size = name, model, vocab_size
+        self.max_model_len = min(max_model_len, model.max_position_embeddings)
         layout = model.kv_layout(0, block_size, kv_dtype)
-        size = CacheSize(length, max_num_seqs, block_size, layout.bytes_per_token, num_blocks)
-        cache, storage_blocks = create_kv_cache(kv, size)
-        storage = model.new_storage(model.kv_layout(storage_blocks, block_size, kv_dtype))
-        return cls(model, cache, storage, vocab_size=vocab_size, max_model_len=length, name=name)
+        size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token)
+        self.cache, num_blocks = create_kv_cache(kv, size)
+        self.storage = model.new_storage(replace(layout, num_blocks=num_blocks))
+        self._held: OrderedDict[int, list[int]] = OrderedDict()
+        """Each sequence's tokens whose keys and values are in the cache, least recently requested first."""
+        self._operation = Operation(self._empty)
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """Propose tokens with the draft model. Raises `ModelUnavailable`, and `BrokenLogits` if its logits are not
@@ -205,7 +187,7 @@ class DraftProposer(Proposer):
         except KeyError:
             computed = self.cache.add(seq_id, request.token_ids, max_cached=most)
             held[:] = request.token_ids[:computed]
-        kept = min(_num_common(held, request.token_ids), computed, most)
+        kept = min(num_common(held, request.token_ids), computed, most)
         del held[kept:]
         self.cache.truncate(seq_id, kept)
         return kept
@@ -252,7 +234,7 @@ class DraftProposer(Proposer):
         batch = _decode_batch(drafts)
         for step in range(1, num_steps):
             while drafts[len(batch.positions) - 1].num_tokens <= step:  # the shortest drafts come last
-                batch = _without_last(batch)
+                batch = ForwardBatch(*[array[:-1] for array in vars(batch).values()])
             for row, draft in enumerate(drafts[: len(batch.positions)]):
                 block, offset = divmod(draft.length + step - 1, block_size)
                 batch.token_ids[row] = draft.text[-1]
@@ -288,29 +270,3 @@ def _decode_batch(drafts: list[_Draft]) -> ForwardBatch:
     positions = np.array([draft.length for draft in drafts], np.int32)
     rows = np.arange(len(drafts) + 1, dtype=np.int32)
     return ForwardBatch(token_ids, positions, rows, slots, tables, positions + np.int32(1), rows[:-1])
-
-
-def _without_last(batch: ForwardBatch) -> ForwardBatch:
-    """Return the same arrays without their last row."""
-    return ForwardBatch(
-        batch.token_ids[:-1],
-        batch.positions[:-1],
-        batch.cu_seqlens[:-1],
-        batch.slot_mapping[:-1],
-        batch.block_tables[:-1],
-        batch.context_lens[:-1],
-        batch.logit_rows[:-1],
-    )
-
-
-def _num_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return how many tokens the two begin with in common. By halves, because comparing slices is faster than a
-    loop."""
-    low, high = 0, min(len(ours), len(theirs))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if ours[low:middle] == theirs[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

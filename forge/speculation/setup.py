@@ -117,7 +117,7 @@ def _load_draft(path: Path, name: str, target: Target, is_default: bool) -> Draf
 
 def _proposer_of(model: Model, name: str, target: Target) -> DraftProposer:
     try:
-        proposer = DraftProposer.of_model(
+        proposer = DraftProposer(
             model,
             vocab_size=target.vocab_size,
             max_num_seqs=target.max_num_seqs,

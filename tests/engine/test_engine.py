@@ -185,6 +185,30 @@ def test_no_tokens_but_prompt_logprobs_takes_one_forward(kv):
     assert engine.model.forwards == [[3]]
 
 
+@KV
+def test_samples_of_a_prompt_that_is_only_scored_end_in_the_step_that_scores_it(kv):
+    engine = engine_saying("abc", kv=kv)
+    engine.add_request("scored", letters("xyz"), SamplingParams(n=3, max_tokens=0, prompt_logprobs=1))
+    engine.checks_invariants = True
+    record = engine.step()
+
+    assert sorted((finish.seq_id, finish.reason) for finish in record.finished) == [(i, "length") for i in range(3)]
+    assert not engine.has_unfinished() and engine.scheduler.queues.finished == 3
+    engine.forget("scored")
+    assert_nothing_held(engine)
+
+
+def test_samples_of_a_prompt_that_no_pool_can_hold_end_with_it_and_say_why():
+    engine = new_engine(muddled, kv="paged", num_blocks=2, max_model_len=32)
+    engine.add_request("large", letters("abcdefgh"), SamplingParams(n=2, max_tokens=8, ignore_eos=True))
+    run_all(engine)
+
+    finished = [sample.finish_reason for sample in engine.output("large").outputs]
+    assert finished == ["length"] * 2 and engine.scheduler.queues.finished == 2
+    engine.forget("large")
+    assert_nothing_held(engine)
+
+
 # Requests that cannot run
 
 

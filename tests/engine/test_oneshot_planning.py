@@ -205,7 +205,7 @@ def test_when_the_leaders_step_fails_nothing_is_published_and_another_leads():
     engine.model.forward = fails
     with pytest.raises(MemoryError):
         engine.step()
-    engine.fail("r0")
+    engine.abort("r0", "error")
     assert engine.cache.stats().cached_blocks == 0
     first, second = run_all(engine)
     assert computed(first) == {1: (0, 9)} and computed(second) == {2: (8, 1)}

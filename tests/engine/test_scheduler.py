@@ -79,19 +79,17 @@ def test_begun_again_a_sample_without_output_does_not_wait_in_one_that_has_some(
     second.request_id = first.request_id
     scheduler.restart([first, second], num_finished=0)
 
-    assert (waiting(scheduler), second.waits_in) == ([first, second], None)
+    assert (waiting(scheduler), first.waiting_samples) == ([first, second], [])
     third = sequence(2)
     third.request_id = second.request_id
     scheduler.restart([second, third], num_finished=0)
-    assert (waiting(scheduler), second.waiting_samples, third.waits_in) == ([second], [third], second)
+    assert (waiting(scheduler), second.waiting_samples) == ([second], [third])
 
 
 def with_samples(scheduler: Scheduler, number: int) -> list[Sequence]:
     """A sequence in which further samples wait."""
     first, *samples = [sequence(seq_id) for seq_id in range(number)]
     first.waiting_samples = list(samples)
-    for sample in samples:
-        sample.waits_in = first
     scheduler.add(first)
     return [first, *samples]
 
@@ -100,28 +98,19 @@ def test_samples_with_output_of_their_own_wait_apart():
     scheduler = basic()
     samples = with_samples(scheduler, 3)
     scheduler.separate(samples[0])
-    assert (waiting(scheduler), [sample.waits_in for sample in samples]) == (samples, [None] * 3)
+    assert (waiting(scheduler), samples[0].waiting_samples) == (samples, [])
 
 
 def test_samples_begin_with_their_prompt_but_for_those_that_end_with_their_first_token():
     scheduler = basic()
-    first, second, third, fourth = with_samples(scheduler, 4)
+    first, second, *_ = with_samples(scheduler, 4)
     plan = scheduler.schedule()
     copies = scheduler.commit(plan, outcomes_of(scheduler, plan, ending=(1,)))
 
     assert [(copy.source, copy.destination) for copy in copies] == [(0, 8), (0, 16)]
     assert (list(scheduler.running), second.finish_reason, scheduler.queues.finished) == ([0, 2, 3], "length", 1)
-    assert {sample.waits_in for sample in (second, third, fourth)} == {None} and first.waiting_samples == []
+    assert first.waiting_samples == []
     scheduler.check_invariants()
-
-
-def test_where_a_sequence_ends_before_its_prompt_is_computed_the_next_sample_takes_its_place():
-    scheduler = basic()
-    first, second, third, fourth, fifth = with_samples(scheduler, 5)
-    for aborted in (third, third, first):
-        scheduler.abort(aborted)
-    assert (waiting(scheduler), second.waits_in, second.waiting_samples) == ([second], None, [fourth, fifth])
-    assert (fourth.waits_in, fifth.waits_in, scheduler.queues.finished) == (second, second, 2)
 
 
 def test_what_another_engine_has_computed_waits_on_the_host_if_it_fits_and_is_used():
@@ -159,7 +148,7 @@ def test_rejected_draft_tokens_leave_the_cache_and_broken_ones_never_enter(num_a
 def test_a_prompt_whose_rest_leaves_room_is_passed_by_none():
     scheduler = behind_long_prompts(long=21)
     for seq_id in (2, 3):
-        scheduler.abort(scheduler.find(seq_id))
+        scheduler.retire(scheduler.find(seq_id), "abort")
     assert [(item.seq_id, item.num_tokens) for item in step(scheduler).items] == [(0, 1), (4, 3), (1, 12)]
     scheduler.add(sequence(5, tokens=2))
     assert [(item.seq_id, item.num_tokens) for item in step(scheduler).items] == [(0, 1), (4, 1), (1, 9), (5, 2)]
@@ -318,8 +307,8 @@ def test_aborting_finds_a_sequence_wherever_it_is():
     scheduler.add(waiting)
     step(scheduler)
 
-    for one in (waiting, running, running):  # aborting again does nothing
-        scheduler.abort(one)
+    for one in (waiting, running):
+        scheduler.retire(one, "abort")
     assert scheduler.num_finished == 2
     assert (running.finish_reason, waiting.finish_reason) == ("abort", "abort")
     scheduler.check_invariants()
@@ -425,7 +414,7 @@ def test_aborting_a_waiting_continuation_leaves_the_kept_cache():
     scheduler = kept_scheduler()
     continuation = sequence(1, tokens=4, continues_from=0)
     scheduler.add(continuation)
-    scheduler.abort(continuation)
+    scheduler.retire(continuation, "abort")
 
     assert continuation.finish_reason == "abort"
     assert list(scheduler.retained.sequences) == [0]

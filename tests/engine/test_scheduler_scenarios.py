@@ -147,7 +147,7 @@ def test_a_prompt_whose_log_probabilities_are_wanted_takes_no_hit():
 def test_samples_have_their_slots_from_admission_on():
     scheduler = new_scheduler(32, max_num_seqs=3)
     first, second = sequence(0), sequence(1)
-    first.waiting_samples, second.waits_in = [second], first
+    first.waiting_samples = [second]
     for one in (first, sequence(2), sequence(3)):
         scheduler.add(one)
 
@@ -162,8 +162,6 @@ def test_of_more_samples_than_slots_those_that_wait_come_before_later_requests()
     scheduler = new_scheduler(32, max_num_seqs=2)
     samples = [sequence(seq_id) for seq_id in range(3)]
     samples[0].waiting_samples = samples[1:]
-    for sample in samples[1:]:
-        sample.waits_in = samples[0]
     for one in (samples[0], sequence(3)):
         scheduler.add(one)
 
@@ -547,21 +545,6 @@ def test_where_blocks_cannot_be_shared_a_fork_without_a_run_waits():
     assert (list(scheduler.running), [one.seq_id for one in waiting(scheduler)]) == ([0, 1], [2])
 
 
-def test_samples_whose_first_is_aborted_before_the_prompt_is_computed_lose_nothing():
-    scheduler = new_scheduler(16, max_num_batched_tokens=4)
-    first = sequence(0, 6)
-    first.waiting_samples = [sequence(1, 6), sequence(2, 6)]
-    scheduler.add(first)
-    step(scheduler)
-    scheduler.abort(scheduler.find(0))
-    scheduler.check_invariants()
-
-    plans = [step(scheduler), step(scheduler)]
-
-    assert [shares(plan) for plan in plans] == [[(1, "prefill", 0, 4)], [(1, "prefill", 4, 2)]]
-    assert list(scheduler.running) == [1, 2]
-
-
 # Without chunks
 
 
@@ -595,8 +578,6 @@ def test_the_last_sample_writes_in_place_so_that_three_samples_need_two_copies()
     scheduler = new_scheduler(5, block_size=4, max_num_seqs=4)
     parent = sequence(0, tokens=10)
     parent.waiting_samples = [sequence(seq_id, tokens=10) for seq_id in (1, 2)]
-    for sample in parent.waiting_samples:
-        sample.waits_in = parent
     scheduler.add(parent)
     step(scheduler)
 

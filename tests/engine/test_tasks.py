@@ -7,7 +7,6 @@ import pytest
 
 from forge import LLM, SamplingParams
 from forge.engine import readout
-from forge.engine.task import Task
 from forge.engine.tasks import classify_prompt, rerank_prompt
 from forge.errors import UsageError
 from forge.gguf import GGUFFile
@@ -191,11 +190,6 @@ def test_an_embedding_has_the_same_bits_alone_and_beside_others(path, pooling):
     alone = LLM(path, kv="off")
     for place, prompt in enumerate(PROMPTS * 2):
         assert alone.embed(prompt, pooling)[0].tobytes() == together[place].tobytes()
-
-
-def test_the_mean_never_comes_from_the_cache():
-    task = Task(pooling="mean")
-    assert task.max_cacheable_tokens(100) == 0
 
 
 @pytest.mark.parametrize(("stated", "expected"), [(1, "mean"), (3, "last"), (None, "last")])

@@ -72,7 +72,7 @@ def test_tokens_have_the_renormalised_distribution(kind, acceptance, seeds):
         "hostile": [target.hostile()],
         "two": [target.near(2, 1), target.near(3, 1)],
     }[kind]
-    proposers = [scripted_draft(script(chain), name=f"{index}", num_runs=64) for index, chain in enumerate(drafts)]
+    proposers = [scripted_draft(script(chain), name=f"{index}", max_num_seqs=64) for index, chain in enumerate(drafts)]
     speculation = speculator(*proposers, k=3, acceptance=acceptance) if proposers else None
     engine = new_engine(script(target), kv="paged", num_blocks=512, max_num_seqs=64, speculation=speculation)
     engine.compile_grammar = lambda structured: table

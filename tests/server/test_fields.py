@@ -15,7 +15,8 @@ from openai.types import chat, completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
-from forge.server.fields import UNSUPPORTED
+from forge.server.errors import ApiError
+from forge.server.fields import UNSUPPORTED, check_supported
 
 OFFICIAL = {
     "chat": (
@@ -392,3 +393,11 @@ def test_a_choice_of_tools_that_is_not_done_is_refused(server, choice):
     tools = [{"type": "function", "function": FUNCTION}]
     status, found = answer(server, "chat", tools=tools, tool_choice=choice)
     assert (status, found["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize(
+    "names", [("n_predict", "audio"), ("audio", "n_predict"), ("speed", "echo"), ("echo", "speed")]
+)
+def test_of_several_refused_fields_the_first_of_the_body_is_named(names):
+    with pytest.raises(ApiError, match=f"{names[0]} is not supported"):
+        check_supported({"user": "me", **dict.fromkeys(names, 7)})

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forge.cache.factory import CacheSize, create_kv_cache
-from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.engine.proposer import Proposer
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer
@@ -18,13 +16,10 @@ FREE = Costs(0.001)
 """So cheap that guessing always pays."""
 
 
-def scripted_draft(script=muddled, *, kv="basic", num_runs=8, max_model_len=48, block_size=4, name="draft"):
-    size = CacheSize(max_model_len, num_runs, block_size, 8)
-    cache, num_blocks = create_kv_cache(kv, size)
-    storage = NumpyKvStorage(KvLayout(1, num_blocks, block_size, 1, 1))
-    return DraftProposer(
-        ScriptedModel(script, VOCAB), cache, storage, vocab_size=VOCAB, max_model_len=max_model_len, name=name
-    )
+def scripted_draft(script=muddled, *, max_num_seqs=8, max_model_len=48, vocab_size=VOCAB, block_size=4, **options):
+    """options: `kv` and `name`, of `DraftProposer`."""
+    limits = {"vocab_size": vocab_size, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    return DraftProposer(ScriptedModel(script, VOCAB), block_size=block_size, **limits, **options)
 
 
 def wrong_now_and_then(script: Script = muddled, every: int = 3, offset: int = 0) -> Script:

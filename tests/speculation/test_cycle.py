@@ -93,8 +93,8 @@ def proposers(target: Qwen3, device: str, expected: list[int], tmp_path):
         [[*PROMPT, *expected]],
         {"vocab_size": target.vocab_size, "max_num_seqs": 1, "max_model_len": LENGTH},
     )
-    yield "itself", DraftProposer.of_model(target, **limits)
-    yield "another", DraftProposer.of_model(other, **limits)
+    yield "itself", DraftProposer(target, **limits)
+    yield "another", DraftProposer(other, **limits)
     yield "ngram", NgramProposer(1, 3)
     yield "replay", ReplayProposer(whole, target.vocab_size)
     yield "half right", ReplayProposer(whole, target.vocab_size, agreement=0.5)
@@ -170,8 +170,8 @@ def test_a_sampled_run_can_be_repeated_and_a_lookup_leaves_its_tokens_as_they_ar
     plain, _ = speculate(target, NgramProposer(), 0, params=params, seed=seed)
 
     looked_up, _ = speculate(target, NgramProposer(1, 2), 4, params=params, seed=seed)
-    drafted, recent = speculate(target, DraftProposer.of_model(target, **limits), 4, params=params, seed=seed)
-    again, _ = speculate(target, DraftProposer.of_model(target, **limits), 4, params=params, seed=seed)
+    drafted, recent = speculate(target, DraftProposer(target, **limits), 4, params=params, seed=seed)
+    again, _ = speculate(target, DraftProposer(target, **limits), 4, params=params, seed=seed)
 
     assert looked_up == plain
     assert drafted == again
@@ -181,7 +181,7 @@ def test_a_sampled_run_can_be_repeated_and_a_lookup_leaves_its_tokens_as_they_ar
 def test_speculative_decode_accept_rate_in_reasonable_range():
     """`models/README.md`: 79 % are accepted with K = 4. Here in the last 50 cycles over a few beginnings."""
     target, draft = (load(resolve_model(name), "cpu") for name in ("tales", "tales-draft"))
-    proposer = DraftProposer.of_model(draft, vocab_size=target.vocab_size, max_num_seqs=1, max_model_len=LENGTH)
+    proposer = DraftProposer(draft, vocab_size=target.vocab_size, max_num_seqs=1, max_model_len=LENGTH)
     with open_weights(resolve_model("tales")) as weights:
         tokenizer = Tokenizer(weights.tokenizer_spec())
     recent = RecentCycles()

@@ -8,8 +8,6 @@ import pytest
 
 from forge import UsageError
 from forge.backends.devices import create_backend
-from forge.cache.factory import CacheSize, create_kv_cache
-from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.engine.proposer import ProposalRequest
 from forge.engine.rng import DrawName, Purpose
 from forge.engine.sampling import BrokenLogits, choose, distribution, penalized
@@ -22,21 +20,13 @@ from forge.speculation import draft as draft_module
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
 from forge.speculation.leases import Lease, LeaseRevoked, lease_model
 from forge.tokenizer import Tokenizer
-from tests.engine.scripted import PIECES, ScriptedModel, muddled
+from tests.engine.scripted import ScriptedModel, muddled
 from tests.engine.test_interruption import interrupted_at
 from tests.small_models import small_tokenizer, write_small_qwen3
+from tests.speculation.proposers import VOCAB, scripted_draft
 from tests.speculation.requests import GREEDY, proposed, request
 
-VOCAB = len(PIECES)
 SAMPLED = SamplingParams(temperature=0.8, top_k=9, repetition_penalty=1.3)
-
-
-def scripted_draft(script=muddled, *, kv="basic", num_runs=8, max_model_len=48, vocab_size=VOCAB, block_size=4):
-    size = CacheSize(max_model_len, num_runs, block_size, 8)
-    cache, num_blocks = create_kv_cache(kv, size)
-    storage = NumpyKvStorage(KvLayout(1, num_blocks, block_size, 1, 1))
-    model = ScriptedModel(script, VOCAB)
-    return DraftProposer(model, cache, storage, vocab_size=vocab_size, max_model_len=max_model_len)
 
 
 def forwards(proposer: DraftProposer) -> list[list[int]]:
@@ -123,7 +113,7 @@ def test_guesses_are_the_drafts_own_for_any_history_and_batch(kv, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_with_too_little_room_there_are_fewer_guesses_and_they_are_right(seed):
-    proposer = scripted_draft(num_runs=2)
+    proposer = scripted_draft(max_num_seqs=2)
     world = World(np.random.default_rng(seed), proposer)
     lengths = []
     for _ in range(80):
@@ -155,7 +145,7 @@ class ListeningDraft(DraftProposer):
 
 
 def test_a_models_logits_have_the_bits_that_it_has_alone(model):
-    proposer = ListeningDraft.of_model(model, vocab_size=model.vocab_size, max_num_seqs=6, max_model_len=64)
+    proposer = ListeningDraft(model, vocab_size=model.vocab_size, max_num_seqs=6, max_model_len=64)
     proposer.heard = {}
     world = World(np.random.default_rng(0), proposer, vocab_size=model.vocab_size)
     for _ in range(30):
@@ -246,7 +236,7 @@ def test_guesses_end_with_the_drafts_context():
 
 
 def test_who_is_not_asked_about_gives_way_the_longest_unasked_first():
-    proposer = scripted_draft(num_runs=2)
+    proposer = scripted_draft(max_num_seqs=2)
     for seq_id in (0, 1, 0, 2):
         assert proposed(proposer, [1, 2, 3], seq_id=seq_id)
     forwards(proposer)

@@ -528,7 +528,7 @@ def test_a_new_draft_can_be_set_later(plain):
     engine.step()
     lease_model(first, "draft").revoke()
     engine.step()
-    engine.speculation.set_proposers([(second, FREE)])
+    engine.speculation = speculator(second, k=2)
     records = run_all(engine)
 
     assert {cycle.proposer for cycle in cycles_of(records)} == {"second"}

@@ -39,7 +39,7 @@ def test_tokens_are_drawn_as_by_the_target_alone(kind, changes, seeds):
         "two": [target.near(2, 1), target.near(3, 1)],
     }
     proposers = [
-        scripted_draft(script(chain), name=f"{index}", num_runs=64) for index, chain in enumerate(drafts[kind])
+        scripted_draft(script(chain), name=f"{index}", max_num_seqs=64) for index, chain in enumerate(drafts[kind])
     ]
     engine = new_engine(
         script(target), kv="paged", num_blocks=512, max_num_seqs=64, speculation=speculator(*proposers, k=3)

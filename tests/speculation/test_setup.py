@@ -21,7 +21,7 @@ CHEAP = Costs(0.01, 0.1)
 @pytest.fixture
 def made(monkeypatch) -> dict[str, Any]:
     """What was called to load drafts. Every tokenizer that is no tuple is another one."""
-    made: dict[str, Any] = {"backends": [], "model": Mock(), "of_model": Mock()}
+    made: dict[str, Any] = {"backends": [], "model": Mock(), "proposer": Mock()}
 
     def check(target, draft) -> None:
         assert target == "tokenizer"
@@ -29,7 +29,7 @@ def made(monkeypatch) -> dict[str, Any]:
             raise UsageError("another tokenizer")
 
     def proposer(model, **options) -> SimpleNamespace:
-        made["of_model"](model, **options)
+        made["proposer"](model, **options)
         return SimpleNamespace(name=options["name"], storage=SimpleNamespace(layout="layout"))
 
     def weights(path: Path):
@@ -45,7 +45,7 @@ def made(monkeypatch) -> dict[str, Any]:
     monkeypatch.setattr(setup, "load_model", load_model)
     monkeypatch.setattr(setup, "load_qwen3", lambda _, backend: (made["backends"].append(backend), made["model"])[1])
     monkeypatch.setattr(setup, "check_same_tokenizer", check)
-    monkeypatch.setattr(setup.DraftProposer, "of_model", proposer)
+    monkeypatch.setattr(setup, "DraftProposer", proposer)
     monkeypatch.setattr(setup, "_SMALL_DRAFT_BYTES", 50)
     return made
 
@@ -98,7 +98,7 @@ def test_a_file_costs_what_it_has_to_read_and_a_small_one_runs_on_one_thread(mad
     assert {costs.row for _, costs in found} == {0.1}
     assert made["backends"] == [("cpu", 7), ("cpu", 1), ("cpu", 7), ("cpu", 1), ("cpu", 7)]
     limits = {"vocab_size": 40, "max_num_seqs": 3, "max_model_len": 32, "kv_dtype": "int8"}
-    made["of_model"].assert_called_with(made["model"], **limits, name="a #3")
+    made["proposer"].assert_called_with(made["model"], **limits, name="a #3")
     made["model"].prepare.assert_called_with("layout")
 
     ((_, costs),) = load_proposers("draft", drafts[1:2], replace(target, path=None, draft_device="cuda"))
@@ -131,6 +131,6 @@ def test_there_are_as_many_drafts_as_can_be_told_apart(made, target, monkeypatch
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
 def test_a_cache_that_does_not_fit_is_refused_by_the_drafts_name(error, made, target):
-    made["of_model"].side_effect = error
+    made["proposer"].side_effect = error
     with pytest.raises(UsageError, match="the KV cache of the draft hash:1 does not fit in memory"):
         load_proposers("draft", ["hash:1"], target)
