@@ -71,8 +71,8 @@ CASES = (
     *(_prefill(tokens) for tokens in (128, 512, 2048)),
 )
 LONG_CASES = (
-    *(_decode(rows, context) for rows, context in ((64, 1024), (1, 8192), (1, 32768))),
-    _prefill(8192),
+    *(_decode(rows, context) for rows, context in ((64, 1024), (1, 4096), (16, 4096), (1, 8192), (1, 32768))),
+    *(_prefill(tokens) for tokens in (4096, 8192)),
 )
 
 

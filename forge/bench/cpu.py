@@ -80,6 +80,8 @@ class Plan:
     peers: tuple[str, ...] = tuple(PEERS)
     threads: int | None = None
     """None means all usable CPUs."""
+    kv_dtype: str | None = None
+    """forge's; None is its default."""
     peer_python: str | None = None
     """An interpreter in which peers are looked for first; None for this one alone."""
     peer_bin: str | None = None
@@ -182,7 +184,8 @@ def _load(runner: Runner, plan: Plan, path: Path, options: dict[str, int], scrat
     launches = {FORGE: [Launch(FORGE, "forge_worker")]}
     launches |= {peer: [Launch(peer, PEERS[peer], python) for python in pythons] for peer in plan.peers}
     loading = {"model": str(path.absolute()), "device": "cpu", **options}
-    ours, theirs = {"max_num_seqs": 1, "block_size": BLOCK_SIZE}, {"scratch": scratch, "binary": plan.peer_bin}
+    ours = {"max_num_seqs": 1, "block_size": BLOCK_SIZE, "kv_dtype": plan.kv_dtype}
+    theirs = {"scratch": scratch, "binary": plan.peer_bin}
 
     def load(name: str) -> Facts:
         reasons, fields = [], loading | (ours if name == FORGE else theirs)
@@ -380,7 +383,7 @@ def _notes(facts: Facts) -> Iterator[Part]:
 @kit.benchmark(screen)
 def bench_cpu(
     say: Progress,
-    engine: Annotated[EngineArgs, Takes("model threads")],
+    engine: Annotated[EngineArgs, Takes("model threads kv_dtype")],
     only: Annotated[str | None, option(f"Figures to measure, with commas: {NAMES}.", default="all")] = None,
     reps: Annotated[int | None, option("Turns of each process per figure; 9 if not given.")] = None,
     peer: Annotated[
@@ -404,4 +407,5 @@ def bench_cpu(
     effort = kit.effort_of(QUICK if quick else EFFORT, repetitions=reps)
     cases = kit.select(only, CASES + LONG_CASES) if only else CASES + (LONG_CASES if long else ())
     peers = kit.select_peers(peer, PEERS)
-    yield from run(Plan(str(engine.model), cases, peers, engine.threads, peer_python, peer_bin, effort), say)
+    model, threads, kv_dtype = str(engine.model), engine.threads, engine.kv_dtype
+    yield from run(Plan(model, cases, peers, threads, kv_dtype, peer_python, peer_bin, effort), say)

@@ -3,7 +3,6 @@ engine.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,8 @@ from forge.workload.judging import run_requests
 
 CHUNK = 512
 """Tokens of a sequence that are filled in at a time."""
-TRIAL_STEPS = {"prefill": 2, "decode": 4}
-"""Steps on a CPU with each KV dtype, before the faster one is chosen."""
 WARM_ROUNDS = 3
-"""Untimed steps on a GPU, and untimed requests per slot before a load: kernels compiled, graphs captured."""
+"""Untimed steps, and untimed requests per slot before a load: caches filled, kernels compiled, graphs captured."""
 
 
 class ForgeWorker(Worker):
@@ -40,14 +37,11 @@ class ForgeWorker(Worker):
             import forge.backends.cpu.backend  # noqa: F401 (loading libraries is no part of loading a file)
         compiled: list[int] = []
         llm = self._llm = LLM(model, **options, on_compile_progress=lambda done, total: compiled.append(done))
-        if "kv" in options:
-            kv = f", KV {llm.kv} in {llm.kv_dtype}"
-        else:  # on a CPU each case tells its own
-            kv = "" if device == "cpu" else f", KV {llm.kv_dtype}"
+        kv = f"{llm.kv} in {llm.kv_dtype}" if "kv" in options else llm.kv_dtype
         on_cpu = {"weight_bytes": _packed_bytes(llm.model)}
         on_gpu = {"read_bytes": self.read_bytes, "kv_bytes": self.kv_bytes}
         return {
-            "description": f"forge {__version__}, {llm.device_description}{kv}",
+            "description": f"forge {__version__}, {llm.device_description}, KV {kv}",
             "seconds": llm.load_seconds,
             "first_time": bool(compiled),
             **(on_cpu if device == "cpu" else on_gpu),
@@ -73,28 +67,20 @@ class ForgeWorker(Worker):
         return {"device_seconds": graph and fastest(import_torch(), graph.replay, seconds)}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
-        """Set up the case. On a CPU, keep keys and values in the faster of int8 and the model's own KV dtype."""
-        on_cpu, default = self._llm.device == "cpu", self._llm.kv_dtype
-        dtypes = dict.fromkeys(("int8", default)) if on_cpu else (default,)
-        steps = TRIAL_STEPS[kind] if on_cpu else WARM_ROUNDS
-        best = self._set_up_fastest(dtypes, partial(self._set_up, context, token_ids), steps)
-        model = self._llm.model
-        assert isinstance(model, Qwen3)
-        execution = getattr(model.backend, "execution", None)
-        eager = f"{best} KV" if on_cpu else "eager"
-        how = f"{execution.mode}: {execution.reason}" if execution is not None else eager
-        return {"setting": how, "seconds": self._expected}
-
-    def _set_up(self, context: int, token_ids: list[list[int]], kv_dtype: str) -> None:
         """Fill a new cache with the first `context` tokens of every sequence, and make a batch of the rest."""
         model, sequences, blocks = self._llm.model, len(token_ids), -(-len(token_ids[0]) // BLOCK_SIZE)
         self._storage = None
-        self._storage = model.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, kv_dtype))
+        self._storage = model.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, self._llm.kv_dtype))
         for index, ids in enumerate(token_ids):
             for start in range(0, context, CHUNK):
                 stop = min(context, start + CHUNK)
                 model.forward(batch_of([ids[start:stop]], start, blocks, first=index), self._storage)
         self._batch = batch_of([ids[context:] for ids in token_ids], context, blocks)
+        self._expected = min(self._step() for _ in range(WARM_ROUNDS))
+        assert isinstance(model, Qwen3)
+        execution = getattr(model.backend, "execution", None)
+        setting = f"{execution.mode}: {execution.reason}" if execution is not None else f"{self._llm.kv_dtype} KV"
+        return {"setting": setting, "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
         """Return the logits of the last token."""

@@ -81,17 +81,13 @@ def test_without_openvino_it_is_said_what_to_install(monkeypatch, tmp_path):
         OpenVinoWorker().load("model.gguf", threads=2, scratch=str(tmp_path))
 
 
-@pytest.mark.parametrize("faster", ["bfloat16", "int8"])
-def test_on_a_cpu_forge_keeps_keys_and_values_in_the_faster_kv_dtype(tmp_path, monkeypatch, faster):
+@pytest.mark.parametrize(("asked", "used"), [(None, "bfloat16"), ("int8", "int8")])
+def test_on_a_cpu_forge_is_measured_with_the_kv_dtype_that_users_get(tmp_path, asked, used):
     worker = ForgeWorker()
-    loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="cpu")
-    kept = []
-    set_up = worker._set_up
-    monkeypatch.setattr(worker, "_set_up", lambda *case: (kept.append(case[-1]), set_up(*case)))
-    monkeypatch.setattr(worker, "_step", lambda: 1.0 if kept[-1] == faster else 2.0)
+    loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="cpu", kv_dtype=asked)
 
     prepared = worker.prepare("decode", 16, [list(range(17)), list(range(1, 18))])
 
-    assert "KV" not in loaded["description"]  # which is told of each case instead
-    assert prepared == {"setting": f"{faster} KV", "seconds": 1.0}
-    assert kept[-1] == faster
+    assert loaded["description"].endswith(f"KV {used}")
+    assert prepared["setting"] == f"{used} KV"
+    assert worker._storage.layout.kv_dtype == used
