@@ -102,7 +102,9 @@ def _schema_text(schema: object) -> str:
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
+    except RecursionError:
+        raise UsageError("the JSON schema is nested too deeply: make it simpler") from None
+    except (ValueError, TypeError) as error:
         raise UsageError(f"the JSON schema is no JSON: {error}") from None
     if not isinstance(parsed, Mapping):
         raise UsageError("a JSON schema is an object, such as {} for any JSON value")

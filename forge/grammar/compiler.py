@@ -197,10 +197,9 @@ def _check_exclusive_bounds(schema: Any, is_joined: bool) -> None:
             _check_exclusive_bounds(member, is_joined)
     if not isinstance(schema, dict):
         return
-    exclusive = [schema[name] for name in ("exclusiveMinimum", "exclusiveMaximum") if _is_number(schema.get(name))]
-    if exclusive and schema.get("type") != "integer":
-        low = [schema[name] for name in ("minimum", "exclusiveMinimum") if _is_number(schema.get(name))]
-        high = [schema[name] for name in ("maximum", "exclusiveMaximum") if _is_number(schema.get(name))]
+    is_exclusive = True in (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))  # as draft 4 writes it
+    if (is_exclusive or _numbers(schema, "exclusiveMinimum", "exclusiveMaximum")) and schema.get("type") != "integer":
+        low, high = _numbers(schema, "minimum", "exclusiveMinimum"), _numbers(schema, "maximum", "exclusiveMaximum")
         if is_joined or (low and high and min(high) - max(low) < 1):
             raise ValueError(
                 "an exclusive bound of a range less than 1 wide is not supported; take minimum and maximum"
@@ -209,8 +208,9 @@ def _check_exclusive_bounds(schema: Any, is_joined: bool) -> None:
         _check_exclusive_bounds(member, is_joined)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _numbers(schema: Mapping[str, Any], *names: str) -> list[float]:
+    values = [schema.get(name) for name in names]
+    return [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
 
 
 def _lark_text(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from forge.engine.containers import num_common
 from forge.engine.structured_output import MatcherError
 from forge.grammar.vocabulary import Encode
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 TOO_COMPLEX = "the grammar needs more work for one token than is allowed: make it simpler"
+_NO_TOKEN = "NoExtensionBias"
+"""How the library's message begins where the grammar goes on and no token does. All its other errors are limits."""
 _FEW = 16
 """If fewer than one word of a mask (32 tokens) in this many has an allowed token, only such words are unpacked."""
 _MAX_MASKS = 16
@@ -61,8 +64,8 @@ class GrammarMatcher:
         if self._has_ended(output):
             return self._grammar.anything
         if not self.move_to(output):
-            if self._parser.is_error():
-                raise self._too_complex()
+            if self._parser.is_error() or self._grammar.is_spent:
+                raise self._failure()
             raise MatcherError("the output does not follow its grammar")
         mask = self._masks.get(len(output))
         if mask is None:
@@ -77,11 +80,11 @@ class GrammarMatcher:
             return 0
         eos = self._grammar.eos_token_ids
         text = next((index for index, token_id in enumerate(token_ids) if token_id in eos), len(token_ids))
-        allowed = self._parser.validate_tokens(list(token_ids[:text])) if text else 0
+        allowed = self._parser.validate_tokens(list(token_ids[:text]))
         self._reraise()
         if allowed == text < len(token_ids) and self.move_to([*output, *token_ids[:text]]):
             allowed += self._parser.is_accepting()
-        return max(0, allowed)
+        return allowed
 
     def forced(self, output: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of the text that must come next, and an end if nothing else may come."""
@@ -89,7 +92,7 @@ class GrammarMatcher:
             return ()
         token_ids = tuple(self._parser.compute_ff_tokens())
         self._reraise()
-        if not token_ids and self._parser.is_stopped() and self._parser.is_accepting():
+        if self._parser.is_stopped() and self._parser.is_accepting():
             return (min(self._grammar.eos_token_ids),)
         return token_ids
 
@@ -100,7 +103,7 @@ class GrammarMatcher:
         bits = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
         self._reraise()
         if self._parser.is_error():
-            raise self._too_complex()
+            raise self._failure()
         words = bits.reshape(-1, 4)
         some = np.flatnonzero(bits.view(np.uint32))
         if len(some) < len(words) // _FEW:  # a third of the time of all
@@ -109,12 +112,13 @@ class GrammarMatcher:
             mask = unpacked.reshape(-1)[: self._grammar.vocab_size].view(bool)
         else:
             mask = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(bool)
-        if not len(some):
-            raise MatcherError("no token of this model's vocabulary may come next by the grammar")
         mask.flags.writeable = False
         return mask
 
-    def _too_complex(self) -> MatcherError:
+    def _failure(self) -> MatcherError:
+        """Return why the parser has stopped."""
+        if self._parser.get_error().startswith(_NO_TOKEN):
+            return MatcherError("no token of this model's vocabulary may come next by the grammar")
         self._grammar.is_spent = True
         return MatcherError(TOO_COMPLEX)
 
@@ -128,15 +132,15 @@ class GrammarMatcher:
             self._masks.clear()
         num_kept = self.roll_back(known, output)
         missing = output[num_kept:]
-        moved = self._parser.try_consume_tokens(missing) if missing else 0
+        moved = self._parser.try_consume_tokens(missing)
         self._reraise()
         self._consumed = [*known[:num_kept], *missing[:moved]]
-        return moved == len(missing) and not self._parser.is_error()
+        return moved == len(missing)
 
     def roll_back(self, known: list[int], output: list[int]) -> int:
         """Take back what the parser has consumed of `known` beyond what agrees with `output`; return how many tokens
         stay."""
-        agreeing = len(known) if output[: len(known)] == known else _num_equal(known, output)
+        agreeing = num_common(known, output)
         if agreeing < len(known):
             self._parser.rollback(len(known) - agreeing)
             self._masks = {position: mask for position, mask in self._masks.items() if position <= agreeing}
@@ -147,11 +151,3 @@ class GrammarMatcher:
         if self._grammar.encode is not None and self._grammar.encode.has_raised:
             self._parser, self._consumed = self._grammar.new_parser(), None
             self._grammar.encode.reraise()
-
-
-def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common beginning."""
-    for index, (ours, theirs) in enumerate(zip(left, right, strict=False)):
-        if ours != theirs:
-            return index
-    return min(len(left), len(right))

@@ -1,13 +1,18 @@
 """What is compiled, what is refused and how, and that neither can be made to take long."""
 
+import inspect
 import json
+import sys
 
+import numpy as np
 import pytest
 
-from forge.engine.structured_output import StructuredOutput
+from forge.engine.structured_output import MatcherError, StructuredOutput
 from forge.errors import UsageError
 from forge.grammar import compiler as compiler_module
-from forge.grammar.compiler import GrammarCompiler, check_size
+from forge.grammar.compiler import GrammarCompiler, check_size, compile_grammar, tool_call_grammar, without_gbnf
+from forge.grammar.vocabulary import Vocabulary, ll_tokenizer
+from forge.tokenizer.byte_tokenizer import ByteTokenizer
 
 
 def says(compiler, tokenizer, structured: StructuredOutput, text: str) -> bool:
@@ -28,6 +33,13 @@ def says(compiler, tokenizer, structured: StructuredOutput, text: str) -> bool:
         (StructuredOutput(grammar='root ::= "it is " ("good" | "bad")'), "it is bad", "it is"),
         (StructuredOutput(json={"type": "integer", "minimum": 3}), "12", "2"),
         (StructuredOutput(json={"type": "number", "exclusiveMinimum": 5, "maximum": 6}), "5.5", "5"),
+        (StructuredOutput(json={"type": "number", "minimum": 5, "exclusiveMinimum": True, "maximum": 6}), "5.5", "5"),
+        (
+            StructuredOutput(json={"type": "number", "minimum": 0.5, "exclusiveMinimum": False, "maximum": 1}),
+            "0.5",
+            "2",
+        ),
+        (StructuredOutput(json={"allOf": [{"type": "integer", "exclusiveMinimum": 5, "maximum": 9}]}), "6", "5"),
         (StructuredOutput(json={}), '{"a": [1, null, "x"]}', "{a}"),
         (StructuredOutput(json='{"enum": ["happy", 1]}'), '"happy"', '"sad"'),
     ],
@@ -56,6 +68,9 @@ def test_json_is_written_as_json_dumps_writes_it(compiler, tokenizer):
         (StructuredOutput(json={"type": "banana"}), "banana"),
         (StructuredOutput(json={"type": "number", "exclusiveMinimum": 5, "maximum": 5.5}), "exclusive bound"),
         (StructuredOutput(json={"allOf": [{"exclusiveMinimum": 5}, {"maximum": 5.5}]}), "exclusive bound"),
+        (StructuredOutput(json={"minimum": 5, "exclusiveMinimum": True, "maximum": 5.5}), "exclusive bound"),
+        (StructuredOutput(json={"anyOf": [{}, {"exclusiveMaximum": 5.5, "minimum": 5}]}), "exclusive bound"),
+        (StructuredOutput(json={"properties": {"a": {}, "b": {"exclusiveMaximum": 1, "minimum": 0.5}}}), "exclusive"),
         (StructuredOutput(json={"$ref": "http://example.com/x"}), "example.com"),
         (StructuredOutput(json={"enum": []}), "nsatisfiable"),
         (StructuredOutput(regex="(a"), "regular expression is refused"),
@@ -99,9 +114,94 @@ def test_a_hostile_grammar_is_refused(compiler, structured):
         compiler(structured)
 
 
-def test_a_schema_nested_too_deeply_is_refused(compiler):
-    with pytest.raises(UsageError):
-        compiler(StructuredOutput(json=deep(700)))
+def test_what_is_nested_too_deeply_is_refused(compiler, monkeypatch):
+    with pytest.raises(UsageError, match="nested too deeply: make it simpler"):
+        StructuredOutput(json=deep(2000))
+    with pytest.raises(UsageError, match="nested too deeply: make it simpler"):
+        compiler(StructuredOutput(grammar="root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000))
+    structured, limit = StructuredOutput(json=deep(400)), sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 300)
+    try:
+        with pytest.raises(UsageError, match="nested too deeply: make it simpler"):
+            compiler(structured)
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_gbnf_is_translated_and_everything_else_stays():
+    grammar = StructuredOutput(grammar='root ::= "a" | "b"')
+    translated = without_gbnf(grammar)
+    assert translated.grammar.startswith("%llguidance") and "root" not in translated.grammar.splitlines()[0]
+    for structured in (translated, StructuredOutput(regex="a|b"), StructuredOutput(grammar='start: "a"')):
+        assert without_gbnf(structured) is structured or without_gbnf(structured) == structured
+    with pytest.raises(UsageError, match="the grammar is refused"):
+        without_gbnf(StructuredOutput(grammar="root ::= ("))
+
+
+def test_a_grammar_is_walked_before_it_is_taken():
+    """Two tokens far: what no token of the vocabulary can write there is refused at once, and not in a step."""
+    tokens = [bytes([byte]) if byte != ord("z") else b"" for byte in range(256)]
+    vocabulary = Vocabulary([*tokens, b"</s>"], [256], frozenset({256}))
+    library = ll_tokenizer(vocabulary)
+    for text in ("z", "az", "abz"):
+        with pytest.raises(UsageError, match="no token of this model's vocabulary"):
+            compile_grammar(StructuredOutput(regex=text), library, vocabulary)
+    grammar = compile_grammar(StructuredOutput(regex="abcz"), library, vocabulary)
+    with pytest.raises(MatcherError, match="no token of this model's vocabulary"):
+        grammar.new_matcher().mask(list(b"abc"))
+
+
+def test_the_states_of_a_grammar_are_limited(monkeypatch):
+    """Below what the library allows by itself."""
+
+    def num_tokens() -> int:
+        matcher, output = GrammarCompiler(ByteTokenizer(), 259)(structured).new_matcher(), []
+        with pytest.raises(MatcherError, match="more work"):
+            while True:
+                output.append(int(np.flatnonzero(matcher.mask(output))[0]))
+        return len(output)
+
+    structured = StructuredOutput(regex="a([ab]{0,99}a[ab]{0,50}){40,50}")
+    limited = num_tokens()
+    monkeypatch.setattr(compiler_module, "_limits", lambda: None)
+    assert limited < num_tokens() / 2
+
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+FUNCTIONS = [("count", ARGUMENTS), ("stop", {"type": "object", "additionalProperties": False})]
+COUNT = '<tool_call>\n{"name": "count", "arguments": {"n": 3}}\n</tool_call>'
+STOP = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+WRONG = ['<tool_call>\n{"name": "stop", "arguments": {"n": 3}}\n</tool_call>', COUNT.replace(": 3", ":3"), COUNT[:-1]]
+ANSWER = '{"n": 7}'
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["one-call", "parallel"])
+@pytest.mark.parametrize(
+    ("required", "answer", "good", "bad"),
+    [
+        (True, None, [COUNT, STOP], ["", "text", "text" + COUNT, COUNT + "text", *WRONG]),
+        (True, ARGUMENTS, [COUNT, STOP], ["", ANSWER, *WRONG]),
+        (False, ARGUMENTS, [COUNT, STOP, ANSWER], ["", "text", '{"m": 7}', '{"n":7}', ANSWER + COUNT, *WRONG]),
+        (False, None, ["", "text\n", "text" + COUNT, COUNT], [f"text{wrong}" for wrong in WRONG]),
+    ],
+    ids=["required", "required-with-answer", "answer", "text"],
+)
+def test_what_a_model_with_tools_may_write(compiler, tokenizer, parallel, required, answer, good, bad):
+    grammar = tool_call_grammar(FUNCTIONS, required=required, parallel=parallel, answer=answer)
+    structured = StructuredOutput(grammar=grammar)
+    for text in good:
+        assert says(compiler, tokenizer, structured, text), text
+    for text in bad:
+        assert not says(compiler, tokenizer, structured, text), text
+    two = f"{COUNT}\n{STOP}"
+    assert says(compiler, tokenizer, structured, two) == parallel
+    assert not says(compiler, tokenizer, structured, f"{COUNT}\n{WRONG[0]}")
+    assert not says(compiler, tokenizer, structured, f"{COUNT}\n{ANSWER}") or not (required or answer)
 
 
 def test_a_grammar_has_65_536_characters_at_most():
@@ -142,5 +242,17 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(tokenizer, monkeypatc
     compiler(StructuredOutput(regex="a"))
     assert compiler(StructuredOutput(json={"type": "integer"})) is first
     compiler(StructuredOutput(regex="b"))
+    assert compiler(StructuredOutput(json={"type": "integer"})) is first, "the one used last stays"
     compiler(StructuredOutput(regex="c"))
+    compiler(StructuredOutput(regex="d"))
     assert compiler(StructuredOutput(json={"type": "integer"})) is not first
+    assert compiler.load() is compiler.load()
+
+
+def test_a_grammar_whose_states_are_used_up_is_compiled_again(compiler):
+    structured = StructuredOutput(regex="[ab]c")
+    grammar = compiler(structured)
+    assert compiler(structured) is grammar
+    grammar.is_spent = True
+    assert compiler(structured) is not grammar
+    assert compiler(structured) is compiler(structured)

@@ -4,9 +4,12 @@ import random
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from forge.engine.structured_output import MatcherError, StructuredOutput
 from forge.grammar.compiler import GrammarCompiler
+from forge.grammar.matcher import CompiledGrammar
+from forge.grammar.vocabulary import Vocabulary, ll_tokenizer
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 
 SCHEMA = {
@@ -91,6 +94,147 @@ def test_an_interruption_within_the_library_does_no_harm(grammar, output):
     assert np.array_equal(matcher.mask(output[:5]), grammar.new_matcher().mask(output[:5]))
 
 
+class Recorded:
+    """A parser that notes what is asked of it."""
+
+    def __init__(self, parser):
+        self.parser, self.calls = parser, []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append((name, *arguments))
+            return getattr(self.parser, name)(*arguments)
+
+        return call
+
+    def take_calls(self, *names):
+        """Return the calls since the last time, those of these names that did something."""
+        calls, self.calls = self.calls, []
+        return [call for call in calls if call[0] in names and call[1:] not in (([],), (0,))]
+
+
+@pytest.fixture
+def recorded(grammar):
+    """A matcher whose parser's calls are noted."""
+    matcher = grammar.new_matcher()
+    matcher._parser = Recorded(matcher._parser)
+    return matcher
+
+
+def test_the_parser_walks_only_what_differs(recorded, output):
+    """Whoever asks twice, or for one token more, pays for that alone; tuples are texts as lists are."""
+    parser, walk = recorded._parser, ("try_consume_tokens", "rollback", "reset", "compute_bitmask")
+    recorded.mask(tuple(output[:3]))
+    assert parser.take_calls(*walk) == [("try_consume_tokens", output[:3]), ("compute_bitmask",)]
+    recorded.mask(output[:4])
+    assert parser.take_calls(*walk) == [("try_consume_tokens", output[3:4]), ("compute_bitmask",)]
+    recorded.mask(output[:4])
+    assert parser.take_calls(*walk) == []
+    recorded.mask(tuple(output[:3]))
+    assert parser.take_calls(*walk) == [("rollback", 1)]
+    assert recorded.num_allowed(output[:3], output[3:6]) == 3
+    assert parser.take_calls(*walk) == []
+
+
+def test_a_mask_is_kept_for_as_long_as_its_text_stands(recorded, output):
+    computed = lambda: len(recorded._parser.take_calls("compute_bitmask"))  # noqa: E731
+    for length in (3, 4, 5):
+        recorded.mask(output[:length])
+    assert computed() == 3
+    recorded.mask(output[:4])
+    recorded.mask(output[:3])
+    assert computed() == 0
+    recorded.mask(output[:5])
+    assert computed() == 1, "the text was cut before it"
+
+
+def test_masks_of_sixteen_positions_are_kept_at_most(recorded, output):
+    """One takes a byte for each token of the vocabulary."""
+    for length in range(len(output)):
+        recorded.mask(output[:length])
+        assert len(recorded._masks) <= 16
+    recorded._parser.take_calls()
+    for _ in range(2):  # the last of them are there
+        recorded.mask(output[: len(output) - 1])
+    assert recorded._parser.take_calls("compute_bitmask") == []
+
+
+def test_after_an_interruption_no_mask_of_another_text_is_given(grammar, output):
+    """Wherever Ctrl-C comes: here once the parser has taken tokens back, and before it has consumed the new ones."""
+
+    def interrupt(token_ids):
+        raise KeyboardInterrupt
+
+    matcher, parser = grammar.new_matcher(), None
+    matcher.mask(output[:5])
+    other = [*output[:4], int(np.flatnonzero(matcher.mask(output[:4]))[-1])]
+    matcher.mask(output[:5])
+    parser, matcher._parser = matcher._parser, Recorded(matcher._parser)
+    matcher._parser.try_consume_tokens = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        matcher.mask(output[:6])
+    matcher._parser = parser
+    assert np.array_equal(matcher.mask(other), grammar.new_matcher().mask(other))
+
+
+def test_a_mask_with_a_single_token_of_a_large_vocabulary(compiler, tokenizer):
+    """Where next to nothing may come, most of the mask is not even looked at."""
+    token_ids = tokenizer.encode("fox and owl", add_special_tokens=False)
+    matcher = compiler(StructuredOutput(choice=["fox and owl"])).new_matcher()
+    for length, token_id in enumerate(token_ids):
+        mask = matcher.mask(token_ids[:length])
+        assert mask.dtype == bool and len(mask) == tokenizer.vocab_size
+        expected = {other for other in np.flatnonzero(mask) if matcher.num_allowed(token_ids[:length], [int(other)])}
+        assert set(np.flatnonzero(mask)) == expected and mask[token_id]
+
+
+def test_the_end_is_forced_only_where_nothing_else_may_come():
+    tokenizer = ByteTokenizer()
+    matcher = GrammarCompiler(tokenizer, 259)(StructuredOutput(regex="a(bc)?d?")).new_matcher()
+    end = (min(tokenizer.eos_token_ids),)
+    assert [matcher.forced(list(text)) for text in (b"", b"a", b"ab", b"abc", b"abcd", b"ad", b"b")] == [
+        (ord("a"),),
+        (),
+        (ord("c"),),
+        (),
+        end,
+        end,
+        (),
+    ]
+
+
+def test_text_that_no_token_can_write_is_an_error():
+    tokens = [bytes([byte]) if byte != ord("z") else b"" for byte in range(256)]
+    vocabulary = Vocabulary([*tokens, b"</s>"], [256], frozenset({256}))
+    parser = LLMatcher(ll_tokenizer(vocabulary), LLMatcher.grammar_from_regex("az"))
+    matcher = CompiledGrammar(parser, vocabulary.eos_token_ids, 257).new_matcher()
+    assert np.flatnonzero(matcher.mask([])).tolist() == [ord("a")]
+    with pytest.raises(MatcherError, match="no token of this model's vocabulary"):
+        matcher.mask([ord("a")])
+
+
+@pytest.mark.parametrize("ask", ["mask", "num_allowed", "forced"])
+def test_what_the_tokenizer_raises_while_the_parser_asks_it_is_raised(ask, tokenizer, monkeypatch):
+    """The parser swallows it. The next question is answered as if nothing had been."""
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    structured = StructuredOutput(choice=["the fox and the owl", "the fox and the hen"])
+    first = tokenizer.encode("the", add_special_tokens=False)
+    arguments = (first, first) if ask == "num_allowed" else (first,)
+    matcher = compiler(structured).new_matcher()
+    grammar = matcher._grammar
+
+    def interrupt(text):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar.encode, "_encode", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(matcher, ask)(*arguments)
+            matcher.forced(first)
+    assert not grammar.encode.has_raised
+    assert np.array_equal(matcher.mask(first), compiler(structured).new_matcher().mask(first))
+
+
 def test_matchers_of_one_grammar_are_independent(grammar, output):
     one, other = grammar.new_matcher(), grammar.new_matcher()
     one.mask(output[:9])
@@ -169,6 +313,28 @@ def test_a_grammar_that_is_used_up_is_compiled_again(tokenizer):
         return len(output)
 
     assert num_tokens() == num_tokens() > 10
+
+
+def test_all_sequences_of_a_used_up_grammar_say_so(tokenizer):
+    """They share its states: one that is only now moved to its text finds none left."""
+    compiler = GrammarCompiler(ByteTokenizer(), 259)
+    grammar = compiler(StructuredOutput(regex="a([ab]{0,99}a[ab]{0,50}){40,50}"))
+    matcher, output = grammar.new_matcher(), []
+    with pytest.raises(MatcherError, match="more work"):
+        while True:
+            output.append(int(np.flatnonzero(matcher.mask(output))[0]))
+    for late in (matcher, grammar.new_matcher()):
+        with pytest.raises(MatcherError, match="more work"):
+            late.mask(output)
+        assert late.num_allowed(output, [ord("a")]) == 0 and late.forced(output) == ()
+
+
+def test_a_text_that_takes_too_much_work_to_walk_says_so():
+    compiler, rng = GrammarCompiler(ByteTokenizer(), 259), random.Random(0)
+    grammar = compiler(StructuredOutput(regex="a([ab]{0,99}a[ab]{0,50}){40,50}"))
+    with pytest.raises(MatcherError, match="more work"):
+        grammar.new_matcher().mask([ord("a"), *(rng.choice(b"ab") for _ in range(3000))])
+    assert grammar.is_spent
 
 
 def test_of_a_long_forced_text_only_the_beginning_is_tokenized(tokenizer, monkeypatch):
