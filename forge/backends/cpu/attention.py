@@ -17,7 +17,7 @@ from forge.backends.cpu.attention_code import (
     pack_values,
 )
 from forge.backends.cpu.kernels import ONE, VECTOR, ZERO
-from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8, ROWS_PER_BLOCK
+from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8, MOST_ROWS_PER_BLOCK, ROWS_PER_BLOCK
 from forge.backends.cpu.thread_pool_code import next_item
 from forge.backends.cpu.vectors import (
     absolute,
@@ -26,6 +26,7 @@ from forge.backends.cpu.vectors import (
     get_f32,
     get_i32,
     get_i64,
+    interleave_bf16,
     load_f32,
     mask_lanes,
     max16,
@@ -49,6 +50,9 @@ from forge.backends.cpu.vectors import (
 
 LOWEST = np.float32(-3.0e38)
 MOST_WEIGHT = np.float32(32767.0)
+ITEMS_PER_THREAD = 32
+"""Items that each thread has at least where an item has `MOST_ROWS_PER_BLOCK` rows: with few, one thread waits long for
+the last. Ledger, one layer at 2,048 tokens on one thread, 16 and 32 rows: int8 95 and 90 ms, bfloat16 111 and 107."""
 PACKED_FROM = 8
 """Queries for which rearranging a chunk's int8 keys takes less than adding up their products across lanes, and its
 values than pairing them for each few queries."""
@@ -95,7 +99,8 @@ def _norm_rope_head(x, width, weight, eps, cos, sin):
 
 @numba.njit
 def _are_packed(cache):
-    """Return whether the storage keeps its keys as `pack_keys` writes them, 16 slots together."""
+    """Return whether the storage keeps its keys as `pack_keys` writes them, 16 slots together, and its values as
+    `pack_values` does, two slots together."""
     return cache.kind == BFLOAT16 and cache.block_size % 16 == 0
 
 
@@ -108,11 +113,15 @@ def _store_head(ctx, address, layer, row, head, source, width):
     block_size = ctx.cache.block_size
     place = address + layer * ctx.cache.layer_bytes + slot // block_size * ctx.cache.block_bytes
     place += head * ctx.cache.head_bytes
-    if address == ctx.cache.keys and _are_packed(ctx.cache):
-        place += slot % block_size // 16 * 16 * ctx.cache.row_bytes + slot % 16 * 4
+    if _are_packed(ctx.cache):
+        together = 16 if address == ctx.cache.keys else 2
+        place += slot % block_size // together * together * ctx.cache.row_bytes
         for offset in range(0, width, 16):
-            vector = mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO)
-            scatter_bf16(place + 32 * offset, without_tiny(vector))
+            vector = without_tiny(mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO))
+            if address == ctx.cache.keys:
+                scatter_bf16(place + slot % 16 * 4 + 32 * offset, vector)
+            else:
+                interleave_bf16(place + slot % 2 * 2 + 4 * offset, vector)
         return
     place += slot % block_size * ctx.cache.row_bytes
     if ctx.cache.kind == INT8:
@@ -334,7 +343,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     width = (head_dim + 15) // 16 * 16
     group = op.heads // kv_heads
     scale = op.scale
-    num_queries, room = (last_row - first_row) * group, ROWS_PER_BLOCK * group
+    num_queries, room = (last_row - first_row) * group, MOST_ROWS_PER_BLOCK * group
     rows, next_rows = scratch, scratch + 8 * CHUNK
     packed_keys = scratch + 16 * CHUNK
     size = width if kind == INT8 else 2 * width  # of what is packed
@@ -342,7 +351,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     chunk_scales = packed_values + 2 * CHUNK * width
     scales = chunk_scales if kind == INT8 else 0
     packed_groups = chunk_scales + 12 * CHUNK
-    shifts = packed_groups + 8 * CHUNK
+    packed_pairs = packed_groups + 8 * CHUNK
+    shifts = packed_pairs + 8 * CHUNK
     query_scales = shifts + VECTOR
     offsets = query_scales + 4 * room
     queries = offsets + 4 * room
@@ -362,8 +372,9 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             _round_query(queries + 4 * i * width, width)
         put_f32(states + 16 * i, LOWEST)
         put_f32(states + 16 * i + 4, ZERO)
-    for number in range(0, CHUNK, 16):
+    for number in range(0, CHUNK, 2):
         put_i64(packed_groups + 8 * number, number * ((size + 63) // 64 * 64))
+        put_i64(packed_pairs + 8 * number, number * 2 * width)
     are_packed = _are_packed(ctx.cache)
     head = _head_offset(op, ctx, kv_head)
     keys, values = ctx.cache.keys + head, ctx.cache.values + head
@@ -378,11 +389,10 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             ahead, ahead_table, upcoming = next_keys, next_table, np.int64(0)
         _find_rows(ctx, ahead_table, upcoming, min(CHUNK, (end if following < end else next_end) - upcoming), next_rows)
         visible, first_query = first_position + 1 - start, max(0, start - first_position) * group
-        packs = (kind in (BFLOAT16, INT8)) and num_queries - first_query >= PACKED_FROM
-        packs_keys = (packs or kind == BFLOAT16) and not are_packed
+        packs = (kind == INT8 and num_queries - first_query >= PACKED_FROM) or (kind == BFLOAT16 and not are_packed)
         if kind == INT8:
             _gather_scales(keys, values, rows, ctx.cache.row_bytes, scales)
-        if packs_keys:
+        if packs:
             pack_keys(kind, keys, rows, min(CHUNK, end - start), size, packed_keys, values)
         query = first_query
         while query < num_queries:
@@ -393,7 +403,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             if are_packed:
                 fetched = values if query == first_query else 0
                 dot_packed_keys(kind, together, numbers, offset, width, keys, rows, most, weights, fetched)
-            elif packs_keys:
+            elif packs:
                 dot_packed_keys(kind, together, numbers, offset, width, packed_keys, packed_groups, most, weights, 0)
             else:
                 dot_keys(kind, together, numbers, offset, width, keys, rows, most, weights, values)
@@ -404,7 +414,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             query += together
         if packs:
             pack_values(kind, values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
-        packed = packed_values if packs else 0
+        weighed, weighed_rows = (packed_values, packed_pairs) if packs else (values, rows)
+        in_pairs, fetched = (1 if packs or are_packed else 0), 0 if packs else ahead
         query = first_query
         while query < num_queries:
             least = _seen(visible, group, query)
@@ -412,7 +423,10 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             most = least if least == CHUNK else _seen(visible, group, query + together - 1)
             weights, out = all_weights + 4 * CHUNK * query, outs + 4 * width * query
             state = states + 16 * query
-            add_values(kind, together, weights, most, packed, values, rows, width, out, state, ahead, next_rows)
+            add_values(
+                kind, together, weights, most, in_pairs, weighed, weighed_rows, width, out, state, fetched, next_rows
+            )
+            fetched = 0 if in_pairs else ahead
             query += together
         rows, next_rows = next_rows, rows
     for i in range(num_queries):
@@ -438,19 +452,20 @@ def _table_address(ctx, sequence):
 
 
 @numba.njit
-def _find_item(ctx, kv_heads, item, sequence, before):
-    """Find an item's rows and head, searching from `sequence` on, whose first item is number `before`.
+def _find_item(ctx, kv_heads, rows, item, sequence, before):
+    """Find an item's block of `rows` rows and its head, searching from `sequence` on, whose first item is number
+    `before`.
 
     (sequence, its first item, first row, last row + 1, head); the sequence is their number if there is no such item.
     """
     bounds = ctx.cu_seqlens
     while sequence < ctx.num_sequences:
         first, last = np.int64(get_i32(bounds + 4 * sequence)), np.int64(get_i32(bounds + 4 * sequence + 4))
-        blocks = (last - first + ROWS_PER_BLOCK - 1) // ROWS_PER_BLOCK
+        blocks = (last - first + rows - 1) // rows
         if item < before + blocks * kv_heads:
             # The last rows of a sequence see the most keys, so their blocks go first.
-            start = first + (blocks - 1 - (item - before) // kv_heads) * ROWS_PER_BLOCK
-            return sequence, before, start, min(last, start + ROWS_PER_BLOCK), (item - before) % kv_heads
+            start = first + (blocks - 1 - (item - before) // kv_heads) * rows
+            return sequence, before, start, min(last, start + rows), (item - before) % kv_heads
         before += blocks * kv_heads
         sequence += 1
     return sequence, before, np.int64(0), np.int64(0), np.int64(0)
@@ -465,8 +480,13 @@ def attention(op, ctx, thread, threads):
     scratch = ctx.scratch + thread * ctx.scratch_bytes
     kv_heads, sequences, positions = op.kv_heads, ctx.num_sequences, ctx.positions
     together = max(1, min(4, sequences * kv_heads // threads))
+    rows = (
+        MOST_ROWS_PER_BLOCK
+        if ctx.num_rows * kv_heads >= ITEMS_PER_THREAD * MOST_ROWS_PER_BLOCK * threads
+        else ROWS_PER_BLOCK
+    )
     item = next_item(op, together)
-    sequence, before, first, last, head = _find_item(ctx, kv_heads, item, np.int64(0), np.int64(0))
+    sequence, before, first, last, head = _find_item(ctx, kv_heads, rows, item, np.int64(0), np.int64(0))
     if sequence < sequences:
         end = np.int64(get_i32(positions + 4 * (last - 1))) + 1
         keys, count = ctx.cache.keys + _head_offset(op, ctx, head), min(CHUNK, end)
@@ -474,7 +494,9 @@ def attention(op, ctx, thread, threads):
         _fetch(ctx, keys, scratch, 0, count)
     while sequence < sequences:
         item = item + 1 if (item + 1) % together != 0 else next_item(op, together)
-        next_sequence, before, next_first, next_last, next_head = _find_item(ctx, kv_heads, item, sequence, before)
+        next_sequence, before, next_first, next_last, next_head = _find_item(
+            ctx, kv_heads, rows, item, sequence, before
+        )
         next_end = np.int64(0)
         if next_sequence < sequences:
             next_end = np.int64(get_i32(positions + 4 * (next_last - 1))) + 1

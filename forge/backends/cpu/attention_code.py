@@ -26,7 +26,6 @@ from forge.backends.cpu.compilation import instruction_set
 from forge.backends.cpu.llvm_code import (
     F32,
     I8,
-    I16,
     I32,
     I64,
     LANES,
@@ -206,14 +205,15 @@ def _in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.
 
 
 @emits(types.void, *[types.int64] * 12)
-def add_values(b, kind, together, weights, count, packed, values, rows, width, outs, states, ahead, ahead_rows):
+def add_values(b, kind, together, weights, count, in_pairs, values, rows, width, outs, states, ahead, ahead_rows):
     """out = out * keep + gain * (sum of weight[j] * value[j], j ascending) for `together` queries (1, 2 or 4).
 
     weights: float32 `[together, CHUNK]`, of which `count` are used; for values in int8 or bfloat16 each row begins with
     int16 or bfloat16 numbers instead, of which an even number is used. values: what is added to the offsets `rows` to
-    find a value. packed: of int8 and bfloat16, what `pack_values` wrote, or 0 to read the values where they lie. outs:
-    float32 `[together, width]`. states: float32 `[together, 4]`, whose last two are keep and gain. ahead, ahead_rows:
-    what is to be fetched meanwhile, unless values are packed. Sums of int8 are exact: 64 products of 15 and 7 bits.
+    find a value. in_pairs: whether two values lie together as `pack_values` writes them, at the offset of the first; of
+    bfloat16 they always do. outs: float32 `[together, width]`. states: float32 `[together, 4]`, whose last two are keep
+    and gain. ahead, ahead_rows: what is to be fetched meanwhile; of pairs 0 for nothing. Sums of int8 are exact: 64
+    products of 15 and 7 bits.
     """
 
     isa = instruction_set()
@@ -239,18 +239,20 @@ def add_values(b, kind, together, weights, count, packed, values, rows, width, o
 
         return loop(b, count, 1, [_ZEROS] * (together * vectors), position)
 
-    def pair_sums(kind: str, is_packed: bool, together: int, column: ir.Value, vectors: int) -> Values:
+    def pair_sums(kind: str, lie_together: bool, together: int, column: ir.Value, vectors: int) -> Values:
         dot, zeros = isa.dot_pairs, _INTEGER_ZEROS
         if kind == "bf16":
             dot, zeros = isa.dot_bfloat_pairs, _ZEROS
-        by_lines = kind == "bf16" and not is_packed and vectors % 2 == 0
 
         def pair(index: ir.Value, sums: Values) -> Values:
             # The last of an odd number meets a weight of zero: it must not be a number that no query sees.
             second = b.add(index, I64(1))
             both_used = b.icmp_signed("<", second, count)
-            if is_packed:
-                line = b.add(packed, b.mul(b.add(b.mul(index, width), b.mul(column, I64(2))), I64(2)))
+            if lie_together:
+                at = b.mul(column, I64(4))
+                with b.if_then(b.icmp_signed("!=", ahead, I64(0))):
+                    _fetch(b, b.add(_row(b, ahead, ahead_rows, index), at), 4 * LANES * vectors)
+                line = b.add(_row(b, values, rows, index), at)
                 value = [load(b, b.add(line, I64(4 * LANES * n)), V_I32) for n in range(vectors)]
                 if kind == "bf16":
                     used = splat(b, b.select(both_used, I32(-1), I32(0xFFFF)))
@@ -258,10 +260,7 @@ def add_values(b, kind, together, weights, count, packed, values, rows, width, o
             else:
                 used = b.select(both_used, second, index)
                 both = [fetched(kind, index, column, vectors), fetched(kind, second, column, vectors, used)]
-                if by_lines:
-                    value = [part for n in range(0, vectors, 2) for part in _line_pairs(b, both, I64(2 * LANES * n))]
-                else:
-                    value = [_value_pairs(b, kind, both, I64(LANES * n)) for n in range(vectors)]
+                value = [_value_pairs(b, kind, both, I64(LANES * n)) for n in range(vectors)]
             results = []
             for query in range(together):
                 at = b.add(weights, b.add(I64(4 * CHUNK * query), b.mul(index, I64(2))))
@@ -270,8 +269,6 @@ def add_values(b, kind, together, weights, count, packed, values, rows, width, o
             return results
 
         sums = loop(b, count, 2, [zeros] * (together * vectors), pair)
-        if by_lines:
-            sums = [part for two in zip(sums[::2], sums[1::2], strict=True) for part in _in_order(b, *two)]
         return sums if kind == "bf16" else [b.sitofp(total, V_F32) for total in sums]
 
     def columns(sums_of: Callable[[int, ir.Value, int], Values], together: int, column: ir.Value, vectors: int) -> None:
@@ -290,10 +287,13 @@ def add_values(b, kind, together, weights, count, packed, values, rows, width, o
         if kind not in _PAIRED.values():
             _in_columns(b, width, most, partial(columns, partial(float_sums, kind), together))
             return
-        with b.if_else(b.icmp_signed("!=", packed, I64(0))) as (from_packed, direct):
-            for branch, is_packed in ((from_packed, True), (direct, False)):
+        if kind == "bf16":
+            _in_columns(b, width, most, partial(columns, partial(pair_sums, kind, True), together))
+            return
+        with b.if_else(b.icmp_signed("!=", in_pairs, I64(0))) as branches:
+            for branch, lie_together in zip(branches, (True, False), strict=True):
                 with branch:
-                    _in_columns(b, width, most, partial(columns, partial(pair_sums, kind, is_packed), together))
+                    _in_columns(b, width, most, partial(columns, partial(pair_sums, kind, lie_together), together))
 
     _for_each_kind(b, _KINDS, kind, together, emit)
 
@@ -409,23 +409,6 @@ def _value_pairs(b: ir.IRBuilder, kind: str, rows: Values, column: ir.Value) -> 
         first, second = (b.sext(load(b, b.add(row, at), ir.VectorType(I8, LANES)), V_I32) for row in rows)
         first = b.and_(first, constant(V_I32, 0xFFFF))
     return b.or_(first, b.shl(second, constant(V_I32, 16)))
-
-
-def _line_pairs(b: ir.IRBuilder, rows: Values, offset: ir.Value) -> Values:
-    """Emit 32 elements of the bfloat16 values at two addresses, from `offset` bytes on, those of both in one lane.
-
-    The first vector has elements 0 to 3, 8 to 11, …, which takes one instruction; `_in_order` sorts the sums."""
-    first, second = (load(b, b.add(row, offset), ir.VectorType(I16, 32)) for row in rows)
-    lanes = [
-        [8 * part + half + at + side for part in range(4) for at in range(4) for side in (0, 32)] for half in (0, 4)
-    ]
-    return [b.bitcast(shuffle(b, first, of_half, second), V_I32) for of_half in lanes]
-
-
-def _in_order(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> Values:
-    """Emit 32 elements in ascending order, which lie in two vectors as `_line_pairs` puts them."""
-    lanes = [[LANES * (n // 4 % 2) + n // 8 * 4 + n % 4 for n in range(start, start + 16)] for start in (0, 16)]
-    return [shuffle(b, first, of_part, second) for of_part in lanes]
 
 
 @emits(types.void, *[types.int64] * 8)

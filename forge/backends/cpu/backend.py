@@ -23,8 +23,8 @@ from forge.backends.cpu.op_layout import (
     CONTEXT,
     GLU_SCRATCH_FLOATS,
     MAX_THREADS,
+    MOST_ROWS_PER_BLOCK,
     OPERATION,
-    ROWS_PER_BLOCK,
     structure,
 )
 from forge.backends.cpu.packed_cache import PackedCache, packed_cache
@@ -60,9 +60,10 @@ class CpuKvStorage(KvStorage):
 
     In a block the tokens of one head lie side by side, because that is how attention reads them: 4 KB in a row where
     tokens-first would be 256 bytes here and there. All layers of a block lie together too: memory is taken as blocks
-    are written, however many are reserved, and copying a block is one copy. bfloat16 is kept as the uint16 that holds
-    its bits; int8 has its scale behind it, in the row's last four bytes. What is padding stays zero, so it adds nothing
-    to a product.
+    are written, however many are reserved, and copying a block is one copy. int8 has its scale behind it, in the row's
+    last four bytes. bfloat16 is kept as the uint16 that holds its bits and, in blocks of a multiple of 16 tokens, in
+    the order in which attention multiplies it: keys as `[block_size / 16, width / 2, 16 tokens, 2]`, values as
+    `[block_size / 2, width, 2 tokens]`. What is padding stays zero, so it adds nothing to a product.
     """
 
     def __init__(self, layout: KvLayout):
@@ -95,11 +96,13 @@ class CpuKvStorage(KvStorage):
 
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]
-        keys = self.keys[blocks, layer]
+        keys, values = self.keys[blocks, layer], self.values[blocks, layer]
         if self.layout.kv_dtype == "bfloat16" and self.layout.block_size % LANES == 0:
             by_sixteen = keys.reshape(*keys.shape[:2], -1, self.width // 2, LANES, 2)
             keys = by_sixteen.transpose(0, 1, 2, 4, 3, 5).reshape(keys.shape)
-        return self._floats(keys, length), self._floats(self.values[blocks, layer], length)
+            by_two = values.reshape(*values.shape[:2], -1, self.width, 2)
+            values = by_two.swapaxes(-1, -2).reshape(values.shape)
+        return self._floats(keys, length), self._floats(values, length)
 
     def _floats(self, stored: np.ndarray, length: int) -> np.ndarray:
         """Convert `[blocks, kv_heads, block_size, row]` as stored to float32 `[length, kv_heads, head_dim]`."""
@@ -264,10 +267,10 @@ class CpuBackend(Backend):
         self._pool = ThreadPool(self.threads)
         weakref.finalize(self, self._pool.close)  # its threads end with the backend
         width, group = padded(layout.head_dim, LANES), recording.heads_per_kv_head
-        queries = ROWS_PER_BLOCK * group
+        queries = MOST_ROWS_PER_BLOCK * group
         # Laid out by `_attend_block`: rows of a chunk, its keys and values packed, their scales; of queries their
         # scales, sums, numbers, weights, outputs, states.
-        of_chunk = CHUNK * (4 + padded(2 * width, 64) // 4 + width // 2 + 5)
+        of_chunk = CHUNK * (4 + padded(2 * width, 64) // 4 + width // 2 + 7)
         floats = max(of_chunk + LANES + queries * (CHUNK + 2 * width + 6), GLU_SCRATCH_FLOATS)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch

@@ -194,8 +194,8 @@ COMBINE = operation(("x", ROWS), ("shares", ROWS), ("places", ROWS), ("out", ROW
 
 CHUNK = 64
 """Keys that attention reduces together: absolute positions 0 to 63, 64 to 127, …"""
-ROWS_PER_BLOCK = 16
-"""Rows of one sequence that share a pass over its keys."""
+ROWS_PER_BLOCK, MOST_ROWS_PER_BLOCK = 16, 32
+"""Rows of one sequence that share a pass over its keys; and where there are enough of them for all threads."""
 ROWS_NEAR = 128
 """Rows of a large batch that pass over weights together: their quants stay in the second-level cache meanwhile."""
 GLU_SCRATCH_FLOATS = ROWS_NEAR * 2 * 32

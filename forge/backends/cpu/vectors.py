@@ -169,6 +169,14 @@ def scatter_bf16(builder, address, a):
         store(builder, builder.add(address, I64(64 * number)), builder.extract_element(pairs, I32(number)))
 
 
+@emits(types.void, types.int64, f32x16)
+def interleave_bf16(builder, address, a):
+    """Round each lane to bfloat16, and store them 4 bytes apart."""
+    numbers = narrow(builder, a, "bf16")
+    for number in range(LANES):
+        store(builder, builder.add(address, I64(4 * number)), builder.extract_element(numbers, I32(number)))
+
+
 @emits(types.void, *[types.int64] * 8)
 def quantize_16_groups(b, x, x_step, quants, quants_step, scales, scales_step, sums, sums_step):
     """Do what `kernels._quantize_32` does for 16 groups at once, each array's groups so many bytes apart.

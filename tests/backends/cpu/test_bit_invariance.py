@@ -7,7 +7,9 @@ was in the cache and in the buffers before, and whether the keys were kept or ar
 import numpy as np
 import pytest
 
+from forge.backends.cpu.attention import ITEMS_PER_THREAD
 from forge.backends.cpu.backend import CpuBackend
+from forge.backends.cpu.op_layout import MOST_ROWS_PER_BLOCK
 from forge.cache.kv_storage import KV_DTYPES
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
@@ -109,6 +111,21 @@ def test_neighbours_chunks_blocks_and_threads_cannot_be_seen(models):
                 where = f"case {case}, {part.start}:{part.end} of {len(part.token_ids)}, blocks of {block_size}"
                 assert np.array_equal(got, expected[chosen[number]][part.start : part.end]), where
     assert forwards > 50
+
+
+def test_how_many_rows_pass_over_keys_together_cannot_be_seen(models):
+    """32 in a long prefill, 16 in its chunks."""
+    loaded, kv_dtype = models
+    model = loaded[1]
+    length = ITEMS_PER_THREAD * MOST_ROWS_PER_BLOCK // model.config.num_key_value_heads + 5
+    tokens = np.random.default_rng(8).integers(0, 288, length).tolist()
+    expected = alone(model, tokens, kv_dtype, block_size=16)
+    table = list(range(-(-length // 16)))
+    storage = poisoned_storage(model, len(table), 16, kv_dtype)
+    for start in range(0, length, 250):
+        end = min(start + 250, length)
+        got = model.forward(flat_batch([Part(tokens, start, end, table)], 16), storage)
+        assert np.array_equal(got, expected[start:end]), start
 
 
 def test_the_items_of_a_thread_that_does_not_come_are_done_by_others(models):
