@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, plain_drive, words_of
+from forge.exercises.exercise import Costs, Driven, Exercise, Part, Trial, plain_drive, words_of
 from forge.llm import LLM
-from forge.trace.records import StepRecord
 
 GRAMMAR = 'start: list\nlist: "[" (value ("," value)*)? "]"\nvalue: NUMBER | list\nNUMBER: /[0-9]+/\n'
 _ALPHABET = b"[],17 "
@@ -59,8 +57,7 @@ class MaskTrial(Trial):
     def state(self, pieces: Sequence[bytes]) -> Any:
         """Advance the reader's state by these pieces, and check after each that it is refused exactly if no list begins
         so."""
-        self.restart()
-        state, text = self.call("state = piece.start()", self.piece.start), b""
+        state, text = self.call_anew("state = piece.start()", self.piece.start), b""
         self.require(state is not None, "result", "it returned None")
         for part in pieces:
             text += part
@@ -151,7 +148,7 @@ def _check_mask(piece: ModuleType) -> None:
 
 
 class _ReadersGrammar:
-    """A `Grammar` whose masks are the reader's."""
+    """A `Grammar` whose masks are the reader's. It is the `Matcher` of every sequence too: it keeps no state."""
 
     def __init__(self, piece: ModuleType, llm: LLM):
         self.piece, self.eos_token_ids = piece, llm.tokenizer.eos_token_ids
@@ -162,25 +159,17 @@ class _ReadersGrammar:
         ]
         self.vocabulary += [b""] * (size - len(self.vocabulary))
 
-    def new_matcher(self) -> "_ReadersMatcher":
-        return _ReadersMatcher(self)
-
-
-class _ReadersMatcher:
-    """A `Matcher` of the reader's."""
-
-    def __init__(self, grammar: _ReadersGrammar):
-        self._grammar = grammar
+    def new_matcher(self) -> "_ReadersGrammar":
+        return self
 
     def mask(self, output: Sequence[int]) -> np.ndarray:
-        grammar, piece = self._grammar, self._grammar.piece
-        if not grammar.eos_token_ids.isdisjoint(output):
-            return np.ones(len(grammar.vocabulary), bool)
-        state = piece.start()
+        if not self.eos_token_ids.isdisjoint(output):
+            return np.ones(len(self.vocabulary), bool)
+        state = self.piece.start()
         for token_id in output:
-            state = piece.advance(state, grammar.vocabulary[token_id])
-        allowed = np.array(piece.mask(state, grammar.vocabulary, min(grammar.eos_token_ids)), bool)
-        allowed[list(grammar.eos_token_ids)] = piece.is_complete(state)
+            state = self.piece.advance(state, self.vocabulary[token_id])
+        allowed = np.array(self.piece.mask(state, self.vocabulary, min(self.eos_token_ids)), bool)
+        allowed[list(self.eos_token_ids)] = self.piece.is_complete(state)
         return allowed
 
     def num_allowed(self, output: Sequence[int], token_ids: Sequence[int]) -> int:
@@ -193,9 +182,7 @@ class _ReadersMatcher:
         return ()
 
 
-def drive(
-    llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None
-) -> tuple[list[RequestOutput], list[StepRecord]]:
+def drive(llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None) -> Driven:
     """Run the prompts with the reader's masks."""
     if piece is not None:
         grammar = _ReadersGrammar(piece, llm)
@@ -213,7 +200,7 @@ def _cost(piece: ModuleType | None, length: int) -> Callable[[], object]:
 
     llm = _tales()
     output = llm.tokenizer.encode("[" * length)
-    compiled = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(StructuredOutput(grammar=GRAMMAR))
+    compiled = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(_FORM)
     grammar: Any = _ReadersGrammar(piece, llm) if piece else compiled
     return lambda: grammar.new_matcher().mask(output)
 

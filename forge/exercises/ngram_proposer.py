@@ -74,14 +74,13 @@ class ProposerTrial(Trial):
     def propose(self, texts: Sequence[list[int]], max_tokens: int, seq_id: int | None = None) -> list[tuple[int, ...]]:
         """Propose for these texts. seq_id: set if the text has grown since the last call under this id; None for new
         texts."""
-        self.restart()
         first = self.next_id if seq_id is None else seq_id
         self.next_id += len(texts)
         asked = [_request(list(text), max_tokens, first + number) for number, text in enumerate(texts)]
         shown = ", ".join(
             f"Request({first + n}, Draw(SamplingParams(), 0, 0, {text}), {max_tokens})" for n, text in enumerate(texts)
         )
-        proposals = self.call(f"proposer.propose([{shown}])", self.proposer.propose, asked)
+        proposals = self.call_anew(f"proposer.propose([{shown}])", self.proposer.propose, asked)
         is_list = isinstance(proposals, list | tuple) and all(isinstance(proposal, Proposal) for proposal in proposals)
         self.require(
             is_list and len(proposals) == len(texts), "one-each", f"{_plural(len(texts))}; it returned {proposals!r}"
@@ -103,8 +102,8 @@ class ProposerTrial(Trial):
         self._compare(rule, text, max_tokens, proposed)
 
     def looked_up(self, rule: str, text: list[int], max_tokens: int) -> None:
-        self.restart()
-        proposed = self.call(f"proposer.lookup({text}, {max_tokens})", self.proposer.lookup, list(text), max_tokens)
+        line = f"proposer.lookup({text}, {max_tokens})"
+        proposed = self.call_anew(line, self.proposer.lookup, list(text), max_tokens)
         self._compare(rule, text, max_tokens, self._checked(proposed, max_tokens))
 
     def _compare(self, rule: str, text: list[int], max_tokens: int, ours: tuple[int, ...]) -> None:

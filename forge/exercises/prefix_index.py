@@ -63,9 +63,8 @@ class IndexTrial(Trial):
             for size in (1, 2, 4):
                 tokens = [(7 * place + length) % 11 for place in range(length)]
                 for salt in ("", "a", "tenant 2", "ü"):
-                    self.restart()
                     line = f"index.keys({tokens}, {size}, {salt!r})"
-                    keys = self.call(line, index.keys, tokens, size, salt)
+                    keys = self.call_anew(line, index.keys, tokens, size, salt)
                     self.require(isinstance(keys, tuple), "result", f"keys returned {keys!r}")
                     finding = f"{length} tokens in blocks of {size} have {length // size} keys: {keys!r}"
                     self.require(len(keys) == length // size, "keys", finding)

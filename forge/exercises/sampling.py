@@ -52,21 +52,19 @@ class SamplingTrial(Trial):
     setup_lines = ("import numpy as np; from forge import SamplingParams",)
 
     def greedy(self, row: list[float]) -> None:
-        self.restart()
         logits = np.array(row, np.float32)
         expected = int(logits.argmax())
         line = f"piece.greedy(np.array({row}, np.float32))"
-        token_id = self.call(line, self.piece.greedy, logits)
+        token_id = self.call_anew(line, self.piece.greedy, logits)
         self.require(isinstance(token_id, Integral), "id", f"it returned {token_id!r}")
         self.require(token_id == expected, "greedy", f"of {row} it takes token {token_id}, and not {expected}")
 
     def filtered(self, rule: str, row: list[float], options: dict[str, Any]) -> None:
-        self.restart()
         logits, params = np.array(row, np.float32), SamplingParams(**options)
         expected_ids, expected = sampling.filtered(logits.copy(), params)
         settings = ", ".join(f"{name}={value}" for name, value in options.items())
         line = f"piece.filtered(np.array({[round(value, 3) for value in row]}, np.float32), SamplingParams({settings}))"
-        pair = self.call(line, self.piece.filtered, logits, params)
+        pair = self.call_anew(line, self.piece.filtered, logits, params)
         self.require(isinstance(pair, tuple | list) and len(pair) == 2, "result", f"it returned {pair!r}")
         ids, scores = self._listed(pair[0]), self._listed(pair[1])
         is_pair = len(ids) == len(scores) and all(isinstance(token_id, Integral) for token_id in ids)
@@ -88,10 +86,9 @@ class SamplingTrial(Trial):
         return [value.item() if isinstance(value, np.generic) else value for value in listed]
 
     def drawn(self, rule: str, ids: np.ndarray, scores: np.ndarray, uniform: np.ndarray) -> None:
-        self.restart()
         expected = int(ids[np.argmax(scores - np.log(-np.log(uniform)))])
         arrays = ", ".join(f"np.array({array.round(6).tolist()})" for array in (ids, scores, uniform))
-        token_id = self.call(f"piece.draw({arrays})", self.piece.draw, ids, scores, uniform)
+        token_id = self.call_anew(f"piece.draw({arrays})", self.piece.draw, ids, scores, uniform)
         self.require(isinstance(token_id, Integral), "id", f"it returned {token_id!r}")
         self.require(token_id in ids.tolist(), "drawn-from", f"it is {token_id!r}, and the ids are {ids.tolist()}")
         self.require(token_id == expected, rule, f"it is {token_id}, and not {expected}")

@@ -2,7 +2,6 @@
 rules."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, StepPlan
 from forge.exercises.exercise import Costs, Exercise, Part, words_of
-from forge.exercises.trials import EngineTrial
+from forge.exercises.trials import EngineTrial, oldest_first
 from forge.llm import LLM
 from forge.pieces import standing_in
 from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, WaitReason
@@ -62,11 +61,6 @@ class SchedulerBase(Scheduler):
             plan.exhausted.append(sequence.seq_id)
 
 
-def first_of_others(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """Choose a victim that the plan may already contain."""
-    return next((sequence for sequence in running if sequence is not requester), None)
-
-
 def new_llm(
     scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPolicy = "lifo", budget: int = _BUDGET
 ) -> LLM:
@@ -96,10 +90,10 @@ class SchedulerTrial(EngineTrial):
         budget: int = _BUDGET,
     ):
         """kind: a class that replaces the reader's."""
-        options = ", first_of_others" if callable(policy) else f", budget={budget}" if budget != _BUDGET else ""
+        options = ", oldest_first" if callable(policy) else f", budget={budget}" if budget != _BUDGET else ""
         super().__init__(
             piece,
-            "from forge import SamplingParams; from forge.exercises.scheduler import first_of_others, new_llm",
+            "from forge import SamplingParams; from forge.exercises.scheduler import new_llm, oldest_first",
             f"llm = new_llm(piece.MyScheduler, {num_blocks}{options})",
         )
         self.llm = new_llm(kind or self._observed(piece), num_blocks, policy, budget)
@@ -260,7 +254,7 @@ def _check_all(piece: ModuleType) -> None:
     for num_blocks, prompts in ((64, short), (64, mixed), (15, mixed), (14, many), (8, short), (64, long)):
         SchedulerTrial(piece, num_blocks).compare(prompts)
     under_way = [[97] * 2, [98] * 2, [99] * 2, [100] * 28]  # preempted before its last chunk
-    SchedulerTrial(piece, 12, policy=first_of_others).compare(under_way)
+    SchedulerTrial(piece, 12, policy=oldest_first).compare(under_way)
     SchedulerTrial(piece, 64, budget=_MAX_SEQS).compare(mixed)  # decodes leave one token to a prompt
     SchedulerTrial(piece, 64).admit_after_preemption()
 

@@ -35,14 +35,10 @@ class VerificationTrial(Trial):
 
     setup_lines = ("import numpy as np; from forge.engine.sampling import Distribution as D",)
 
-    def ask(self, line: str, function: Any, *arguments: Any) -> Any:
-        self.restart()
-        return self.call(line, function, *arguments)
-
     def greedy(self, argmax: Sequence[int], draft: Sequence[int]) -> None:
         agreed = next((i for i, token in enumerate(draft) if argmax[i] != token), len(draft))
         expected = [*draft[:agreed], argmax[agreed]]
-        returned = self.ask(f"piece.verify_greedy({argmax}, {draft})", self.piece.verify_greedy, argmax, draft)
+        returned = self.call_anew(f"piece.verify_greedy({argmax}, {draft})", self.piece.verify_greedy, argmax, draft)
         emitted = self._tokens(returned)
         finding = f"it emits {emitted}, and the target alone would say {expected}"
         if emitted == expected:
@@ -60,7 +56,7 @@ class VerificationTrial(Trial):
         return [int(token) for token in returned]
 
     def accept(self, p: float, q: float, draw: float) -> None:
-        accepted = self.ask(f"piece.accept({p}, {q}, {draw})", self.piece.accept, p, q, draw)
+        accepted = self.call_anew(f"piece.accept({p}, {q}, {draw})", self.piece.accept, p, q, draw)
         self.require(accepted in (True, False), "result", f"it returned {accepted!r}")
         finding = f"p / q is {p / q:g}, the draw {draw}, and it returned {accepted}"
         self.require(bool(accepted) == (draw < p / q), "accept", finding)
@@ -68,7 +64,7 @@ class VerificationTrial(Trial):
     def residual(self, p: Distribution, q: Distribution) -> None:
         expected = verification.residual(p, q)
         is_p = expected is p
-        returned = self.ask(f"piece.residual({_shown(p)}, {_shown(q)})", self.piece.residual, p, q)
+        returned = self.call_anew(f"piece.residual({_shown(p)}, {_shown(q)})", self.piece.residual, p, q)
         self.require(isinstance(returned, Distribution), "result", f"it returned {returned!r}")
         ids, probabilities = np.asarray(returned.token_ids), np.asarray(returned.probabilities, np.float64)
         is_sound = ids.shape == probabilities.shape and ids.ndim == 1 and ids.dtype.kind in "iu"
@@ -131,7 +127,7 @@ class VerificationTrial(Trial):
 
     def kept(self, start: int, known: int, accepted: int) -> None:
         line = f"piece.kept_length({start}, {known}, {accepted})"
-        length = self.ask(line, self.piece.kept_length, start, known, accepted)
+        length = self.call_anew(line, self.piece.kept_length, start, known, accepted)
         last = start + known + accepted
         self.require(isinstance(length, Integral), "result", f"it returned {length!r}")
         self.require(length == last, "kept", f"it is {length!r}; positions 0 to {last - 1} hold what is right")
