@@ -9,8 +9,10 @@ texts (`forge.trace.recorder`), so the prompts are cut from the passage that mad
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -136,11 +138,7 @@ class Arrival:
             return [0.0] * number
         if self.kind == "every":
             return [index * self.rate for index in range(number)]
-        now, times = 0.0, []
-        for _ in range(number):
-            now += rng.expovariate(self.rate)
-            times.append(now)
-        return times
+        return list(accumulate(rng.expovariate(self.rate) for _ in range(number)))
 
 
 def make_workload(
@@ -290,10 +288,7 @@ def recorded_requests(path: Path) -> tuple[RecordedRequest, ...]:
     """
     steps = read_trace(path).steps
     ended = {finish.seq_id for step in steps for finish in step.finished}
-    outputs: dict[int, int] = {}
-    for step in steps:
-        for token in step.tokens:
-            outputs[token.seq_id] = outputs.get(token.seq_id, 0) + 1
+    outputs = Counter(token.seq_id for step in steps for token in step.tokens)
     arrivals = [arrival for step in steps for arrival in step.arrived]
     if not arrivals:
         raise UsageError(f"{path}: no request arrived in this record: record a run from its beginning")
@@ -302,7 +297,7 @@ def recorded_requests(path: Path) -> tuple[RecordedRequest, ...]:
         RecordedRequest(
             arrival.arrived - began,
             arrival.num_prompt_tokens,
-            max(1, outputs.get(seq_id, 0) if seq_id in ended else arrival.max_output_tokens),
+            max(1, outputs[seq_id] if seq_id in ended else arrival.max_output_tokens),
             arrival.priority,
         )
         for arrival in arrivals
