@@ -298,10 +298,7 @@ def _print_step(console: Console, step: Step, session: Session) -> int:
             status = max(status, report.status)
         else:
             draw_block(console, block, session)
-        if isinstance(block, Check) and block.certain and _is_refuted(block, session):
-            status = max(status, FAILED)
+        if isinstance(block, Check) and block.certain:
+            is_refuted = any(judged.holds is False for judged in session.judge(block.claims))
+            status = max(status, FAILED if is_refuted else 0)
     return status
-
-
-def _is_refuted(check: Check, session: Session) -> bool:
-    return any(judged.holds is False for judged in session.judge(check.claims))

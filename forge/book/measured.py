@@ -13,7 +13,7 @@ from statistics import median
 from types import CodeType
 from typing import Any
 
-from forge.views import formatting
+from forge.views.formatting import NOTHING, formatted
 
 FUNCTIONS = {
     "abs": abs,
@@ -101,9 +101,9 @@ def fill(text: str, measured: Mapping[str, Any], touch: Touch | None = None) -> 
 
     def figure(match: re.Match) -> str:
         try:
-            return formatted(evaluate(match["expression"], measured, touch), match["format"])
-        except Unmeasured:
-            return formatting.NOTHING
+            return formatted(evaluate(match["expression"], measured, touch), match["format"] or "")
+        except (Unmeasured, TypeError, ValueError):  # the latter two for a value that has no such format
+            return NOTHING
 
     return _PLACEHOLDER.sub(figure, text)
 
@@ -111,14 +111,6 @@ def fill(text: str, measured: Mapping[str, Any], touch: Touch | None = None) -> 
 def expressions_in(text: str) -> list[str]:
     """List the expressions of all placeholders in `text`, in order."""
     return [match["expression"] for match in _PLACEHOLDER.finditer(text)]
-
-
-def formatted(value: Any, form: str | None) -> str:
-    """Format `value` as `form` says (`forge.views.formatting`)."""
-    try:
-        return formatting.formatted(value, form or "")
-    except (TypeError, ValueError) as error:
-        raise Unmeasured(f"{value!r} has no format {form!r}: {error}") from None
 
 
 def _readable(value: Any, path: Path, touch: Touch | None) -> Any:
