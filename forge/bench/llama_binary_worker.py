@@ -63,11 +63,8 @@ class LlamaBinaryWorker(Worker):
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
         raise Missing("it shows no logits")
 
-    def _step(self) -> float:
-        return self._chosen()
-
     def turn(self, min_steps: int, min_seconds: float) -> Mapping[str, Any]:
-        return {"seconds": [self._step()], "top_tokens": []}
+        return {"seconds": [self._chosen()], "top_tokens": []}
 
     def memory(self) -> Mapping[str, Any]:
         return {"peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024}
