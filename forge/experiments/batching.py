@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 LOAD_SLOTS = 8
 LOAD_QUESTION = "What do requests notice as the load grows?"
-BATCHES = (1, 4, 16)
+WAYS: "tuple[tuple[How, int], ...]"
+WAYS = (("continuous", 1), ("static", 4), ("continuous", 4), ("static", 16), ("continuous", 16))
+"""One at a time, then each size static and continuous."""
 TURNS = 3
 """Turns of each way; the median is shown."""
 STEADY = 1.15
@@ -76,24 +78,10 @@ def batching(
     if instead.loads is not None:
         loads = sorted({*parse_numbers(instead.loads, "--loads", "50,80,95")})
         return Experiment(lambda: measure_loads(engine, loads, asked.requests, asked.seed))
-    return Experiment(lambda: measure_ways(engine, asked, ways_of(BATCHES), TURNS))
+    return Experiment(lambda: measure_ways(engine, asked, WAYS, TURNS))
 
 
-def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
-    """List the ways: one at a time, then each size static and continuous."""
-    larger = [batch for batch in batches if batch > 1]
-    ways: list[tuple[How, int]] = [("continuous", 1)]
-    for batch in larger:
-        ways += [("static", batch), ("continuous", batch)]
-    return ways
-
-
-def measure_ways(
-    engine: EngineArgs,
-    asked: RequestArgs,
-    ways: "Sequence[tuple[How, int]]",
-    turns: int,
-) -> Report:
+def measure_ways(engine: EngineArgs, asked: RequestArgs, ways: "Sequence[tuple[How, int]]", turns: int) -> Report:
     """Load the model, run the requests in every way, and report."""
     llm = create_llm(engine)
     workload = asked.made(llm.tokenizer)
@@ -270,13 +258,9 @@ def loads_screen(about: str, runs: Sequence[LoadRun]) -> Iterator[Part]:
     )
 
 
-def way_name(way: Measured) -> str:
-    """Return the name of a way in the facts: `sequential`, `static_4`, `continuous_16`."""
-    return way.how if way.how == "sequential" else f"{way.how}_{way.batch}"
-
-
 def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return the experiment as facts: one object per way, under its name."""
+    """Return the experiment as facts: one object per way, under its name: `sequential`, `static_4`, `continuous_16`."""
+    names = [way.how if way.how == "sequential" else f"{way.how}_{way.batch}" for way in measured]
     return {
         **as_object(label),
         "requests": len(workload.requests),
@@ -284,7 +268,7 @@ def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Meas
         "max_output_tokens": workload.output_tokens,
         "identical": identical(measured),
         "steady": max(max(way.all_seconds) / min(way.all_seconds) for way in measured) < STEADY,
-        **{way_name(way): _way_object(way, measured[0]) for way in measured},
+        **{name: _way_object(way, measured[0]) for name, way in zip(names, measured, strict=True)},
     }
 
 

@@ -33,7 +33,7 @@ from forge.views.formatting import count, plural
 from forge.views.json_output import as_object
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, sequence_style
-from forge.views.screen import Part, Report, leads_on, question, report, sentences, sides
+from forge.views.screen import Part, Report, fill, leads_on, question, report, sentences, sides
 from forge.views.summary import RunResult
 from forge.views.text import neutralise, one_line, tail
 
@@ -184,10 +184,6 @@ class Fork:
         return alone + len(branches.outputs) * len(branches.prompt_token_ids) + branch_tokens
 
     @property
-    def most_saved(self) -> int:
-        return max(record.cache.blocks_saved for record in self.result.records)
-
-    @property
     def _events(self):
         return [event for record in self.result.records for event in record.events]
 
@@ -204,12 +200,10 @@ class Eviction:
     num_full: int
     """The full blocks of that table: only these are cached."""
 
-    @property
-    def text(self) -> str:
-        return (
-            f"step {self.step:>3}  block {self.block} evicted: number {self.place} of the "
-            f"{plural(self.num_full, 'full block')} that seq {self.seq_id} had"
-        )
+
+_EVICTED = (
+    "step {step:>3}  block {block} evicted: number {place} of the {num_full:plural full block} that seq {seq_id} had"
+)
 
 
 def evictions(records: Sequence[StepRecord]) -> list[Eviction]:
@@ -274,7 +268,7 @@ def _fork_object(fork: Fork) -> dict[str, Any]:
         ],
         "copies": len(fork.splits),
         "num_branches": len(branches.outputs),
-        "most_blocks_saved": fork.most_saved,
+        "most_blocks_saved": max(record.cache.blocks_saved for record in fork.result.records),
         "tokens_computed": fork.result.tokens_computed,
         "tokens_without_sharing": fork.tokens_without,
     }
@@ -332,7 +326,7 @@ def _rubric_parts(facts: dict[str, Any], alone: WatchedRun, shared: WatchedRun) 
     first, second = (run.timed.time_to_first_token_ms for run in (alone, shared))
     gains = {"first token, median": first / second if first is not None and second else None}
     if evicted := evictions(shared.watched.records):
-        yield from (None, *sentences(eviction.text for eviction in evicted[:_EVICTIONS]))
+        yield from (None, *sentences(fill(_EVICTED, eviction) for eviction in evicted[:_EVICTIONS]))
     yield from (None, sides(NAMES, (alone, shared), *_ROWS, gains=gains), None)
     told = plural(sum(map(len, shared.timed.token_ids)), "token")
     yield verdict(facts["identical"], f"{told} of {requests}", "the answers differ")

@@ -253,9 +253,15 @@ def picture(points: Sequence[Point], limits: Limits, width: int) -> list[Text]:
 
 
 def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict[str, Any]:
-    """Return the facts, unrounded. `runs` is empty if nothing was measured or recorded."""
+    """Return the facts, unrounded. `runs` is empty if nothing was measured or recorded. A step's key is a name that a
+    chapter's text can refer to: `decode1_160` for `decode1@160`."""
     limits = H200 if measured is None else measured.limits
-    facts: dict[str, Any] = {
+    planned = {
+        step.name.replace("@", "_"): as_object(step, "intensity", "num_launches", without=("name",))
+        | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
+        for step in steps
+    }
+    return {
         "source": "computed" if measured is None else measured.source,
         "on": None if measured is None else measured.on,
         "model": SHAPE if measured is None else measured.model,
@@ -264,8 +270,9 @@ def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict
         "weights": None if measured is None else measured.work.weights,
         "floor_ms": None if measured is None else measured.floor_ms,
         "runs": [] if measured is None else [_run_object(run) for run in measured.runs],
+        "published": H200.device,
+        "steps": planned,
     }
-    return facts | {"published": H200.device, "steps": {_key(step): _step_object(step) for step in steps}}
 
 
 def measured_from(facts: Mapping[str, Any]) -> Measured:
@@ -295,16 +302,6 @@ def _run_object(run: DeviceRun) -> dict[str, Any]:
         "forward_ms": [forward.ms for forward in run.forwards],
         "forwards": [[forward.phase, forward.tokens, forward.ms] for forward in run.forwards],
     }
-
-
-def _key(step: PlannedStep) -> str:
-    """Turn `decode1@160` into `decode1_160`, a name that a chapter's text can refer to."""
-    return step.name.replace("@", "_")
-
-
-def _step_object(step: PlannedStep) -> dict[str, Any]:
-    facts = as_object(step, "intensity", "num_launches", without=("name",))
-    return facts | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
 
 
 def measured_sentences(measured: Measured) -> list[str]:
