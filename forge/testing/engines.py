@@ -70,10 +70,9 @@ def _check_answer(proposer: Proposer, text: list[int], k: int, seq_id: int) -> N
     (proposal,) = proposals
     assert text == before, "it changed the tokens of the request, which are the caller's own"
     assert len(proposal) <= k, f"asked for {k} tokens at most, it proposed {len(proposal)}: {proposal.token_ids}"
-    assert all(isinstance(token_id, Integral) for token_id in proposal.token_ids), (
-        f"not token ids: {proposal.token_ids}"
-    )
-    for token_id, distribution in zip(proposal.token_ids, proposal.distributions or (), strict=False):
+    token_ids = proposal.token_ids
+    assert all(isinstance(token_id, Integral) for token_id in token_ids), f"not token ids: {token_ids}"
+    for token_id, distribution in zip(token_ids, proposal.distributions or (), strict=False):
         odds = distribution.probability(token_id)
         assert odds > 0, f"it proposed token {token_id} and says that it could not have been drawn"
 
