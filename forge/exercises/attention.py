@@ -52,9 +52,8 @@ class AttentionTrial(Trial):
                 continue
             mistaken = _all_rows(q, keys, values, seen)
             is_mistaken = np.shape(output) == q.shape and np.allclose(output, mistaken, atol=1e-4)
-            self.require(
-                np.allclose(mistaken, expected, atol=1e-4) or not is_mistaken, mistake, f"each row sees {visible}"
-            )
+            is_right = np.allclose(mistaken, expected, atol=1e-4)
+            self.require(is_right or not is_mistaken, mistake, f"each row sees {visible}")
         self._same(rule, output, expected)
 
     def _same(self, rule: str, output: Any, expected: np.ndarray) -> None:

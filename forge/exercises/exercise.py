@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -329,6 +330,11 @@ def copied(value: Any) -> Any:
         if any(isinstance(item, np.ndarray | list | tuple) for item in held.values()):
             return replace(value, **{name: copied(item) for name, item in held.items()})
     return value
+
+
+def are_ids(value: Any) -> bool:
+    """True for a list, a tuple or an array of whole numbers."""
+    return isinstance(value, list | tuple | np.ndarray) and all(isinstance(item, Integral) for item in value)
 
 
 def _is_frozen(value: Any) -> bool:

@@ -63,9 +63,8 @@ class MaskTrial(Trial):
             text += part
             advanced = self.call(f"state = piece.advance(state, {part!r})", self.piece.advance, state, part)
             again = self.piece.advance(state, part)
-            self.require(
-                (advanced is None) == (again is None), "again", f"it returned {advanced!r}, and then {again!r}"
-            )
+            finding = f"it returned {advanced!r}, and then {again!r}"
+            self.require((advanced is None) == (again is None), "again", finding)
             was_complete = complete(text[: len(text) - len(part)])
             rule = "nothing-follows" if was_complete else "refused" if len(pieces) == 1 else "split"
             finding = f"after {text!r} it returned {advanced!r}"
@@ -119,8 +118,7 @@ def _check_advance(piece: ModuleType) -> None:
     for _ in range(150):
         text = bytes(random_.choice(b"[[],1") for _ in range(12))
         trial.text([b"[", text[:4], text[4:]])
-    deep = b"[" * 3000 + b"]" * 3000
-    trial.text([deep])
+    trial.text([b"[" * 3000 + b"]" * 3000])
     trial.require_growth(
         'piece.advance(piece.start(), b"[1," * 20_000)',
         lambda size: partial(piece.advance, piece.start(), b"[1," * size),

@@ -4,7 +4,6 @@ how many of its draft tokens a held-out text accepts."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from numbers import Integral
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, are_ids, words_of
 from forge.model.model import Draw
 from forge.pieces import standing_in
 from forge.speculation.lookup import NgramProposer
@@ -82,16 +81,12 @@ class ProposerTrial(Trial):
         )
         proposals = self.call_anew(f"proposer.propose([{shown}])", self.proposer.propose, asked)
         is_list = isinstance(proposals, list | tuple) and all(isinstance(proposal, Proposal) for proposal in proposals)
-        self.require(
-            is_list and len(proposals) == len(texts), "one-each", f"{_plural(len(texts))}; it returned {proposals!r}"
-        )
+        finding = f"{_plural(len(texts))}; it returned {proposals!r}"
+        self.require(is_list and len(proposals) == len(texts), "one-each", finding)
         return [self._checked(proposal.token_ids, max_tokens) for proposal in proposals]
 
     def _checked(self, token_ids: Any, max_tokens: int) -> tuple[int, ...]:
-        is_ids = isinstance(token_ids, tuple | list | np.ndarray) and all(
-            isinstance(token_id, Integral) for token_id in token_ids
-        )
-        self.require(is_ids, "result", f"the token ids are {token_ids!r}")
+        self.require(are_ids(token_ids), "result", f"the token ids are {token_ids!r}")
         finding = f"asked for {max_tokens} at most, it proposed {tuple(token_ids)}"
         self.require(len(token_ids) <= max_tokens, "at-most", finding)
         return tuple(map(int, token_ids))

@@ -13,7 +13,7 @@ import numpy as np
 
 from forge.engine import rng, sampler, sampling
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, are_ids, words_of
 
 _ROW = [2.0, -1.0, 2.0, 0.5, 1.0, -3.0, 1.5, 0.0]
 _LOGS = [-0.6931472, -1.3862944, -2.0794415, -2.7725887, -2.7725887]
@@ -67,8 +67,7 @@ class SamplingTrial(Trial):
         pair = self.call_anew(line, self.piece.filtered, logits, params)
         self.require(isinstance(pair, tuple | list) and len(pair) == 2, "result", f"it returned {pair!r}")
         ids, scores = self._listed(pair[0]), self._listed(pair[1])
-        is_pair = len(ids) == len(scores) and all(isinstance(token_id, Integral) for token_id in ids)
-        self.require(is_pair, "result", f"it returned {pair!r}")
+        self.require(len(ids) == len(scores) and are_ids(ids), "result", f"it returned {pair!r}")
         kept = expected_ids.tolist()
         self.require(sorted(ids) == kept, rule, f"with {settings} it keeps tokens {ids}, and should keep {kept}")
         self.require(ids == kept, "ascending", f"the ids are {ids}")

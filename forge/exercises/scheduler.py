@@ -157,11 +157,9 @@ class SchedulerTrial(EngineTrial):
     def reorder(self, scheduler: Any) -> None:
         """Move running prompts in front of decodes: decodes must be scheduled first at any position."""
         cache, running = scheduler.cache, scheduler.running
-        one_left = {
-            name: len(sequence.token_ids) - cache.computed_length(name) == 1 for name, sequence in running.items()
-        }
-        for seq_id in [name for name, decodes in one_left.items() if decodes]:
-            running[seq_id] = running.pop(seq_id)
+        for seq_id, sequence in list(running.items()):
+            if len(sequence.token_ids) - cache.computed_length(seq_id) == 1:
+                running[seq_id] = running.pop(seq_id)
 
     def admit_after_preemption(self) -> None:
         """Call `admit` on a plan that has preempted a sequence, with a queue whose first sequence would fit."""
@@ -172,8 +170,7 @@ class SchedulerTrial(EngineTrial):
             'record = PreemptRecord(9, 8, 1, 0, "lifo", "recompute", 5, 2)',
             "plan = PlanBuilder(12, 12, preempted=[record])",
         ]
-        record = PreemptRecord(9, 8, 1, 0, "lifo", "recompute", 5, 2)
-        plan = PlanBuilder(_BUDGET, _BUDGET, preempted=[record])
+        plan = PlanBuilder(_BUDGET, _BUDGET, preempted=[PreemptRecord(9, 8, 1, 0, "lifo", "recompute", 5, 2)])
         returned = self.call("llm.engine.scheduler.admit(plan)", self.llm.engine.scheduler.admit, plan)  # type: ignore[attr-defined]
         self.require(returned is None, "result", f"it returned {returned!r}")
 

@@ -37,8 +37,7 @@ class TextTrial(Trial):
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         is_pair = is_pair and isinstance(pair[0], str) and isinstance(pair[1], bytes | bytearray)
         self.require(is_pair, "result", f"it returned {pair!r}")
-        decoder = _Bytes([data])
-        text = decoder.push(0)
+        text = _Bytes([data]).push(0)
         rest = data[len(data) - _num_held(data) :]
         finding = f"of {data!r} the text is {pair[0]!r} and {bytes(pair[1])!r} is held back: {text!r} and {rest!r}"
         self.require(bytes(pair[1]) == rest, "whole", finding)

@@ -104,8 +104,7 @@ class EngineTrial(Trial):
 
     def run(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
         """Run the requests, check every rule of the scheduler after each step, and return each sample's tokens."""
-        params = SamplingParams(**GREEDY, n=self.n)
-        run = self.llm.start(prompts, params)
+        run = self.llm.start(prompts, SamplingParams(**GREEDY, n=self.n))
         self.calls.append(f"run = llm.start({prompts}, SamplingParams(**{GREEDY}, n={self.n}))".replace("'", '"'))
         self.calls.append("")
         steps = iter(run)

@@ -24,7 +24,7 @@ from forge.engine.sampling import (
     sampled_token,
 )
 from forge.engine.sequence import Sequence as TokenSequence
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, are_ids, cache_of_kind, words_of
 from forge.speculation import verification
 from forge.speculation.speculator import Speculator
 from forge.trace.records import TokenVerdict
@@ -49,10 +49,7 @@ class VerificationTrial(Trial):
         self.require(False, "greedy", finding)
 
     def _tokens(self, returned: Any) -> list[int]:
-        is_list = isinstance(returned, list | tuple | np.ndarray) and all(
-            isinstance(token_id, Integral) for token_id in returned
-        )
-        self.require(is_list, "result", f"it returned {returned!r}")
+        self.require(are_ids(returned), "result", f"it returned {returned!r}")
         return [int(token) for token in returned]
 
     def accept(self, p: float, q: float, draw: float) -> None:
