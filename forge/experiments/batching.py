@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import RequestArgs, parse_numbers
 from forge.cli.run_control import create_llm, run_label
 from forge.engine_args import EngineArgs
+from forge.llm import LLM
 from forge.option import option
 from forge.trace.records import StepRecord
 from forge.trace.timeline import timeline_of
@@ -29,15 +30,11 @@ from forge.views.run_summary import totals_object
 from forge.views.screen import Part, Report, Table, question, report, sentences
 from forge.views.summary import RunLabel
 from forge.workload.requests import Arrival, Range, Workload, WorkloadRun, make_workload
-from forge.workload.ways import Measured, identical, measure_all, speed_up
-
-if TYPE_CHECKING:
-    from forge.llm import LLM
-    from forge.workload.ways import How
+from forge.workload.ways import How, Measured, identical, measure_all, speed_up
 
 LOAD_SLOTS = 8
 LOAD_QUESTION = "What do requests notice as the load grows?"
-WAYS: "tuple[tuple[How, int], ...]"
+WAYS: Sequence[tuple[How, int]]
 WAYS = (("continuous", 1), ("static", 4), ("continuous", 4), ("static", 16), ("continuous", 16))
 """One at a time, then each size static and continuous."""
 TURNS = 3
@@ -81,7 +78,7 @@ def batching(
     return Experiment(lambda: measure_ways(engine, asked, WAYS, TURNS))
 
 
-def measure_ways(engine: EngineArgs, asked: RequestArgs, ways: "Sequence[tuple[How, int]]", turns: int) -> Report:
+def measure_ways(engine: EngineArgs, asked: RequestArgs, ways: Sequence[tuple[How, int]], turns: int) -> Report:
     """Load the model, run the requests in every way, and report."""
     llm = create_llm(engine)
     workload = asked.made(llm.tokenizer)
@@ -135,7 +132,7 @@ def measure_budgets(engine: EngineArgs, budgets: Sequence[int], seed: int) -> Re
     return report(facts | {run.name: as_object(run) for run in runs}, lambda: budgets_screen(about, runs))
 
 
-def _run_budget(llm: "LLM", workload: Workload, budget: int | None) -> BudgetRun:
+def _run_budget(llm: LLM, workload: Workload, budget: int | None) -> BudgetRun:
     longest = max(len(request.prompt_token_ids) for request in workload.requests)
     engine = llm.new_engine(
         max_num_seqs=len(workload.requests),
@@ -172,12 +169,11 @@ def budgets_screen(about: str, runs: Sequence[BudgetRun]) -> Iterator[Part]:
     columns += ["rows between: {rows.p50:,.0f}", "most: {rows.maximum:,.0f}"]
     columns += ["gap p50: {gap_ms.p50:ms}", "p99: {gap_ms.p99:ms}", "TTFT: {first_token_ms:ms}"]
     yield from (Table.of(runs, *columns), None)
-    yield from sentences(
-        [
-            "rows between: what the model computes from one token of a story to its next, the median and the most. "
-            "gap: the same in milliseconds. TTFT: of the long prompts, the median."
-        ]
+    note = (
+        "rows between: what the model computes from one token of a story to its next, the median and the most. "
+        "gap: the same in milliseconds. TTFT: of the long prompts, the median."
     )
+    yield from sentences([note])
 
 
 @dataclass(frozen=True)
@@ -211,15 +207,14 @@ def measure_loads(engine: EngineArgs, loads: Sequence[int], number: int, seed: i
     return report(facts, lambda: loads_screen(f"{label} · {plural(number, 'request')}", runs))
 
 
-def _run_load(llm: "LLM", workload: Workload, load: int, seed: int) -> LoadRun:
+def _run_load(llm: LLM, workload: Workload, load: int, seed: int) -> LoadRun:
     """Run at one load: interarrival times are exponential, with a mean that keeps the slots busy `load` percent of the
     time."""
     every = workload.output_tokens / len(workload.requests) / LOAD_SLOTS / (load / 100)
     times = Arrival("poisson", 1 / every).times(len(workload.requests), Random(seed))
     requests = tuple(replace(request, arrival=at) for request, at in zip(workload.requests, times, strict=True))
     steps = list(WorkloadRun(llm.new_engine(max_num_seqs=LOAD_SLOTS), Workload(requests, "steps")))
-    timelines = timeline_of(steps).requests()
-    totals = totals_of(steps, timelines)
+    totals = totals_of(steps, timeline_of(steps).requests())
     arriving = [step for step in steps if step.queues.waiting or step.queues.finished < len(requests) // 2]
     assert totals.first_token is not None, "at least one request ran"
     return LoadRun(
@@ -253,9 +248,8 @@ def loads_screen(about: str, runs: Sequence[LoadRun]) -> Iterator[Part]:
     columns += ["p99: {waited_steps.p99:.0f}", "TTFT p50: {first_token_ms.p50:ms}", "p99: {first_token_ms.p99:ms}"]
     columns += ["TPOT: {per_token_ms.p50:ms}", "tok/s: {tokens_per_second:rate}"]
     yield from (Table.of(runs, *columns), None)
-    yield from sentences(
-        ["load: of what the slots can serve. The steps are the same on every machine; times are ms of this one."]
-    )
+    note = "load: of what the slots can serve. The steps are the same on every machine; times are ms of this one."
+    yield from sentences([note])
 
 
 def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:

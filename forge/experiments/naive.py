@@ -11,6 +11,7 @@ from itertools import combinations
 from statistics import linear_regression, mean
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 from rich.text import Text
 
@@ -34,8 +35,6 @@ from forge.views.terminal import open_console
 from forge.views.text import quoted
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from forge.model.backend import OperationTime
 
 MAX_TOKENS = 128
@@ -233,7 +232,7 @@ class HeadsResult:
     model: str
     layer: int
     pieces: tuple[str, ...]
-    weights: "np.ndarray"
+    weights: np.ndarray
     """`[query heads, tokens, tokens]`: what each token takes of itself and of each token before it."""
     num_kv_heads: int
 
@@ -262,10 +261,8 @@ def heads_report(prompt: str, max_tokens: int, engine: EngineArgs) -> Report:
     return report(heads_object(result), lambda: heads_screen(result))
 
 
-def attention_of(model: Any, kv_dtype: str, token_ids: list[int]) -> "list[np.ndarray]":
+def attention_of(model: Any, kv_dtype: str, token_ids: list[int]) -> list[np.ndarray]:
     """Return each layer's weights `[query heads, tokens, tokens]`, from one pass of the reference over the tokens."""
-    import numpy as np
-
     from forge.backends.reference import ReferenceOperations, attention_weights
     from forge.bench.cases import BLOCK_SIZE
     from forge.bench.forge_worker import batch_of

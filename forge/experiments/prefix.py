@@ -123,8 +123,7 @@ def _fork_story(
     llm: "LLM", prompt: str, max_tokens: int, branches: int, place: int, pace: float, quiet: bool
 ) -> "Fork":
     """Run a story, and start others with the same beginning when it is a little past the branching point."""
-    greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    first = arriving(llm, prompt, greedy, 0)
+    first = arriving(llm, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0)
     story = whole(drive_arrivals(llm, [first])).outputs[0]  # what it will say
     beginning = [*story.prompt_token_ids, *story.outputs[0].token_ids[:place]]
     drawn = SamplingParams(max_tokens=max(1, max_tokens - place), temperature=0.9, seed=6, n=branches, ignore_eos=True)

@@ -61,8 +61,7 @@ class PlannedStep:
 
     def floor_ms(self, limits: Limits) -> float:
         """Return the least milliseconds that the step can take on a GPU of these limits; most steps take longer."""
-        seconds = max(self.bytes / limits.bytes_per_second, self.operations / limits.operations_per_second)
-        return seconds * 1e3
+        return max(self.bytes / limits.bytes_per_second, self.operations / limits.operations_per_second) * 1e3
 
     def is_bound_by_memory(self, limits: Limits) -> bool:
         return self.bytes / limits.bytes_per_second >= self.operations / limits.operations_per_second

@@ -6,11 +6,11 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rich.text import Text
 
@@ -23,6 +23,7 @@ from forge.errors import ForgeError, UsageError
 from forge.experiments.serving.clients import Crowd, Crowded, Ending, Visit, visit_all
 from forge.option import flag_of, option
 from forge.server.server_process import ServerProcess
+from forge.trace.records import StepRecord
 from forge.trace.totals import percentile
 from forge.views.charts import sparkline
 from forge.views.formatting import count, ms, percent, plural
@@ -35,11 +36,6 @@ from forge.views.summary import RunLabel
 from forge.views.terminal import can_redraw, open_console
 from forge.views.text import one_line
 from forge.views.traffic import Traffic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from forge.trace.records import StepRecord
 
 _CLIENTS = "Clients"
 _SERVER = "model kv device threads num_blocks max_num_seqs"
@@ -90,7 +86,7 @@ def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: b
     return report(facts, lambda: screen(result, facts), 0 if facts["identical"] else 1)
 
 
-def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[StepRecord], None]") -> Crowded:
+def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: Callable[[StepRecord], None]) -> Crowded:
     """Run the clients, and follow the server's steps until it has ended."""
     records: list[StepRecord] = []
     is_over = threading.Event()
