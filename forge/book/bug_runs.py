@@ -105,13 +105,10 @@ def run_requests(
                     engine.abort(str(index))
     except (AssertionError, ForgeError) as error:
         failure = str(error)
-    outputs = [
-        engine.output(str(index)) for index, request in enumerate(requests[:arrived]) if request.hangs_up_after is None
-    ]
-    samples = [sample for output in outputs for sample in output.outputs]
-    return BugRun(
-        steps, tuple(sample.token_ids for sample in samples), tuple(sample.text for sample in samples), failure
-    )
+    stayed = [index for index, request in enumerate(requests[:arrived]) if request.hangs_up_after is None]
+    samples = [sample for index in stayed for sample in engine.output(str(index)).outputs]
+    texts = tuple(sample.text for sample in samples)
+    return BugRun(steps, tuple(sample.token_ids for sample in samples), texts, failure)
 
 
 def _check_plans(scheduler) -> None:
