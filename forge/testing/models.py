@@ -164,6 +164,7 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
 def _engines(proposer: Proposer) -> list[tuple[str, dict]]:
     """Return each technique of the engine: its name in words, and its options."""
     few = {"num_blocks": 14, "block_size": 8}
+    drafting = {"kv": "paged", "speculate": proposer, "speculate_fixed": True}
     return [
         ("with the cache off, in a batch,", {"kv": "off"}),
         ("with the basic cache", {"kv": "basic"}),
@@ -172,10 +173,7 @@ def _engines(proposer: Proposer) -> list[tuple[str, dict]]:
         ("with prompts in chunks of 7 tokens", {"kv": "prefix", "max_num_seqs": 6, "max_num_batched_tokens": 7}),
         ("in a pool too small for all, where victims compute again,", {"kv": "paged", **few}),
         ("in a pool too small for all, where victims are swapped,", {"kv": "paged", "preemption": "swap", **few}),
-        (
-            "with draft tokens, three in ten of them wrong,",
-            {"kv": "paged", "speculate": proposer, "speculate_fixed": True},
-        ),
+        ("with draft tokens, three in ten of them wrong,", drafting),
     ]
 
 
