@@ -61,11 +61,8 @@ class PoolTrial(Trial):
             self.require(shortage == expected, "all-or-nothing", finding)
             return
         self.require(number <= len(free), "all-or-nothing", f"{len(free)} blocks were free, and it returned {blocks!r}")
-        self.require(
-            isinstance(blocks, tuple) and len(blocks) == number == len(set(blocks)) and set(blocks) <= set(free),
-            "allocated",
-            f"it returned {blocks!r}; free were {free}",
-        )
+        is_sound = isinstance(blocks, tuple) and len(blocks) == number == len(set(blocks)) and set(blocks) <= set(free)
+        self.require(is_sound, "allocated", f"it returned {blocks!r}; free were {free}")
         finding = f"it returned {blocks!r}; free were {free}, and are {self.pool.free}"
         for block in blocks:
             self.require(block not in self.pool.free, "allocated", f"block {block} is still on the free list")

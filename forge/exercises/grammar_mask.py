@@ -119,13 +119,11 @@ def _check_advance(piece: ModuleType) -> None:
         text = bytes(random_.choice(b"[[],1") for _ in range(12))
         trial.text([b"[", text[:4], text[4:]])
     trial.text([b"[" * 3000 + b"]" * 3000])
-    trial.require_growth(
-        'piece.advance(piece.start(), b"[1," * 20_000)',
-        lambda size: partial(piece.advance, piece.start(), b"[1," * size),
-        1_000,
-        20_000,
-        200,
-    )
+
+    def work(size: int) -> Callable[[], object]:
+        return partial(piece.advance, piece.start(), b"[1," * size)
+
+    trial.require_growth('piece.advance(piece.start(), b"[1," * 20_000)', work, 1_000, 20_000, 200)
 
 
 def _check_mask(piece: ModuleType) -> None:
@@ -136,13 +134,11 @@ def _check_mask(piece: ModuleType) -> None:
     trial.mask(b"[1", [b"]", b"2", b"", b"x"], 2)
     trial.mask(b"[1", [b"]", b"]", b"2"], 1)
     state = piece.advance(piece.start(), b"[[1")
-    trial.require_growth(
-        "piece.mask(state, [b'12', b'],[', b'a'] * 10_000, 0)",
-        lambda size: partial(piece.mask, state, [b"12", b"],[", b"a"] * size, 0),
-        250,
-        10_000,
-        250,
-    )
+
+    def work(size: int) -> Callable[[], object]:
+        return partial(piece.mask, state, [b"12", b"],[", b"a"] * size, 0)
+
+    trial.require_growth("piece.mask(state, [b'12', b'],[', b'a'] * 10_000, 0)", work, 250, 10_000, 250)
 
 
 class _ReadersGrammar:

@@ -204,14 +204,8 @@ def _check_preemption(piece: ModuleType) -> None:
     short = [[97 + number] * (3 + number) for number in range(3)]
     many = [[97 + number] * (3 + 5 * number % 23) for number in range(8)]
     PreemptionTrial(piece, 12).copies_into_a_victim()
-    for num_blocks, n, prompts in (
-        (8, 1, short),
-        (7, 1, short),
-        (14, 1, many),
-        (7, 3, short),
-        (8, 3, short),
-        (9, 3, short),
-    ):
+    runs = ((8, 1, short), (7, 1, short), (14, 1, many), (7, 3, short), (8, 3, short), (9, 3, short))
+    for num_blocks, n, prompts in runs:
         PreemptionTrial(piece, num_blocks, n).compare(prompts)
         PreemptionTrial(piece, num_blocks, n, oldest_first).compare(prompts)
     PreemptionTrial(piece, 4).outgrow()

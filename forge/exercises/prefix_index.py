@@ -159,10 +159,8 @@ class IndexTrial(Trial):
                 theirs_now = None if child is None else child.blocks
                 self.require(theirs_now == blocks, "as-one", f"its blocks are {theirs_now}, and should be {blocks}")
                 self.calls.pop()
-            known = (
-                self.index.node_of.keys() == reference.node_of.keys()
-                and self.index.nodes.keys() == reference.nodes.keys()
-            )
+            known = self.index.node_of.keys() == reference.node_of.keys()
+            known = known and self.index.nodes.keys() == reference.nodes.keys()
             finding = f"indexed are blocks {sorted(self.index.node_of)}, and should be {sorted(reference.node_of)}"
             self.require(known, "as-one", finding)
 

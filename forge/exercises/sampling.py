@@ -109,13 +109,12 @@ def _check_filtered(piece: ModuleType) -> None:
         options = {"temperature": 0.7, "top_k": int(generator.integers(0, 12)), "top_p": 0.9, "min_p": 0.05}
         trial.filtered("top-p-after-top-k", row, options)
     params = SamplingParams(temperature=0.8, top_k=200, top_p=0.95, min_p=0.01)
-    trial.require_growth(
-        "piece.filtered(np.random.default_rng(0).standard_normal(16_000), SamplingParams(top_k=200, top_p=0.95))",
-        lambda size: partial(piece.filtered, np.random.default_rng(0).standard_normal(size).astype(np.float32), params),
-        500,
-        16_000,
-        200,
-    )
+
+    def work(size: int) -> Callable[[], object]:
+        return partial(piece.filtered, np.random.default_rng(0).standard_normal(size).astype(np.float32), params)
+
+    line = "piece.filtered(np.random.default_rng(0).standard_normal(16_000), SamplingParams(top_k=200, top_p=0.95))"
+    trial.require_growth(line, work, 500, 16_000, 200)
 
 
 def _check_draw(piece: ModuleType) -> None:

@@ -65,17 +65,9 @@ def new_llm(
     scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPolicy = "lifo", budget: int = _BUDGET
 ) -> LLM:
     """Create a small engine that this class schedules."""
+    sizes: dict[str, Any] = {"block_size": _BLOCK, "num_blocks": num_blocks, "max_num_seqs": _MAX_SEQS}
     with standing_in(scheduler=scheduler):
-        return LLM(
-            "hash",
-            kv="paged",
-            block_size=_BLOCK,
-            num_blocks=num_blocks,
-            max_num_seqs=_MAX_SEQS,
-            max_num_batched_tokens=budget,
-            prefill_only=False,
-            preempt=policy,
-        )
+        return LLM("hash", kv="paged", **sizes, max_num_batched_tokens=budget, prefill_only=False, preempt=policy)
 
 
 class SchedulerTrial(EngineTrial):

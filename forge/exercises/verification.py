@@ -12,17 +12,10 @@ from unittest.mock import patch
 
 import numpy as np
 
+from forge.engine import sampling
 from forge.engine.proposer import Proposal, Verification
 from forge.engine.rng import DrawName, Purpose, gumbel_argmax, uniform
-from forge.engine.sampling import (
-    Distribution,
-    SampledToken,
-    distribution,
-    filtered,
-    log_sum_exp,
-    penalized,
-    sampled_token,
-)
+from forge.engine.sampling import Distribution, SampledToken, filtered
 from forge.engine.sequence import Sequence as TokenSequence
 from forge.exercises.exercise import Costs, Exercise, Part, Trial, are_ids, cache_of_kind, words_of
 from forge.speculation import verification
@@ -138,10 +131,8 @@ def _draw(ratio: float, stands: bool) -> float | None:
 
 
 def _shown(distribution: Any) -> str:
-    token_ids, probabilities = (
-        np.asarray(distribution.token_ids).tolist(),
-        np.round(distribution.probabilities, 3).tolist(),
-    )
+    token_ids = np.asarray(distribution.token_ids).tolist()
+    probabilities = np.round(distribution.probabilities, 3).tolist()
     return f"D(np.array({token_ids}), np.array({probabilities}))"
 
 
@@ -266,7 +257,7 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
             _verified[sequence.seq_id] = start, len(emitted) - 1
         rows = logits_of_draft(0)
         tokens = [
-            sampled_token(row, log_sum_exp(row, float(row.max())), token, params)
+            sampling.sampled_token(row, sampling.log_sum_exp(row, float(row.max())), token, params)
             for row, token in zip(rows, emitted, strict=False)
         ]
         return Verification(tuple(tokens), (tuple(verdicts),), 0)
@@ -281,8 +272,8 @@ def _sampled(
     use."""
     params, draft, history = sequence.params, list(proposal.token_ids), list(sequence.token_ids)
     nexts = [sequence.draw._replace(history=[*history, *draft[:index]]) for index in range(len(rows))]
-    scores = [penalized(row, draw) for row, draw in zip(rows, nexts, strict=True)]
-    p, q = [distribution(row, params) for row in scores], list(proposal.distributions or ())
+    scores = [sampling.penalized(row, draw) for row, draw in zip(rows, nexts, strict=True)]
+    p, q = [sampling.distribution(row, params) for row in scores], list(proposal.distributions or ())
     draws = [uniform(DrawName.of(draw, Purpose.ACCEPT)) for draw in nexts[:-1]]
     odds = [(p[i].probability(token), q[i].probability(token)) for i, token in enumerate(draft)]
     accepted = next((i for i, pair in enumerate(odds) if draws[i] * pair[1] >= pair[0]), len(draft))
