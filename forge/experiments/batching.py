@@ -216,15 +216,11 @@ def _run_load(llm: LLM, workload: Workload, load: int, seed: int) -> LoadRun:
     steps = list(WorkloadRun(llm.new_engine(max_num_seqs=LOAD_SLOTS), Workload(requests, "steps")))
     totals = totals_of(steps, timeline_of(steps).requests())
     arriving = [step for step in steps if step.queues.waiting or step.queues.finished < len(requests) // 2]
-    assert totals.first_token is not None, "at least one request ran"
-    return LoadRun(
-        load,
-        sum(len(step.items) for step in arriving) / max(1, len(arriving)),
-        _all_of(_steps_in_queue(steps)),
-        totals.first_token,
-        totals.per_token or totals.first_token,
-        totals.tokens_per_second or 0.0,
-    )
+    busy_slots = sum(len(step.items) for step in arriving) / max(1, len(arriving))
+    waited_steps, first_token = _all_of(_steps_in_queue(steps)), totals.first_token
+    assert first_token is not None, "at least one request ran"
+    per_token, speed = totals.per_token or first_token, totals.tokens_per_second or 0.0
+    return LoadRun(load, busy_slots, waited_steps, first_token, per_token, speed)
 
 
 def _steps_in_queue(steps: Sequence[StepRecord]) -> list[float]:
@@ -240,11 +236,8 @@ def _steps_in_queue(steps: Sequence[StepRecord]) -> list[float]:
 def loads_screen(about: str, runs: Sequence[LoadRun]) -> Iterator[Part]:
     """Draw a row per load."""
     yield from question(LOAD_QUESTION, f"{about} arrive at random, {LOAD_SLOTS} slots")
-    columns = [
-        "load: {load} %",
-        f"busy of {LOAD_SLOTS}: {{busy_slots:.1f}}",
-        "steps in queue p50: {waited_steps.p50:.0f}",
-    ]
+    columns = ["load: {load} %", f"busy of {LOAD_SLOTS}: {{busy_slots:.1f}}"]
+    columns += ["steps in queue p50: {waited_steps.p50:.0f}"]
     columns += ["p99: {waited_steps.p99:.0f}", "TTFT p50: {first_token_ms.p50:ms}", "p99: {first_token_ms.p99:ms}"]
     columns += ["TPOT: {per_token_ms.p50:ms}", "tok/s: {tokens_per_second:rate}"]
     yield from (Table.of(runs, *columns), None)

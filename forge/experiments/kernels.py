@@ -334,17 +334,11 @@ def screen(result: KernelsResult) -> Iterator[Part]:
 
 def picture(result: KernelsResult, width: int) -> list[Text]:
     """Draw the roofline with a mark for every pass."""
-    points = [
-        Point(
-            _MARKS[index % len(_MARKS)],
-            f"{model.name}, {model.passes[0].rows} to {model.passes[-1].rows} rows",
-            timed.intensity,
-            timed.products_per_second,
-            sequence_style(index),
-        )
-        for index, model in enumerate(result.models)
-        for timed in model.passes
-    ]
+    points = []
+    for index, model in enumerate(result.models):
+        mark, style = _MARKS[index % len(_MARKS)], sequence_style(index)
+        name = f"{model.name}, {model.passes[0].rows} to {model.passes[-1].rows} rows"
+        points += [Point(mark, name, timed.intensity, timed.products_per_second, style) for timed in model.passes]
     return roofline(points, result.limits.bytes_per_second, result.limits.products_per_second, "products", width)
 
 

@@ -27,7 +27,7 @@ from forge.model.catalog import is_hash_model
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
 from forge.views.generation import run_parts, watching
-from forge.views.json_output import climb_object, run_object
+from forge.views.json_output import climb_object, picked, run_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.screen import Part, Report, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
@@ -296,9 +296,7 @@ def heads_object(result: HeadsResult) -> dict[str, Any]:
     groups = [range(first, first + result.group) for first in range(0, len(result.weights), result.group)]
     within = [distance for group in groups for distance in _distances(result, group)]
     return {
-        "model": result.model,
-        "layer": result.layer,
-        "num_kv_heads": result.num_kv_heads,
+        **picked(result, "model", "layer", "num_kv_heads"),
         "tokens": list(result.pieces),
         "apart_in_group": mean(within) if within else None,
         "heads": [

@@ -30,7 +30,7 @@ from forge.option import option
 from forge.trace.records import BlockEvicted, BlockSplit, PrefixHit, StepRecord
 from forge.views.blocks import BlockScreen
 from forge.views.formatting import count, plural
-from forge.views.json_output import as_object
+from forge.views.json_output import as_object, picked
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, sequence_style
 from forge.views.screen import Part, Report, fill, leads_on, question, report, sentences, sides
@@ -274,11 +274,8 @@ def _fork_object(fork: Fork) -> dict[str, Any]:
 
 
 def _run_object(run: WatchedRun) -> dict[str, Any]:
-    return run.figures.as_object() | {
-        "tokens_computed": run.timed.tokens_computed,
-        "time_to_first_token_ms": run.timed.time_to_first_token_ms,
-        "milliseconds": run.timed.milliseconds,
-    }
+    timed = picked(run.timed, "tokens_computed", "time_to_first_token_ms", "milliseconds")
+    return run.figures.as_object() | timed
 
 
 def screen(facts: dict[str, Any], fork: Fork | None, alone: WatchedRun, shared: WatchedRun) -> Iterator[Part]:

@@ -77,19 +77,10 @@ def measure_failure(replicas: int) -> Report:
             began = time.perf_counter()
             wait_until(lambda: metric(server.url, "forge:replicas_reachable") == replicas)
             identical = num_identical(before, after)
-            failure = Failure(
-                True,
-                STREAMS,
-                WHOLE,
-                int(metric(server.url, "forge:requests_resumed_total")),
-                identical,
-                STREAMS + WHOLE - identical,
-                sorted(gaps)[len(gaps) // 2],
-                max(pauses),
-                time.perf_counter() - began,
-                said,
-                said_next,
-            )
+            resumed, lost = int(metric(server.url, "forge:requests_resumed_total")), STREAMS + WHOLE - identical
+            gap_ms, pause_ms, seconds = sorted(gaps)[len(gaps) // 2], max(pauses), time.perf_counter() - began
+            counts = STREAMS, WHOLE, resumed, identical, lost
+            failure = Failure(True, *counts, gap_ms, pause_ms, seconds, said, said_next)
     return report(asdict(failure), lambda: screen(failure), 1 if failure.lost else 0)
 
 

@@ -87,15 +87,9 @@ def _planned(case: Case, config: Qwen3Config, launches: Mapping[str, int] | None
     layers, rows, new = num_weights(config) - head, case.tokens_per_step, case.tokens
     seen = case.sequences * (new * case.context + new * (new + 1) // 2)  # pairs of a row and a key
     held = case.sequences * case.context * 2 * config.key_value_size * config.num_layers
-    return PlannedStep(
-        case.name,
-        case.title,
-        rows,
-        case.context,
-        BYTES * (layers + head + held),
-        2 * (layers * rows + head * case.sequences) + 4 * config.query_size * config.num_layers * seen,
-        launches,
-    )
+    num_bytes = BYTES * (layers + head + held)
+    operations = 2 * (layers * rows + head * case.sequences) + 4 * config.query_size * config.num_layers * seen
+    return PlannedStep(case.name, case.title, rows, case.context, num_bytes, operations, launches)
 
 
 def _launches(config: Qwen3Config) -> Iterator[dict[str, int]]:

@@ -304,15 +304,12 @@ def course_lines(steps: Sequence[Step], width: int) -> list[Text]:
     """Draw acceptance and draft length over the course of the text."""
     cycles = [step.winner for step in steps if step.winner]
     shares = [cycle.num_accepted / len(cycle.proposed) for cycle in cycles]
-    most = max(len(cycle.proposed) for cycle in cycles)
-    room = max(10, width - 30)
+    lengths = [len(cycle.proposed) for cycle in cycles]
+    most, room = max(lengths), max(10, width - 30)
+    drafted = (sparkline(lengths, most, room), ACCENT)
     return [
         Text.assemble(("accepted by cycle    ", QUIET), (sparkline(shares, 1.0, room), ACCENT)),
-        Text.assemble(
-            ("draft tokens         ", QUIET),
-            (sparkline([len(cycle.proposed) for cycle in cycles], most, room), ACCENT),
-            f" {most} at most",
-        ),
+        Text.assemble(("draft tokens         ", QUIET), drafted, f" {most} at most"),
     ]
 
 
