@@ -76,12 +76,8 @@ class LlamaBinaryWorker(Worker):
         counts = {"-npp": prompt, "-ntg": steps, "-npl": "1,1" if kind == "prefill" else sequences}
         counts |= {"-c": -(-sequences * (prompt + steps + 16) // 256) * 256, "-b": 2048, "-ub": 512}
         arguments = [str(part) for pair in counts.items() for part in pair]
-        run = subprocess.run(
-            [self._program, *self._arguments, *arguments, "-fa", "on", *setting],
-            cwd=self._folder.name,
-            capture_output=True,
-            text=True,
-        )
+        command = [self._program, *self._arguments, *arguments, "-fa", "on", *setting]
+        run = subprocess.run(command, cwd=self._folder.name, capture_output=True, text=True)
         rows = [line.strip("| ").split("|") for line in (run.stdout + run.stderr).split("\n") if line.startswith("|")]
         if run.returncode or len(rows) < 3:
             raise RuntimeError(f"{PROGRAM} ended with {run.returncode}: {(run.stderr or run.stdout)[-200:]}")
