@@ -17,6 +17,7 @@ from forge.errors import ForgeError
 from forge.speculation.draft import DraftProposer
 from forge.speculation.leases import lease_model
 from forge.views.formatting import count, plural
+from forge.views.json_output import picked
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.screen import Part, labelled
 from forge.views.text import one_line
@@ -134,10 +135,7 @@ def bug_object(runs: BugRuns) -> dict[str, Any]:
     bug, index = runs.bug, next(iter(runs.different), None)
     return {
         "bug": bug.name,
-        "chapter": bug.chapter,
-        "rule": bug.rule,
-        "mistake": bug.mistake,
-        "known": bug.known,
+        **picked(bug, "chapter", "rule", "mistake", "known"),
         "caught_by": runs.caught_by,
         "message": runs.checked.failure,
         "step": runs.checked.steps if runs.checked.failure is not None else None,

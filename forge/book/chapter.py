@@ -409,16 +409,10 @@ def _predict(body: Sequence[str]) -> Predict:
     condition = " ".join(keys.get("if", [])).strip()
     if condition and "else" not in keys:
         raise ValueError("a prediction's 'if: CONDITION' has an 'else: SENTENCE' for where the run does not tell")
-    return Predict(
-        _paragraph(keys["question"]),
-        answer,
-        tuple(_choice(choice, why) for choice, why in choices),
-        _paragraph(keys.get("why", [])),
-        _outcomes(outcomes) if outcomes else (),
-        _paragraph(keys.get("restated", [])),
-        _paragraph(keys.get("else", [])),
-        condition,
-    )
+    question, why, restated, untold = (_paragraph(keys.get(key, [])) for key in ("question", "why", "restated", "else"))
+    parsed = tuple(_choice(choice, reason) for choice, reason in choices)
+    told = _outcomes(outcomes) if outcomes else ()
+    return Predict(question, answer, parsed, why, told, restated, untold, condition)
 
 
 def _choice(match: re.Match[str], why: Sequence[str]) -> Choice:

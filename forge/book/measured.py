@@ -15,20 +15,8 @@ from typing import Any
 
 from forge.views.formatting import NOTHING, formatted
 
-FUNCTIONS = {
-    "abs": abs,
-    "all": all,
-    "any": any,
-    "len": len,
-    "max": max,
-    "median": median,
-    "min": min,
-    "range": range,
-    "round": round,
-    "sorted": sorted,
-    "sum": sum,
-    "zip": zip,
-}
+_CALLABLE: tuple[Any, ...] = (abs, all, any, len, max, median, min, range, round, sorted, sum, zip)
+FUNCTIONS = {function.__name__: function for function in _CALLABLE}
 _ALLOWED = (
     ast.Expression, ast.BoolOp, ast.boolop, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Compare, ast.cmpop,
     ast.Call, ast.Name, ast.expr_context, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.List, ast.Tuple,

@@ -189,14 +189,9 @@ def _post(url: str, path: str, body: dict[str, Any]) -> Iterator[tuple[float, ht
 def tour_of(visit: Visit) -> Tour:
     """Return the stations, with what this request did at each."""
     texts = [(moment, line) for moment, line in visit.events if line.startswith(b"data: {")]
-    return Tour(
-        visit.model,
-        str(visit.body["prompt"]),
-        tuple(_steps(visit)),
-        tuple(_stations(visit)),
-        (texts[0][0] - visit.sent) * 1e3,
-        (texts[-1][0] - visit.sent) * 1e3,
-    )
+    first_ms, last_ms = ((texts[place][0] - visit.sent) * 1e3 for place in (0, -1))
+    steps, stations = tuple(_steps(visit)), tuple(_stations(visit))
+    return Tour(visit.model, str(visit.body["prompt"]), steps, stations, first_ms, last_ms)
 
 
 def _steps(visit: Visit) -> Iterator[TourStep]:
