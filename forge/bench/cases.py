@@ -169,14 +169,9 @@ def needs_of(case: Case, size: ModelSize) -> Needs:
     """Return the least that `case` takes: every weight in use read once per step however many rows share it."""
     rows = case.tokens_per_step
     pairs = case.sequences * sum(case.context + row + 1 for row in range(case.tokens))
-    return Needs(
-        bytes_read=size.layer_bytes
-        + size.bytes_of_used_experts(rows)
-        + size.head_bytes
-        + rows * size.row_bytes
-        + case.sequences * case.context * size.kv_bytes,
-        products=rows * size.layer_products + case.sequences * size.head_products + pairs * size.attention_products,
-    )
+    weights = size.layer_bytes + size.bytes_of_used_experts(rows) + size.head_bytes + rows * size.row_bytes
+    products = rows * size.layer_products + case.sequences * size.head_products + pairs * size.attention_products
+    return Needs(weights + case.sequences * case.context * size.kv_bytes, products)
 
 
 @dataclass(frozen=True)

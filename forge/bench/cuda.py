@@ -108,9 +108,8 @@ def model_file(plan: Plan, on_progress: Progress) -> Iterator[tuple[Path, int]]:
 def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, runner: Runner) -> Iterator[None]:
     """Measure everything about one program; yield after each figure."""
     runner.say(f"{name} loads")
-    longest = max(
-        [case.length for case in plan.steps] + [load.prompt_tokens + load.output_tokens for load in plan.loads]
-    )
+    lengths = [load.prompt_tokens + load.output_tokens for load in plan.loads]
+    longest = max(lengths + [case.length for case in plan.steps])
     most = max((load.concurrency for load in plan.loads), default=1)
     sizes = {"max_model_len": longest, "max_num_seqs": most, "num_blocks": most * -(-longest // BLOCK_SIZE)}
     loading = {"model": str(path.absolute()), "device": "cuda", "kv": plan.kv, "block_size": BLOCK_SIZE, **sizes}

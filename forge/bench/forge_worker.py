@@ -39,23 +39,15 @@ class ForgeWorker(Worker):
         llm = self._llm = LLM(model, **options, on_compile_progress=lambda done, total: compiled.append(done))
         kv = f"{llm.kv} in {llm.kv_dtype}" if "kv" in options else llm.kv_dtype
         on_cpu = {"weight_bytes": _packed_bytes(llm.model)}
-        on_gpu = {"read_bytes": self.read_bytes, "kv_bytes": self.kv_bytes}
+        # What a decode step reads: every matrix once and one row of the embedding, and keys and values per token.
+        read = sum(getattr(matrix, "read_bytes", 0) for matrix in _matrices(llm.model, embedding=False))
+        on_gpu = {"read_bytes": read, "kv_bytes": llm.kv_layout.bytes_per_token}
         return {
             "description": f"forge {__version__}, {llm.device_description}, KV {kv}",
             "seconds": llm.load_seconds,
             "first_time": bool(compiled),
             **(on_cpu if device == "cpu" else on_gpu),
         }
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of weights that one decode step reads: every matrix once, and one row of the embedding."""
-        return sum(getattr(matrix, "read_bytes", 0) for matrix in _matrices(self._llm.model, embedding=False))
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values per token."""
-        return self._llm.kv_layout.bytes_per_token
 
     def replay(self, seconds: float) -> Mapping[str, Any]:
         """Measure the device's own seconds for the last step's CUDA graph; None if that step was launched kernel by

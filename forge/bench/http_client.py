@@ -76,8 +76,7 @@ class HttpClient:
             raise UsageError(f"{url}: give a server's address, such as http://127.0.0.1:8080")
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port or (443 if self._secure else 80)
-        path = parts.path.rstrip("/")
-        self._base = path.removesuffix("/v1")
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
         key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._headers = f"host: {parts.netloc}\r\n{key}"
         self._idle: list[Connection] = []

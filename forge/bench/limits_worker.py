@@ -65,7 +65,6 @@ def measure_cpu(array_bytes: int, seconds: float) -> Mapping[str, Any]:
     """Measure this processor's limits, each as the median of passes over about `seconds`."""
     threads = usable_cpus()
     return {
-        "threads": threads,
         "bytes_per_second": read_bandwidth(array_bytes, seconds, threads),
         "products_per_second": product_rate(seconds, threads),
     }

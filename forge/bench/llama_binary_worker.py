@@ -63,11 +63,8 @@ class LlamaBinaryWorker(Worker):
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
         raise Missing("it shows no logits")
 
-    def _step(self) -> float:
-        return self._chosen()
-
     def turn(self, min_steps: int, min_seconds: float) -> Mapping[str, Any]:
-        return {"seconds": [self._step()], "top_tokens": []}
+        return {"seconds": [self._chosen()], "top_tokens": []}
 
     def memory(self) -> Mapping[str, Any]:
         return {"peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024}
@@ -79,12 +76,8 @@ class LlamaBinaryWorker(Worker):
         counts = {"-npp": prompt, "-ntg": steps, "-npl": "1,1" if kind == "prefill" else sequences}
         counts |= {"-c": -(-sequences * (prompt + steps + 16) // 256) * 256, "-b": 2048, "-ub": 512}
         arguments = [str(part) for pair in counts.items() for part in pair]
-        run = subprocess.run(
-            [self._program, *self._arguments, *arguments, "-fa", "on", *setting],
-            cwd=self._folder.name,
-            capture_output=True,
-            text=True,
-        )
+        command = [self._program, *self._arguments, *arguments, "-fa", "on", *setting]
+        run = subprocess.run(command, cwd=self._folder.name, capture_output=True, text=True)
         rows = [line.strip("| ").split("|") for line in (run.stdout + run.stderr).split("\n") if line.startswith("|")]
         if run.returncode or len(rows) < 3:
             raise RuntimeError(f"{PROGRAM} ended with {run.returncode}: {(run.stderr or run.stdout)[-200:]}")

@@ -43,11 +43,8 @@ class LlamaCppWorker(Worker):
 
         _, seconds = timed(ready)
         self._close_context()
-        return {
-            "description": f"llama-cpp-python {lib.__version__}, {_instructions(lib)}, {plural(threads)}",
-            "seconds": seconds,
-            "first_time": False,
-        }
+        description = f"llama-cpp-python {lib.__version__}, {_instructions(lib)}, {plural(threads)}"
+        return {"description": description, "seconds": seconds, "first_time": False}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         self._past, self._token_ids = context, token_ids

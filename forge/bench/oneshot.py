@@ -43,17 +43,11 @@ def screen(facts: Facts) -> Iterator[Part]:
         tokens = fill("{prompt_tokens:plural prompt token} each.", levels[0])
         yield f"{tokens} Medians (least–most); p95 of the latency, as generations and prefill-only."
     if part := facts["capacity"]:
-        rows = [
-            fill(
-                "judges, p95 latency, ms|{generation_p95_ms:ms}|{prefill_only_p95_ms:ms}|{latency_ratio:ratio x}", part
-            ),
-            fill(
-                "generations, tokens/s|{generation_tokens_per_second:rate}|{prefill_only_tokens_per_second:rate}|", part
-            )
-            + f"{part['speed_ratio']:.2f} x",
-        ]
+        judges = "judges, p95 latency, ms|{generation_p95_ms:ms}|{prefill_only_p95_ms:ms}|{latency_ratio:ratio x}"
+        generations = "generations, tokens/s|{generation_tokens_per_second:rate}|{prefill_only_tokens_per_second:rate}"
+        rows = [fill(row, part).split("|") for row in (judges, f"{generations}|{{speed_ratio:.2f x}}")]
         headings = ("beside generations", "generation", "prefill-only", "")
-        yield from (None, Table(headings, [row.split("|") for row in rows]))
+        yield from (None, Table(headings, rows))
         pool = (
             "{generations} generations and {judges:plural judge}, {blocks:plural block} on either side; prefill-only, "
             "{scratch} of them are set aside and the rest holds three generations."

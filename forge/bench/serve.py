@@ -40,7 +40,7 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError, file_error
 from forge.option import option as field_option
 from forge.views.charts import row_of, throughput_plot
-from forge.views.formatting import count
+from forge.views.formatting import count, percent
 from forge.views.palette import ACCENT
 from forge.views.progress import progress_line
 from forge.views.screen import Part, Report, Table, draw, fill, report, title, trouble
@@ -447,11 +447,8 @@ def screen(facts: Facts) -> Iterator[Part]:
     speed = "as fast as they are answered" if rate == "inf" else f"{rate:g} requests/s"
     yield fill(f"{{input_tokens}} tokens in, {{output_tokens}} out, {speed}", facts)
     if failed := facts["failed"]:
-        first = next(
-            error or "no text"
-            for error, first_token in zip(facts["errors"], facts["ttfts"], strict=True)
-            if error or not first_token
-        )
+        pairs = zip(facts["errors"], facts["ttfts"], strict=True)
+        first = next(error or "no text" for error, first_token in pairs if error or not first_token)
         yield trouble(f"{count(failed)} failed, the first with {one_line(first)}")
     if not facts["completed"]:
         return
@@ -462,14 +459,11 @@ def screen(facts: Facts) -> Iterator[Part]:
     }
     if shares := facts.get("engine_shares"):
         lines["the engine's own"] = "{engine_output_throughput:rate}"
-        lines["share of it"] = fill("{{engine_share:percent}} ({:percent}", shares[0]) + fill(
-            " to {:percent})", shares[-1]
-        )
+        lines["share of it"] = f"{{engine_share:percent}} ({percent(shares[0])} to {percent(shares[-1])})"
     if shares := facts.get("peer_shares"):
         others_failed = facts["peer"]["failed"]
-        lines["the peer's"] = "{peer_output_throughput:rate}" + (
-            f", {count(others_failed)} failed" if others_failed else ""
-        )
+        failures = f", {count(others_failed)} failed" if others_failed else ""
+        lines["the peer's"] = f"{{peer_output_throughput:rate}}{failures}"
         lines["times the peer"] = f"{{peer_share:.2f}} ({shares[0]:.2f} to {shares[-1]:.2f})"
     if facts["request_goodput"] is not None:
         lines["goodput, requests/s"] = "{request_goodput:rate}"

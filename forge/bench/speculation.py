@@ -24,7 +24,7 @@ from forge.trace.records import StepRecord
 from forge.trace.speculation_summary import DecodeTime, SpeculationSummary
 from forge.views.formatting import count, plural
 from forge.views.palette import TITLE
-from forge.views.screen import Part, Table, check, title
+from forge.views.screen import Part, Table, check, fill, title
 
 BEGINNINGS = (
     "Once upon a time", "One day", "In a small village", "The old", "When the first snow fell", "Every evening",
@@ -62,12 +62,9 @@ def screen(facts: Facts) -> Iterator[Part]:
         "formula: (αK + 1) / (1 + K · t_draft / t_target). With verify: the same with the measured time of the forward "
         "over K + 1 rows in place of the 1.",
     )
-    differing = [
-        f"{figure['proposer']}, K {figure['k']}, batch {figure['batch']}"
-        for figure in figures
-        if not figure["identical"]
-    ]
-    cases = f"in {plural(len(differing), 'case')}: {'; '.join(differing)}"
+    differing = [figure for figure in figures if not figure["identical"]]
+    named = "; ".join(fill("{proposer}, K {k}, batch {batch}", figure) for figure in differing)
+    cases = f"in {plural(len(differing), 'case')}: {named}"
     same = "identical: every turn of every case gave the tokens of plain decoding"
     yield check(not differing, same, f"the tokens differ {cases}")
 

@@ -24,13 +24,6 @@ else:
 class TransformersWorker(Worker):
     """One loaded model, and the cache of the case at hand."""
 
-    _torch: Any
-    _library: Any
-    _model: Any
-    _cache: Any
-    _step_ids: Any
-    """`[sequences, tokens]` that a step computes."""
-
     def load(self, model: str, device: str, threads: int | None = None, **others: Any) -> Mapping[str, Any]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -68,7 +61,8 @@ class TransformersWorker(Worker):
             self._cache = self._library.DynamicCache()
         if context:
             self._model(ids[:, :context], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._step_ids, self._forward, self._positions = ids[:, context:].contiguous(), self._model, {}
+        self._step_ids = ids[:, context:].contiguous()  # `[sequences, tokens]` that a step computes
+        self._forward, self._positions = self._model, {}
         if self._on_gpu:
             self._positions = {"position_ids": self._torch.arange(context, ids.shape[1], device="cuda")[None]}
             setting = self._compile()

@@ -17,6 +17,7 @@ from forge.errors import ForgeError
 from forge.speculation.draft import DraftProposer
 from forge.speculation.leases import lease_model
 from forge.views.formatting import count, plural
+from forge.views.json_output import picked
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.screen import Part, labelled
 from forge.views.text import one_line
@@ -105,13 +106,10 @@ def run_requests(
                     engine.abort(str(index))
     except (AssertionError, ForgeError) as error:
         failure = str(error)
-    outputs = [
-        engine.output(str(index)) for index, request in enumerate(requests[:arrived]) if request.hangs_up_after is None
-    ]
-    samples = [sample for output in outputs for sample in output.outputs]
-    return BugRun(
-        steps, tuple(sample.token_ids for sample in samples), tuple(sample.text for sample in samples), failure
-    )
+    stayed = [index for index, request in enumerate(requests[:arrived]) if request.hangs_up_after is None]
+    samples = [sample for index in stayed for sample in engine.output(str(index)).outputs]
+    texts = tuple(sample.text for sample in samples)
+    return BugRun(steps, tuple(sample.token_ids for sample in samples), texts, failure)
 
 
 def _check_plans(scheduler) -> None:
@@ -137,10 +135,7 @@ def bug_object(runs: BugRuns) -> dict[str, Any]:
     bug, index = runs.bug, next(iter(runs.different), None)
     return {
         "bug": bug.name,
-        "chapter": bug.chapter,
-        "rule": bug.rule,
-        "mistake": bug.mistake,
-        "known": bug.known,
+        **picked(bug, "chapter", "rule", "mistake", "known"),
         "caught_by": runs.caught_by,
         "message": runs.checked.failure,
         "step": runs.checked.steps if runs.checked.failure is not None else None,

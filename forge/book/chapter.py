@@ -199,7 +199,7 @@ class Chapter:
         steps: list[list[Block]] = [[]]
         for block in self.blocks:
             starts = isinstance(block, Run | Recap) or (isinstance(block, Prose) and block.text.startswith("## "))
-            if (starts or _ends(steps[-1])) and steps[-1]:
+            if steps[-1] and (starts or isinstance(steps[-1][-1], Predict)):
                 steps.append([])
             steps[-1].append(block)
         return tuple(tuple(step) for step in steps if step)
@@ -266,10 +266,6 @@ class _WrongLine(Exception):
         self.line, self.message = line, message
 
 
-def _ends(step: Sequence[Block]) -> bool:
-    return bool(step) and isinstance(step[-1], Predict)
-
-
 def _with_verdicts(blocks: Sequence[Block]) -> Iterator[Block]:
     """Insert each prediction's verdict after the last run that it depends on, or at once if none follows."""
     open_predictions: list[tuple[Predict, set[str]]] = []
@@ -298,7 +294,9 @@ def _blocks(lines: Sequence[str]) -> Iterator[Block]:
             prose.append(lines[index])
             index += 1
             continue
-        end = _closing(lines, index, fence[1])
+        end = next((place for place in range(index + 1, len(lines)) if lines[place].strip() == fence[1]), None)
+        if end is None:
+            raise _WrongLine(index, "this fence is never closed")
         kind, *words = fence[2].split() or [""]
         if kind == "forge":
             yield from _prose(prose)
@@ -308,13 +306,6 @@ def _blocks(lines: Sequence[str]) -> Iterator[Block]:
             prose.extend(lines[index : end + 1])
         index = end + 1
     yield from _prose(prose)
-
-
-def _closing(lines: Sequence[str], opening: int, fence: str) -> int:
-    for index in range(opening + 1, len(lines)):
-        if lines[index].strip() == fence:
-            return index
-    raise _WrongLine(opening, "this fence is never closed")
 
 
 def _prose(lines: Sequence[str]) -> Iterator[Prose]:
@@ -360,8 +351,6 @@ def _run(names: Sequence[str], body: Sequence[str]) -> Run:
         raise ValueError("a run's name is one word")
     if bool(keys["if"]) != bool(keys["else"]):
         raise ValueError("a run's 'if: CONDITION' has an 'else: SENTENCE' for where it is left out")
-    if keys["if"]:
-        check_expression(keys["if"])
     return Run(names[0] if names else "", commands[0].strip(), keys["if"], keys["else"])
 
 
@@ -418,26 +407,16 @@ def _predict(body: Sequence[str]) -> Predict:
     if choices and [choice["word"] for choice, _ in choices].count("otherwise") != 1:
         raise ValueError("of the choices one ends with ', otherwise': it is right where no condition holds")
     condition = " ".join(keys.get("if", [])).strip()
-    if condition:
-        check_expression(condition)
-        if "else" not in keys:
-            raise ValueError("a prediction's 'if: CONDITION' has an 'else: SENTENCE' for where the run does not tell")
-    return Predict(
-        _paragraph(keys["question"]),
-        answer,
-        tuple(_choice(choice, why) for choice, why in choices),
-        _paragraph(keys.get("why", [])),
-        _outcomes(outcomes) if outcomes else (),
-        _paragraph(keys.get("restated", [])),
-        _paragraph(keys.get("else", [])),
-        condition,
-    )
+    if condition and "else" not in keys:
+        raise ValueError("a prediction's 'if: CONDITION' has an 'else: SENTENCE' for where the run does not tell")
+    question, why, restated, untold = (_paragraph(keys.get(key, [])) for key in ("question", "why", "restated", "else"))
+    parsed = tuple(_choice(choice, reason) for choice, reason in choices)
+    told = _outcomes(outcomes) if outcomes else ()
+    return Predict(question, answer, parsed, why, told, restated, untold, condition)
 
 
 def _choice(match: re.Match[str], why: Sequence[str]) -> Choice:
     condition = {"otherwise": None, "never": "False"}.get(match["word"], match["condition"])
-    if condition is not None:
-        check_expression(condition)
     return Choice(match["text"], condition, _paragraph(why))
 
 
@@ -503,8 +482,6 @@ def _check(certain: bool, body: Sequence[str]) -> Check:
     for claim in claims:
         if bool(claim.condition) != bool(claim.unclaimed):
             raise ValueError("a claim's 'if: CONDITION' has an 'else: SENTENCE' for where it is not claimed")
-        if claim.condition:
-            check_expression(claim.condition)
         if not certain and not claim.otherwise:
             raise ValueError(f"what is said where this is not so? {claim.sentence!r} has no 'otherwise: SENTENCE'")
     return Check(tuple(claims), certain)

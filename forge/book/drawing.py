@@ -29,20 +29,12 @@ _LIT = "▌"
 _COMMENT = re.compile(r"(?:^\s*|  )(# .*)$")
 _MARK = 2
 """Columns of a claim's ✓ and the space behind it."""
-_THEME = Theme(
-    {
-        "markdown.h1": TITLE,
-        "markdown.h2": TITLE,
-        "markdown.h3": TITLE,
-        "markdown.code": ACCENT,
-        "markdown.item.bullet": QUIET,
-        "markdown.item.number": QUIET,
-        "markdown.table.border": QUIET,
-        "markdown.table.header": TITLE,
-        "markdown.link": ACCENT,
-        "markdown.link_url": QUIET,
-    }
-)
+_STYLES = {
+    TITLE: "h1 h2 h3 table.header",
+    ACCENT: "code link",
+    QUIET: "item.bullet item.number table.border link_url",
+}
+_THEME = Theme({f"markdown.{name}": style for style, names in _STYLES.items() for name in names.split()})
 
 
 class _Picture(markdown.CodeBlock):
@@ -298,10 +290,7 @@ def _print_step(console: Console, step: Step, session: Session) -> int:
             status = max(status, report.status)
         else:
             draw_block(console, block, session)
-        if isinstance(block, Check) and block.certain and _is_refuted(block, session):
-            status = max(status, FAILED)
+        if isinstance(block, Check) and block.certain:
+            is_refuted = any(judged.holds is False for judged in session.judge(block.claims))
+            status = max(status, FAILED if is_refuted else 0)
     return status
-
-
-def _is_refuted(check: Check, session: Session) -> bool:
-    return any(judged.holds is False for judged in session.judge(check.claims))

@@ -33,12 +33,11 @@ class Term:
 def load_glossary() -> tuple[Term, ...]:
     text = (chapters_folder() / "reference" / "glossary.md").read_text(encoding="utf-8")
     items = re.sub(r"\n  +", " ", text).splitlines()
-    return tuple(_term(match) for match in map(_ITEM.match, items) if match is not None)
-
-
-def _term(match: re.Match[str]) -> Term:
-    names = tuple(name.strip().strip("`") for name in _NAME.findall(match["names"]) if name.strip())
-    return Term(names, match["text"], int(match["chapter"]) if match["chapter"] else None)
+    terms = []
+    for match in filter(None, map(_ITEM.match, items)):
+        names = tuple(name.strip().strip("`") for name in _NAME.findall(match["names"]) if name.strip())
+        terms.append(Term(names, match["text"], int(match["chapter"]) if match["chapter"] else None))
+    return tuple(terms)
 
 
 def find_term(name: str, glossary: Sequence[Term]) -> Term:

@@ -13,22 +13,10 @@ from statistics import median
 from types import CodeType
 from typing import Any
 
-from forge.views import formatting
+from forge.views.formatting import NOTHING, formatted
 
-FUNCTIONS = {
-    "abs": abs,
-    "all": all,
-    "any": any,
-    "len": len,
-    "max": max,
-    "median": median,
-    "min": min,
-    "range": range,
-    "round": round,
-    "sorted": sorted,
-    "sum": sum,
-    "zip": zip,
-}
+_CALLABLE: tuple[Any, ...] = (abs, all, any, len, max, median, min, range, round, sorted, sum, zip)
+FUNCTIONS = {function.__name__: function for function in _CALLABLE}
 _ALLOWED = (
     ast.Expression, ast.BoolOp, ast.boolop, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Compare, ast.cmpop,
     ast.Call, ast.Name, ast.expr_context, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.List, ast.Tuple,
@@ -101,9 +89,9 @@ def fill(text: str, measured: Mapping[str, Any], touch: Touch | None = None) -> 
 
     def figure(match: re.Match) -> str:
         try:
-            return formatted(evaluate(match["expression"], measured, touch), match["format"])
-        except Unmeasured:
-            return formatting.NOTHING
+            return formatted(evaluate(match["expression"], measured, touch), match["format"] or "")
+        except (Unmeasured, TypeError, ValueError):  # the latter two for a value that has no such format
+            return NOTHING
 
     return _PLACEHOLDER.sub(figure, text)
 
@@ -111,14 +99,6 @@ def fill(text: str, measured: Mapping[str, Any], touch: Touch | None = None) -> 
 def expressions_in(text: str) -> list[str]:
     """List the expressions of all placeholders in `text`, in order."""
     return [match["expression"] for match in _PLACEHOLDER.finditer(text)]
-
-
-def formatted(value: Any, form: str | None) -> str:
-    """Format `value` as `form` says (`forge.views.formatting`)."""
-    try:
-        return formatting.formatted(value, form or "")
-    except (TypeError, ValueError) as error:
-        raise Unmeasured(f"{value!r} has no format {form!r}: {error}") from None
 
 
 def _readable(value: Any, path: Path, touch: Touch | None) -> Any:

@@ -365,7 +365,7 @@ def split_paragraphs(lines: Sequence[str]) -> list[list[str]]:
     """Split `lines` at empty lines, except the one below a heading."""
     paragraphs: list[list[str]] = [[]]
     for line in lines:
-        if not _is_empty(line):
+        if _ESCAPES.sub("", line).strip():
             paragraphs[-1].append(line)
         elif paragraphs[-1]:
             if _is_rule(paragraphs[-1][-1]):
@@ -399,7 +399,3 @@ def _is_rule(line: str) -> bool:
     """True for the line below a heading."""
     plain = _ESCAPES.sub("", line).strip()
     return bool(plain) and set(plain) == {"─"}
-
-
-def _is_empty(line: str) -> bool:
-    return not _ESCAPES.sub("", line).strip()

@@ -60,25 +60,14 @@ def write_state(name: str, state: Mapping[str, Any]) -> None:
 def load_progress() -> Progress:
     try:
         saved = json.loads(state_file().read_text(encoding="utf-8"))
-        return _progress(saved)
+        pages = {str(command): int(page) for command, page in saved["pages"].items()}
+        last = saved["last"]
+        session = dict(saved.get("session", {}))
+        review = {str(key): str(day) for key, day in saved.get("review", {}).items()}
+        return Progress(pages, set(map(str, saved["finished"])), None if last is None else str(last), review, session)
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError):
         return Progress()
 
 
 def save_progress(progress: Progress) -> None:
-    state = {
-        "pages": progress.pages,
-        "finished": sorted(progress.finished),
-        "last": progress.last,
-        "review": progress.review,
-        "session": progress.session,
-    }
-    write_state("chapters.json", state)
-
-
-def _progress(saved: Any) -> Progress:
-    pages = {str(command): int(page) for command, page in saved["pages"].items()}
-    last = saved["last"]
-    session = dict(saved.get("session", {}))
-    review = {str(key): str(day) for key, day in saved.get("review", {}).items()}
-    return Progress(pages, set(map(str, saved["finished"])), None if last is None else str(last), review, session)
+    write_state("chapters.json", vars(progress) | {"finished": sorted(progress.finished)})

@@ -85,12 +85,8 @@ class Session:
     def measured(self) -> dict[str, Any]:
         """The facts of each named run that has happened, and the names of `GIVEN`, which always exist."""
         named = {run.name: report.facts for run, report in self.reports.items() if run.name}
-        return {"machine": {"busy": self.machine_was_busy}, "model": self.model, "given": list(self.given)} | named
-
-    @property
-    def machine_was_busy(self) -> bool:
-        """True if other programs disturbed one of the runs so far."""
-        return any(load.is_busy for load in self.loads.values())
+        busy = any(load.is_busy for load in self.loads.values())
+        return {"machine": {"busy": busy}, "model": self.model, "given": list(self.given)} | named
 
     def command(self, run: Run) -> str:
         return self.commands.get(run, run.command)

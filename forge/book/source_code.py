@@ -102,8 +102,8 @@ def excerpt(dotted: str, light: Sequence[str] = (), spans: Sequence[Span] = (Spa
     shown, at = _Shown(), 0
     begins: int | None = None
     for span in spans:
-        begin = _find(lines, span.start, at, dotted) if span.start else at
-        end = _find(lines, span.stop, begin, dotted) if span.stop else len(lines) - 1
+        begin = _containing(lines, span.start, dotted, at)[0] if span.start else at
+        end = _containing(lines, span.stop, dotted, begin)[0] if span.stop else len(lines) - 1
         begins = begin if begins is None else begins
         shown.elide(lines[at:begin], span.omitted)
         for index in range(begin, end + 1):
@@ -114,7 +114,7 @@ def excerpt(dotted: str, light: Sequence[str] = (), spans: Sequence[Span] = (Spa
         at = end + 1
     shown.elide(lines[at:], omitted)
     dedented = textwrap.dedent("\n".join(shown.lines)).split("\n")
-    lit = {index for pattern in light for index in _containing(dedented, pattern, dotted)}
+    lit = {index for pattern in light for index in _containing(dedented, pattern, dotted, line="line that is shown")}
     return Excerpt(
         path=str(path.relative_to(PACKAGE.parent)),
         name=".".join(qualified),
@@ -159,15 +159,9 @@ def _definition(tree: ast.Module, qualified: Sequence[str], dotted: str) -> _Def
     return node
 
 
-def _find(lines: Sequence[str], pattern: str, begin: int, dotted: str) -> int:
+def _containing(lines: Sequence[str], pattern: str, dotted: str, begin: int = 0, line: str = "line") -> list[int]:
+    """Return the indices of the lines from `begin` on that contain `pattern`. line: what an error calls one."""
     indices = [index for index in range(begin, len(lines)) if pattern in lines[index]]
     if not indices:
-        raise SourceError(f"{dotted}: no line contains {pattern!r}")
-    return indices[0]
-
-
-def _containing(lines: Sequence[str], pattern: str, dotted: str) -> list[int]:
-    indices = [index for index, line in enumerate(lines) if pattern in line]
-    if not indices:
-        raise SourceError(f"{dotted}: no line that is shown contains {pattern!r}")
+        raise SourceError(f"{dotted}: no {line} contains {pattern!r}")
     return indices

@@ -22,7 +22,7 @@ from forge.book.source_code import excerpt
 from forge.errors import ForgeError
 from forge.server.server_process import ServerProcess
 from forge.trace.explain import explain_admission, explain_finish
-from forge.trace.records import ItemRecord, StepRecord
+from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, plural
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE
@@ -189,14 +189,9 @@ def _post(url: str, path: str, body: dict[str, Any]) -> Iterator[tuple[float, ht
 def tour_of(visit: Visit) -> Tour:
     """Return the stations, with what this request did at each."""
     texts = [(moment, line) for moment, line in visit.events if line.startswith(b"data: {")]
-    return Tour(
-        visit.model,
-        str(visit.body["prompt"]),
-        tuple(_steps(visit)),
-        tuple(_stations(visit)),
-        (texts[0][0] - visit.sent) * 1e3,
-        (texts[-1][0] - visit.sent) * 1e3,
-    )
+    first_ms, last_ms = ((texts[place][0] - visit.sent) * 1e3 for place in (0, -1))
+    steps, stations = tuple(_steps(visit)), tuple(_stations(visit))
+    return Tour(visit.model, str(visit.body["prompt"]), steps, stations, first_ms, last_ms)
 
 
 def _steps(visit: Visit) -> Iterator[TourStep]:
@@ -223,7 +218,7 @@ def _stations(visit: Visit) -> Iterator[Station]:
     size = len(json.dumps(visit.body))
     pieces = " ".join(quoted(piece) for piece in visit.pieces)
     prefill, token = first.items[0], first.tokens[0]
-    rows = _rows(prefill)
+    rows, last_row = plural(prefill.num_tokens, "row"), prefill.start + prefill.num_tokens - 1
     yield Station(
         HTTP, "The body is read and checked", "forge.server.app._add_generation.completions",
         f"POST {PATH}, {size} bytes of JSON: {quoted(str(visit.body['prompt']))}, at most "
@@ -254,7 +249,7 @@ def _stations(visit: Visit) -> Iterator[Station]:
     )  # fmt: skip
     yield Station(
         ENGINE, "The batch is laid out", "forge.model.forward_batch.flat_batch",
-        f"{rows}; logits are wanted for the last one.",
+        f"{rows}, for positions {prefill.start} to {last_row}; logits are wanted for the last one.",
     )  # fmt: skip
     yield Station(
         ENGINE, "The forward pass: prefill", "forge.model.qwen3.Qwen3.hidden_rows",
@@ -294,10 +289,6 @@ def _stations(visit: Visit) -> Iterator[Station]:
         f"{plural(len(events), 'event')} of {count(sum(len(line) for _, line in events) // len(events))} bytes each; "
         "the last line is data: [DONE].", after(visit.events[-1][0]),
     )  # fmt: skip
-
-
-def _rows(item: ItemRecord) -> str:
-    return f"{plural(item.num_tokens, 'row')}, for positions {item.start} to {item.start + item.num_tokens - 1}"
 
 
 def tour_screen(tour: Tour) -> Iterator[Part]:

@@ -57,16 +57,12 @@ class PoolTrial(Trial):
             self.require(number > len(free), "enough", f"{len(free)} blocks were free, and {number} were asked for")
             self.require(self.pool.free == free, "all-or-nothing", f"it raised, and {self._difference(free)}")
             shortage, expected = (error.needed, error.free), (number, len(free))
-            self.require(
-                shortage == expected, "all-or-nothing", f"it raised OutOfBlocks{shortage}, not OutOfBlocks{expected}"
-            )
+            finding = f"it raised OutOfBlocks{shortage}, not OutOfBlocks{expected}"
+            self.require(shortage == expected, "all-or-nothing", finding)
             return
         self.require(number <= len(free), "all-or-nothing", f"{len(free)} blocks were free, and it returned {blocks!r}")
-        self.require(
-            isinstance(blocks, tuple) and len(blocks) == number == len(set(blocks)) and set(blocks) <= set(free),
-            "allocated",
-            f"it returned {blocks!r}; free were {free}",
-        )
+        is_sound = isinstance(blocks, tuple) and len(blocks) == number == len(set(blocks)) and set(blocks) <= set(free)
+        self.require(is_sound, "allocated", f"it returned {blocks!r}; free were {free}")
         finding = f"it returned {blocks!r}; free were {free}, and are {self.pool.free}"
         for block in blocks:
             self.require(block not in self.pool.free, "allocated", f"block {block} is still on the free list")
@@ -137,9 +133,8 @@ class PoolTrial(Trial):
             times, counted = pool.free.count(block), pool.reference_counts[block]
             if expected:
                 self.require(not times, rule or "free-at-zero", f"block {block} is free, and {_tables(expected)} it")
-            self.require(
-                counted == expected, rule or "counts", f"{_tables(expected)} block {block}, and its count is {counted}"
-            )
+            finding = f"{_tables(expected)} block {block}, and its count is {counted}"
+            self.require(counted == expected, rule or "counts", finding)
             if not expected:
                 self.require(times == 1, rule or "returned", f"block {block} is on the free list {times} times")
         is_same = pool.reference_counts is self.counts

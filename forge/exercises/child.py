@@ -44,9 +44,9 @@ def check_here(entry: Entry, path: Path) -> Result:
         if not missing.isdisjoint(part.functions) or (part.alone and not missing):
             continue
         try:
-            _run_part(piece, part.check)
-        except Mistake as mistake:
-            first = first or mistake
+            part.check(piece)
+        except BROKEN as error:
+            first = first or (error if isinstance(error, Mistake) else _unforeseen(piece, error))
             states[part.functions[-1]] = "wrong"
             if not missing:
                 break
@@ -58,13 +58,6 @@ def check_here(entry: Entry, path: Path) -> Result:
     if first is not None:
         return _failed(entry, first, states)
     return Result(entry.number, entry.name, True, functions=states)
-
-
-def _run_part(piece: ModuleType, check: Any) -> None:
-    try:
-        check(piece)
-    except BROKEN as error:
-        raise (error if isinstance(error, Mistake) else _unforeseen(piece, error)) from None
 
 
 def loaded(exercise: Exercise, path: Path) -> ModuleType:
@@ -83,7 +76,7 @@ def loaded(exercise: Exercise, path: Path) -> ModuleType:
     return piece
 
 
-def _unforeseen(piece: ModuleType, error: BaseException) -> BaseException:
+def _unforeseen(piece: ModuleType, error: BaseException) -> Mistake:
     """Translate an exception that the check itself raised because of what the reader's code returned."""
     trial = Trial(piece)
     if line_in(trial.path, error) or isinstance(error, Endless | SystemExit | MemoryError):
@@ -102,10 +95,8 @@ def run_here(entry: Entry, path: Path, options: Mapping[str, Any], limit: Callab
     """Run the engine on a file in this process, and draw the screen. limit: called before the file is loaded."""
     try:
         comparison = compare(entry, path, options["model"], limit)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ForgeError):
-            return {"error": str(error)}
-        raise
+    except ForgeError as error:
+        return {"error": str(error)}
     written = io.StringIO()
     console = Console(
         file=written,

@@ -99,8 +99,7 @@ def _small(piece: ModuleType) -> BasicKvCache:
 
 
 def _check(piece: ModuleType, *kinds: str) -> None:
-    chosen = {kind: _KINDS[kind] for kind in kinds} if kinds else _KINDS
-    search(lambda: ContiguousTrial(piece), chosen, lists=30)
+    search(lambda: ContiguousTrial(piece), {kind: _KINDS[kind] for kind in kinds or _KINDS}, lists=30)
 
 
 def _check_all(piece: ModuleType) -> None:

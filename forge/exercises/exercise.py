@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -104,22 +105,16 @@ class Costs:
     """Prepares the work on the reader's part, or on the engine's own (None), and returns the function to time."""
 
 
-Drive = Callable[[LLM, Sequence[str], SamplingParams, ModuleType | None], tuple[list[RequestOutput], list[StepRecord]]]
+Driven = tuple[list[RequestOutput], list[StepRecord]]
+Drive = Callable[[LLM, Sequence[str], SamplingParams, ModuleType | None], Driven]
 """Runs prompts; returns outputs and steps. The last argument is the reader's file; None for the engine's own part."""
 
 
-def plain_drive(
-    llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None
-) -> tuple[list[RequestOutput], list[StepRecord]]:
+def plain_drive(llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None) -> Driven:
     """Run the prompts as `LLM.generate` does."""
     run = llm.start(list(prompts), params)
     records = list(run)
     return run.outputs, records
-
-
-def own_part(piece: ModuleType) -> AbstractContextManager[None]:
-    """Leave the engine's own part in place: `drive` alone brings the reader's."""
-    return nullcontext()
 
 
 def cache_of_kind(kind: str, replace_cache: Callable[[Any, CacheSize], KvCache]) -> AbstractContextManager[None]:
@@ -147,8 +142,9 @@ class Exercise:
     next_question: str
     """A question to think about after passing."""
     costs: Costs
-    engine: Callable[[ModuleType], AbstractContextManager[None]] = own_part
-    """Puts the reader's part into every engine that is made while the context lasts."""
+    engine: Callable[[ModuleType], AbstractContextManager[object]] = nullcontext
+    """Puts the reader's part into every engine that is made while the context lasts. The default leaves the engine's
+    own part in place: `drive` alone brings the reader's."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options of the `LLM` that `run` shows."""
     drive: Drive = plain_drive
@@ -169,21 +165,19 @@ class Exercise:
         return self.rules[name] if name in self.rules else UNIVERSAL[name]
 
 
+@dataclass(eq=False)
 class Mistake(Exception):
     """A promise that the reader's code breaks."""
 
-    def __init__(
-        self,
-        rule: str,
-        finding: str,
-        calls: Sequence[str] = (),
-        before: str = "",
-        after: str = "",
-        line: str | None = None,
-    ):
-        super().__init__(f"{rule}: {finding}")
-        self.rule, self.finding, self.calls = rule, finding, tuple(calls)
-        self.before, self.after, self.line = before, after, line
+    rule: str
+    finding: str
+    calls: tuple[str, ...] = ()
+    before: str = ""
+    after: str = ""
+    line: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.finding}"
 
 
 class Trial:
@@ -235,6 +229,11 @@ class Trial:
             self.calls[-1] = f"{line}  # {_short(result)}"
         return result
 
+    def call_anew(self, line: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the function as `call` does, without the calls so far: it does not depend on them."""
+        self.restart()
+        return self.call(line, function, *arguments)
+
     def mistake_of(self, error: BaseException) -> Mistake:
         if isinstance(error, Mistake):
             return error
@@ -251,7 +250,7 @@ class Trial:
         return self.broken("raises", message, where)
 
     def broken(self, rule: str, finding: str, line: str | None = None) -> Mistake:
-        return Mistake(rule, finding, self.calls, self.before(), self._drawn(), line)
+        return Mistake(rule, finding, tuple(self.calls), self.before(), self._drawn(), line)
 
     def require(self, holds: object, rule: str, finding: str) -> None:
         if not holds:
@@ -331,6 +330,11 @@ def copied(value: Any) -> Any:
         if any(isinstance(item, np.ndarray | list | tuple) for item in held.values()):
             return replace(value, **{name: copied(item) for name, item in held.items()})
     return value
+
+
+def are_ids(value: Any) -> bool:
+    """True for a list, a tuple or an array of whole numbers."""
+    return isinstance(value, list | tuple | np.ndarray) and all(isinstance(item, Integral) for item in value)
 
 
 def _is_frozen(value: Any) -> bool:

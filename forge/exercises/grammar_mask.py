@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, plain_drive, words_of
+from forge.exercises.exercise import Costs, Driven, Exercise, Part, Trial, plain_drive, words_of
 from forge.llm import LLM
-from forge.trace.records import StepRecord
 
 GRAMMAR = 'start: list\nlist: "[" (value ("," value)*)? "]"\nvalue: NUMBER | list\nNUMBER: /[0-9]+/\n'
 _ALPHABET = b"[],17 "
@@ -59,16 +57,14 @@ class MaskTrial(Trial):
     def state(self, pieces: Sequence[bytes]) -> Any:
         """Advance the reader's state by these pieces, and check after each that it is refused exactly if no list begins
         so."""
-        self.restart()
-        state, text = self.call("state = piece.start()", self.piece.start), b""
+        state, text = self.call_anew("state = piece.start()", self.piece.start), b""
         self.require(state is not None, "result", "it returned None")
         for part in pieces:
             text += part
             advanced = self.call(f"state = piece.advance(state, {part!r})", self.piece.advance, state, part)
             again = self.piece.advance(state, part)
-            self.require(
-                (advanced is None) == (again is None), "again", f"it returned {advanced!r}, and then {again!r}"
-            )
+            finding = f"it returned {advanced!r}, and then {again!r}"
+            self.require((advanced is None) == (again is None), "again", finding)
             was_complete = complete(text[: len(text) - len(part)])
             rule = "nothing-follows" if was_complete else "refused" if len(pieces) == 1 else "split"
             finding = f"after {text!r} it returned {advanced!r}"
@@ -122,15 +118,12 @@ def _check_advance(piece: ModuleType) -> None:
     for _ in range(150):
         text = bytes(random_.choice(b"[[],1") for _ in range(12))
         trial.text([b"[", text[:4], text[4:]])
-    deep = b"[" * 3000 + b"]" * 3000
-    trial.text([deep])
-    trial.require_growth(
-        'piece.advance(piece.start(), b"[1," * 20_000)',
-        lambda size: partial(piece.advance, piece.start(), b"[1," * size),
-        1_000,
-        20_000,
-        200,
-    )
+    trial.text([b"[" * 3000 + b"]" * 3000])
+
+    def work(size: int) -> Callable[[], object]:
+        return partial(piece.advance, piece.start(), b"[1," * size)
+
+    trial.require_growth('piece.advance(piece.start(), b"[1," * 20_000)', work, 1_000, 20_000, 200)
 
 
 def _check_mask(piece: ModuleType) -> None:
@@ -141,17 +134,15 @@ def _check_mask(piece: ModuleType) -> None:
     trial.mask(b"[1", [b"]", b"2", b"", b"x"], 2)
     trial.mask(b"[1", [b"]", b"]", b"2"], 1)
     state = piece.advance(piece.start(), b"[[1")
-    trial.require_growth(
-        "piece.mask(state, [b'12', b'],[', b'a'] * 10_000, 0)",
-        lambda size: partial(piece.mask, state, [b"12", b"],[", b"a"] * size, 0),
-        250,
-        10_000,
-        250,
-    )
+
+    def work(size: int) -> Callable[[], object]:
+        return partial(piece.mask, state, [b"12", b"],[", b"a"] * size, 0)
+
+    trial.require_growth("piece.mask(state, [b'12', b'],[', b'a'] * 10_000, 0)", work, 250, 10_000, 250)
 
 
 class _ReadersGrammar:
-    """A `Grammar` whose masks are the reader's."""
+    """A `Grammar` whose masks are the reader's. It is the `Matcher` of every sequence too: it keeps no state."""
 
     def __init__(self, piece: ModuleType, llm: LLM):
         self.piece, self.eos_token_ids = piece, llm.tokenizer.eos_token_ids
@@ -162,25 +153,17 @@ class _ReadersGrammar:
         ]
         self.vocabulary += [b""] * (size - len(self.vocabulary))
 
-    def new_matcher(self) -> "_ReadersMatcher":
-        return _ReadersMatcher(self)
-
-
-class _ReadersMatcher:
-    """A `Matcher` of the reader's."""
-
-    def __init__(self, grammar: _ReadersGrammar):
-        self._grammar = grammar
+    def new_matcher(self) -> "_ReadersGrammar":
+        return self
 
     def mask(self, output: Sequence[int]) -> np.ndarray:
-        grammar, piece = self._grammar, self._grammar.piece
-        if not grammar.eos_token_ids.isdisjoint(output):
-            return np.ones(len(grammar.vocabulary), bool)
-        state = piece.start()
+        if not self.eos_token_ids.isdisjoint(output):
+            return np.ones(len(self.vocabulary), bool)
+        state = self.piece.start()
         for token_id in output:
-            state = piece.advance(state, grammar.vocabulary[token_id])
-        allowed = np.array(piece.mask(state, grammar.vocabulary, min(grammar.eos_token_ids)), bool)
-        allowed[list(grammar.eos_token_ids)] = piece.is_complete(state)
+            state = self.piece.advance(state, self.vocabulary[token_id])
+        allowed = np.array(self.piece.mask(state, self.vocabulary, min(self.eos_token_ids)), bool)
+        allowed[list(self.eos_token_ids)] = self.piece.is_complete(state)
         return allowed
 
     def num_allowed(self, output: Sequence[int], token_ids: Sequence[int]) -> int:
@@ -193,9 +176,7 @@ class _ReadersMatcher:
         return ()
 
 
-def drive(
-    llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None
-) -> tuple[list[RequestOutput], list[StepRecord]]:
+def drive(llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None) -> Driven:
     """Run the prompts with the reader's masks."""
     if piece is not None:
         grammar = _ReadersGrammar(piece, llm)
@@ -213,7 +194,7 @@ def _cost(piece: ModuleType | None, length: int) -> Callable[[], object]:
 
     llm = _tales()
     output = llm.tokenizer.encode("[" * length)
-    compiled = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(StructuredOutput(grammar=GRAMMAR))
+    compiled = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(_FORM)
     grammar: Any = _ReadersGrammar(piece, llm) if piece else compiled
     return lambda: grammar.new_matcher().mask(output)
 

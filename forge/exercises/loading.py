@@ -66,10 +66,8 @@ def _functions_in(text: str) -> dict[str, ast.FunctionDef]:
 
 
 def _is_stub(body: list[ast.stmt]) -> bool:
-    *_, last = body
-    if not isinstance(last, ast.Raise) or not all(
-        isinstance(statement, ast.Expr | ast.Pass) for statement in body[:-1]
-    ):
+    *before, last = body
+    if not isinstance(last, ast.Raise) or not all(isinstance(statement, ast.Expr | ast.Pass) for statement in before):
         return False
     raised = last.exc.func if isinstance(last.exc, ast.Call) else last.exc
     return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"
@@ -200,21 +198,16 @@ def limit_process(traces: TextIO | None = None, memory_bytes: int = MEMORY_BYTES
     with suppress(ImportError, ValueError, OSError):  # a system without such limits
         import resource
 
+        limits = [(resource.RLIMIT_FSIZE, FILE_BYTES), (resource.RLIMIT_CORE, 0)]
         if sys.platform == "linux":
             with open("/proc/self/status", encoding="ascii") as status:
                 data = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
-            _lower(resource.RLIMIT_DATA, data + memory_bytes)
-        _lower(resource.RLIMIT_FSIZE, FILE_BYTES)
-        _lower(resource.RLIMIT_CORE, 0)
+            limits.insert(0, (resource.RLIMIT_DATA, data + memory_bytes))
+        for which, limit in limits:
+            hard = resource.getrlimit(which)[1]
+            resource.setrlimit(which, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     if traces is not None:
         faulthandler.enable(traces)
         _watch.traces = traces
         with time_limit():
             pass  # starts the thread
-
-
-def _lower(which: int, limit: int) -> None:
-    import resource
-
-    hard = resource.getrlimit(which)[1]
-    resource.setrlimit(which, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

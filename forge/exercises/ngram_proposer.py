@@ -4,7 +4,6 @@ how many of its draft tokens a held-out text accepts."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from numbers import Integral
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, are_ids, words_of
 from forge.model.model import Draw
 from forge.pieces import standing_in
 from forge.speculation.lookup import NgramProposer
@@ -74,25 +73,20 @@ class ProposerTrial(Trial):
     def propose(self, texts: Sequence[list[int]], max_tokens: int, seq_id: int | None = None) -> list[tuple[int, ...]]:
         """Propose for these texts. seq_id: set if the text has grown since the last call under this id; None for new
         texts."""
-        self.restart()
         first = self.next_id if seq_id is None else seq_id
         self.next_id += len(texts)
         asked = [_request(list(text), max_tokens, first + number) for number, text in enumerate(texts)]
         shown = ", ".join(
             f"Request({first + n}, Draw(SamplingParams(), 0, 0, {text}), {max_tokens})" for n, text in enumerate(texts)
         )
-        proposals = self.call(f"proposer.propose([{shown}])", self.proposer.propose, asked)
+        proposals = self.call_anew(f"proposer.propose([{shown}])", self.proposer.propose, asked)
         is_list = isinstance(proposals, list | tuple) and all(isinstance(proposal, Proposal) for proposal in proposals)
-        self.require(
-            is_list and len(proposals) == len(texts), "one-each", f"{_plural(len(texts))}; it returned {proposals!r}"
-        )
+        finding = f"{_plural(len(texts))}; it returned {proposals!r}"
+        self.require(is_list and len(proposals) == len(texts), "one-each", finding)
         return [self._checked(proposal.token_ids, max_tokens) for proposal in proposals]
 
     def _checked(self, token_ids: Any, max_tokens: int) -> tuple[int, ...]:
-        is_ids = isinstance(token_ids, tuple | list | np.ndarray) and all(
-            isinstance(token_id, Integral) for token_id in token_ids
-        )
-        self.require(is_ids, "result", f"the token ids are {token_ids!r}")
+        self.require(are_ids(token_ids), "result", f"the token ids are {token_ids!r}")
         finding = f"asked for {max_tokens} at most, it proposed {tuple(token_ids)}"
         self.require(len(token_ids) <= max_tokens, "at-most", finding)
         return tuple(map(int, token_ids))
@@ -103,8 +97,8 @@ class ProposerTrial(Trial):
         self._compare(rule, text, max_tokens, proposed)
 
     def looked_up(self, rule: str, text: list[int], max_tokens: int) -> None:
-        self.restart()
-        proposed = self.call(f"proposer.lookup({text}, {max_tokens})", self.proposer.lookup, list(text), max_tokens)
+        line = f"proposer.lookup({text}, {max_tokens})"
+        proposed = self.call_anew(line, self.proposer.lookup, list(text), max_tokens)
         self._compare(rule, text, max_tokens, self._checked(proposed, max_tokens))
 
     def _compare(self, rule: str, text: list[int], max_tokens: int, ours: tuple[int, ...]) -> None:

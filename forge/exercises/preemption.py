@@ -16,7 +16,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence as TokenSequence
 from forge.engine.step_plan import PlanBuilder
 from forge.exercises.exercise import BROKEN, Costs, Exercise, Part, Trial, to_write, words_of
-from forge.exercises.trials import GREEDY, EngineTrial
+from forge.exercises.trials import GREEDY, EngineTrial, oldest_first
 from forge.llm import LLM
 from forge.pieces import standing_in
 from forge.reasons import NoBlocks, PoolExhausted
@@ -64,11 +64,7 @@ class PreemptionTrial(EngineTrial):
             self.require(requester is self.requester, "policy", f"{finding}; {self.requester.seq_id} needs blocks")
             chosen = choose(running, requester)
             finding = f"of {ids} it chose {getattr(chosen, 'seq_id', chosen)} for {requester.seq_id}"
-            if len(running) == 1:
-                self.require(chosen is None, "alone", finding)
-            else:
-                self.require(chosen is not None, "someone", finding)
-                self.require(any(chosen is sequence for sequence in running), "one-of-running", finding)
+            _require_victim(self, chosen, running, finding)
             self.chosen = chosen
             return chosen
 
@@ -196,23 +192,20 @@ class PreemptionTrial(EngineTrial):
         self.require(done is False and self.is_exhausted(sequence, plan), "exhausted", finding)
 
 
-def oldest_first(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:
-    """Choose the first of the other sequences, which the plan has usually scheduled already."""
-    return next((sequence for sequence in running if sequence is not requester), None)
+def _require_victim(trial: Trial, chosen: object, running: Sequence[object], finding: str) -> None:
+    if len(running) == 1:
+        trial.require(chosen is None, "alone", finding)
+    else:
+        trial.require(chosen is not None, "someone", finding)
+        trial.require(any(chosen is sequence for sequence in running), "one-of-running", finding)
 
 
 def _check_preemption(piece: ModuleType) -> None:
     short = [[97 + number] * (3 + number) for number in range(3)]
     many = [[97 + number] * (3 + 5 * number % 23) for number in range(8)]
     PreemptionTrial(piece, 12).copies_into_a_victim()
-    for num_blocks, n, prompts in (
-        (8, 1, short),
-        (7, 1, short),
-        (14, 1, many),
-        (7, 3, short),
-        (8, 3, short),
-        (9, 3, short),
-    ):
+    runs = ((8, 1, short), (7, 1, short), (14, 1, many), (7, 3, short), (8, 3, short), (9, 3, short))
+    for num_blocks, n, prompts in runs:
         PreemptionTrial(piece, num_blocks, n).compare(prompts)
         PreemptionTrial(piece, num_blocks, n, oldest_first).compare(prompts)
     PreemptionTrial(piece, 4).outgrow()
@@ -235,11 +228,7 @@ def _ask_policy(piece: ModuleType) -> None:
             line = f"piece.victim(running[:{len(several)}], running[{requester.seq_id}])"
             chosen = trial.call(line, piece.victim, tuple(several), requester)
             finding = f"it returned {getattr(chosen, 'seq_id', chosen)!r}"
-            if len(several) == 1:
-                trial.require(chosen is None, "alone", finding)
-            else:
-                trial.require(chosen is not None, "someone", finding)
-                trial.require(any(chosen is sequence for sequence in several), "one-of-running", finding)
+            _require_victim(trial, chosen, several, finding)
             again = trial.call(line, piece.victim, tuple(several), requester)
             trial.require(again is chosen, "again", f"{finding}, and then {getattr(again, 'seq_id', again)!r}")
             del trial.calls[-2:]

@@ -63,16 +63,14 @@ class IndexTrial(Trial):
             for size in (1, 2, 4):
                 tokens = [(7 * place + length) % 11 for place in range(length)]
                 for salt in ("", "a", "tenant 2", "ü"):
-                    self.restart()
                     line = f"index.keys({tokens}, {size}, {salt!r})"
-                    keys = self.call(line, index.keys, tokens, size, salt)
+                    keys = self.call_anew(line, index.keys, tokens, size, salt)
                     self.require(isinstance(keys, tuple), "result", f"keys returned {keys!r}")
                     finding = f"{length} tokens in blocks of {size} have {length // size} keys: {keys!r}"
                     self.require(len(keys) == length // size, "keys", finding)
                     expected = PrefixIndex().keys(tokens, size, salt)
-                    wrong = next(
-                        (n for n, pair in enumerate(zip(keys, expected, strict=True)) if pair[0] != pair[1]), None
-                    )
+                    pairs = enumerate(zip(keys, expected, strict=True))
+                    wrong = next((number for number, (key, right) in pairs if key != right), None)
                     finding = f"key {wrong} is not the hash of the key before it and its tokens"
                     self.require(wrong is None, "chained", finding)
         self.require(not index.nodes and not index.node_of, "result", "keys has changed the index")
@@ -126,8 +124,7 @@ class IndexTrial(Trial):
         ours: dict[str, Node] = {"root": self.root}
         theirs = {"root": reference.root("")}
         for number in range(30):
-            names = list(ours)
-            name, tokens = random_.choice(names[-5:]), (random_.randrange(3), 1)
+            name, tokens = random_.choice(list(ours)[-5:]), (random_.randrange(3), 1)
             if random_.random() < 0.3 and reference.node_of:
                 block = random_.choice(sorted(reference.node_of))
                 lost, expected = self.call(f"index.drop({block})", self.index.drop, block), reference.drop(block)
@@ -162,10 +159,8 @@ class IndexTrial(Trial):
                 theirs_now = None if child is None else child.blocks
                 self.require(theirs_now == blocks, "as-one", f"its blocks are {theirs_now}, and should be {blocks}")
                 self.calls.pop()
-            known = (
-                self.index.node_of.keys() == reference.node_of.keys()
-                and self.index.nodes.keys() == reference.nodes.keys()
-            )
+            known = self.index.node_of.keys() == reference.node_of.keys()
+            known = known and self.index.nodes.keys() == reference.nodes.keys()
             finding = f"indexed are blocks {sorted(self.index.node_of)}, and should be {sorted(reference.node_of)}"
             self.require(known, "as-one", finding)
 
@@ -174,9 +169,8 @@ class IndexTrial(Trial):
         self.require(self.call("index.child(root, (1, 2))", index.child, root, (1, 2)) is None, "child", "of nothing")
         first = self.call("first = index.insert(root, (1, 2), 7)", index.insert, root, (1, 2), 7)
         self.require(first is not None, "tree", "insert returned None")
-        self.require(
-            first in root.children and first.depth == 1, "tree", f"depth {first.depth}, children {root.children}"
-        )
+        finding = f"depth {first.depth}, children {root.children}"
+        self.require(first in root.children and first.depth == 1, "tree", finding)
         self.require(index.node_of.get(7) is first and first.blocks == [7], "tree", f"node_of {index.node_of}")
         child = self.call("index.child(root, (1, 2))", index.child, root, (1, 2))
         self.require(child is first, "child", f"it is {child!r}")

@@ -14,7 +14,7 @@ from forge.cluster.local import LocalCluster, LocalRun, Talk, run_talks
 from forge.cluster.routers import PrefixRouter
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Driven, Exercise, Part, Trial, words_of
 from forge.llm import LLM
 from forge.trace.records import RouteRecord, StepRecord
 
@@ -23,7 +23,9 @@ _PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 _TALKS, _TURNS, _SYSTEMS = 12, 3, 4
 
 
-_KNOWN: tuple[tuple[str, dict[str, tuple[int, int, str]], str, str], ...] = (
+Described = Mapping[str, tuple[int, int, str]]
+"""A fleet: of each replica its tokens, those ever given to it and its blocks."""
+_KNOWN: tuple[tuple[str, Described, str, str], ...] = (
     ("candidate", {"a": (0, 0, "xyz"), "b": (70, 0, ""), "c": (30, 0, "")}, "xyz", "bc"),
     ("least-busy", {"a": (50, 0, ""), "b": (20, 0, ""), "c": (90, 0, "")}, "xyz", "abc"),
     ("tie", {"a": (0, 90, ""), "b": (0, 10, ""), "c": (0, 50, "")}, "xyz", "abc"),
@@ -35,8 +37,7 @@ _KNOWN: tuple[tuple[str, dict[str, tuple[int, int, str]], str, str], ...] = (
     ("threshold", {"a": (300, 0, "xyz"), "b": (100, 0, "x"), "c": (9, 0, "")}, "xyz", "abc"),
     ("least-busy", {"a": (0, 0, "")}, "", "a"),
 )
-"""(the rule that a wrong choice breaks, of each replica its tokens, those ever given to it and its blocks, the prompt's
-blocks, the candidates)."""
+"""(the rule that a wrong choice breaks, the fleet, the prompt's blocks, the candidates)."""
 
 
 class RouterTrial(Trial):
@@ -47,9 +48,7 @@ class RouterTrial(Trial):
         "from forge.cluster.fleet import Fleet, RouteRequest",
     )
 
-    def ask(
-        self, fleet: Mapping[str, tuple[int, int, str]], function: str, arguments: Callable[[Fleet], tuple[str, tuple]]
-    ) -> Any:
+    def ask(self, fleet: Described, function: str, arguments: Callable[[Fleet], tuple[str, tuple]]) -> Any:
         """Call a function of the router on this fleet, and check that the fleet has not changed."""
         self.restart()
         filled = _fleet(fleet)
@@ -74,7 +73,7 @@ class RouterTrial(Trial):
 
     threshold = 512
 
-    def blocks(self, fleet: Mapping[str, tuple[int, int, str]], prompt: str) -> None:
+    def blocks(self, fleet: Described, prompt: str) -> None:
         for name, (_, _, blocks) in fleet.items():
             request = RouteRequest("r", _keys(prompt), 16 * len(prompt) + 8, _BLOCK)
             shown = f'fleet.replicas["{name}"], RouteRequest("r", {request.keys})'
@@ -86,7 +85,7 @@ class RouterTrial(Trial):
             )
             self.require(returned == expected, "gap", finding)
 
-    def known(self, rule: str, fleet: Mapping[str, tuple[int, int, str]], prompt: str, among: str) -> None:
+    def known(self, rule: str, fleet: Described, prompt: str, among: str) -> None:
         """Check that the choice for one fleet is the one that the template states."""
         request = RouteRequest("r", _keys(prompt), 16 * len(prompt) + 8, _BLOCK)
         left_out = frozenset(fleet) - frozenset(among)
@@ -96,7 +95,7 @@ class RouterTrial(Trial):
         self.require(record.replica in among, "candidate", f"it chose {record.replica!r} of {list(among)}")
         names, why = _expected(fleet, prompt, among, self.threshold)
         finding = f"it chose {record.replica}, and not {' or '.join(names)}; {_shown(fleet)}"
-        self.require(record.replica in names, self._rule(rule, fleet, names, why, record), finding)
+        self.require(record.replica in names, _broken_rule(rule, fleet, names, why, record), finding)
         self.require(record.why == why, "told", f'it said "{record.why}", and it is "{why}"; {_shown(fleet)}')
         told = record.request_id, record.num_candidates, record.load, record.least_load
         tokens = [tokens for tokens, _, _ in fleet.values()]
@@ -106,22 +105,16 @@ class RouterTrial(Trial):
         finding = f"it said {record.cached_tokens} cached tokens, and {record.replica} has {cached}; {_shown(fleet)}"
         self.require(record.cached_tokens == cached, "told", finding)
 
-    def _rule(
-        self,
-        rule: str,
-        fleet: Mapping[str, tuple[int, int, str]],
-        names: Sequence[str],
-        why: str,
-        record: RouteRecord,
-    ) -> str:
-        """Return the rule that a wrong choice breaks. For a random fleet it follows from the two decisions."""
-        if rule in ("random", "longest") and "holder_busy" in (why, record.why):
-            return "threshold"
-        if rule not in ("random", "candidate"):
-            return rule
-        if why == "prefix":
-            return "longest"
-        return "tie" if fleet[record.replica][0] == fleet[names[0]][0] else "least-busy"
+
+def _broken_rule(rule: str, fleet: Described, names: Sequence[str], why: str, record: RouteRecord) -> str:
+    """Return the rule that a wrong choice breaks. For a random fleet it follows from the two decisions."""
+    if rule in ("random", "longest") and "holder_busy" in (why, record.why):
+        return "threshold"
+    if rule not in ("random", "candidate"):
+        return rule
+    if why == "prefix":
+        return "longest"
+    return "tie" if fleet[record.replica][0] == fleet[names[0]][0] else "least-busy"
 
 
 def _held(blocks: str, prompt: str) -> int:
@@ -129,9 +122,7 @@ def _held(blocks: str, prompt: str) -> int:
     return next((number for number, block in enumerate(prompt) if block not in blocks), len(prompt))
 
 
-def _expected(
-    fleet: Mapping[str, tuple[int, int, str]], prompt: str, among: str, threshold: int
-) -> tuple[tuple[str, ...], str]:
+def _expected(fleet: Described, prompt: str, among: str, threshold: int) -> tuple[tuple[str, ...], str]:
     """Return the replicas that are right choices, and why."""
 
     def least_busy(names: Sequence[str]) -> tuple[str, ...]:
@@ -158,7 +149,7 @@ def _keys(blocks: str) -> tuple[int, ...]:
     return tuple(map(ord, blocks))
 
 
-def _fleet(described: Mapping[str, tuple[int, int, str]]) -> Fleet:
+def _fleet(described: Described) -> Fleet:
     fleet = Fleet()
     for name, (tokens, routed, blocks) in described.items():
         replica = fleet.join(name)
@@ -167,7 +158,7 @@ def _fleet(described: Mapping[str, tuple[int, int, str]]) -> Fleet:
     return fleet
 
 
-def _shown(fleet: Mapping[str, tuple[int, int, str]]) -> str:
+def _shown(fleet: Described) -> str:
     """Format a fleet as `a: 50 tokens, blocks xy`."""
     return "; ".join(
         f"{name}: {tokens} tokens ({routed} so far), blocks {blocks or 'none'}"
@@ -191,7 +182,7 @@ def _run(router: Any) -> LocalRun:
     return run_talks(engines, router, _talks(), _PARAMS, clients=4)
 
 
-def _fleets(number: int) -> Iterator[tuple[dict[str, tuple[int, int, str]], str]]:
+def _fleets(number: int) -> Iterator[tuple[Described, str]]:
     random_ = random.Random(0)
     for _ in range(number):
         blocks = ("", "x", "xy", "xyz", "yz", "z", "xz")
@@ -229,9 +220,7 @@ def _check_choose(piece: ModuleType) -> None:
     trial.require(ours.computed_tokens <= 1.1 * theirs.computed_tokens, "little", finding)
 
 
-def drive(
-    llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None
-) -> tuple[list[RequestOutput], list[StepRecord]]:
+def drive(llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None) -> Driven:
     """Run the prompts on two engines behind a router. Returns the outputs in order and all steps."""
     cluster = LocalCluster([llm.new_engine(), llm.new_engine()], piece.MyRouter if piece else PrefixRouter)
     records: list[StepRecord] = []

@@ -174,12 +174,9 @@ def _run(exercise: Exercise, model: str | None, piece: ModuleType | None = None)
     llm.engine.scheduler.keep_block_map = exercise.view == "blocks"
     runs = [exercise.drive(llm, exercise.prompts, SamplingParams(**params), piece) for params in exercise.params]
     samples = [sample for outputs, _ in runs for output in outputs for sample in output.outputs]
-    return Ran(
-        tuple(sample.text for sample in samples),
-        tuple(tuple(sample.token_ids) for sample in samples),
-        tuple(record for _, records in runs for record in records),
-        lambda token_id: llm.tokenizer.decode([token_id]),
-    )
+    texts, token_ids = zip(*((sample.text, tuple(sample.token_ids)) for sample in samples), strict=True)
+    steps = tuple(record for _, records in runs for record in records)
+    return Ran(texts, token_ids, steps, lambda token_id: llm.tokenizer.decode([token_id]))
 
 
 def facts(comparison: Comparison) -> dict[str, Any]:

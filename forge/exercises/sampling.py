@@ -13,7 +13,7 @@ import numpy as np
 
 from forge.engine import rng, sampler, sampling
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, are_ids, words_of
 
 _ROW = [2.0, -1.0, 2.0, 0.5, 1.0, -3.0, 1.5, 0.0]
 _LOGS = [-0.6931472, -1.3862944, -2.0794415, -2.7725887, -2.7725887]
@@ -52,25 +52,22 @@ class SamplingTrial(Trial):
     setup_lines = ("import numpy as np; from forge import SamplingParams",)
 
     def greedy(self, row: list[float]) -> None:
-        self.restart()
         logits = np.array(row, np.float32)
         expected = int(logits.argmax())
         line = f"piece.greedy(np.array({row}, np.float32))"
-        token_id = self.call(line, self.piece.greedy, logits)
+        token_id = self.call_anew(line, self.piece.greedy, logits)
         self.require(isinstance(token_id, Integral), "id", f"it returned {token_id!r}")
         self.require(token_id == expected, "greedy", f"of {row} it takes token {token_id}, and not {expected}")
 
     def filtered(self, rule: str, row: list[float], options: dict[str, Any]) -> None:
-        self.restart()
         logits, params = np.array(row, np.float32), SamplingParams(**options)
         expected_ids, expected = sampling.filtered(logits.copy(), params)
         settings = ", ".join(f"{name}={value}" for name, value in options.items())
         line = f"piece.filtered(np.array({[round(value, 3) for value in row]}, np.float32), SamplingParams({settings}))"
-        pair = self.call(line, self.piece.filtered, logits, params)
+        pair = self.call_anew(line, self.piece.filtered, logits, params)
         self.require(isinstance(pair, tuple | list) and len(pair) == 2, "result", f"it returned {pair!r}")
         ids, scores = self._listed(pair[0]), self._listed(pair[1])
-        is_pair = len(ids) == len(scores) and all(isinstance(token_id, Integral) for token_id in ids)
-        self.require(is_pair, "result", f"it returned {pair!r}")
+        self.require(len(ids) == len(scores) and are_ids(ids), "result", f"it returned {pair!r}")
         kept = expected_ids.tolist()
         self.require(sorted(ids) == kept, rule, f"with {settings} it keeps tokens {ids}, and should keep {kept}")
         self.require(ids == kept, "ascending", f"the ids are {ids}")
@@ -88,10 +85,9 @@ class SamplingTrial(Trial):
         return [value.item() if isinstance(value, np.generic) else value for value in listed]
 
     def drawn(self, rule: str, ids: np.ndarray, scores: np.ndarray, uniform: np.ndarray) -> None:
-        self.restart()
         expected = int(ids[np.argmax(scores - np.log(-np.log(uniform)))])
         arrays = ", ".join(f"np.array({array.round(6).tolist()})" for array in (ids, scores, uniform))
-        token_id = self.call(f"piece.draw({arrays})", self.piece.draw, ids, scores, uniform)
+        token_id = self.call_anew(f"piece.draw({arrays})", self.piece.draw, ids, scores, uniform)
         self.require(isinstance(token_id, Integral), "id", f"it returned {token_id!r}")
         self.require(token_id in ids.tolist(), "drawn-from", f"it is {token_id!r}, and the ids are {ids.tolist()}")
         self.require(token_id == expected, rule, f"it is {token_id}, and not {expected}")
@@ -113,13 +109,12 @@ def _check_filtered(piece: ModuleType) -> None:
         options = {"temperature": 0.7, "top_k": int(generator.integers(0, 12)), "top_p": 0.9, "min_p": 0.05}
         trial.filtered("top-p-after-top-k", row, options)
     params = SamplingParams(temperature=0.8, top_k=200, top_p=0.95, min_p=0.01)
-    trial.require_growth(
-        "piece.filtered(np.random.default_rng(0).standard_normal(16_000), SamplingParams(top_k=200, top_p=0.95))",
-        lambda size: partial(piece.filtered, np.random.default_rng(0).standard_normal(size).astype(np.float32), params),
-        500,
-        16_000,
-        200,
-    )
+
+    def work(size: int) -> Callable[[], object]:
+        return partial(piece.filtered, np.random.default_rng(0).standard_normal(size).astype(np.float32), params)
+
+    line = "piece.filtered(np.random.default_rng(0).standard_normal(16_000), SamplingParams(top_k=200, top_p=0.95))"
+    trial.require_growth(line, work, 500, 16_000, 200)
 
 
 def _check_draw(piece: ModuleType) -> None:

@@ -2,7 +2,6 @@
 rules."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, StepPlan
 from forge.exercises.exercise import Costs, Exercise, Part, words_of
-from forge.exercises.trials import EngineTrial
+from forge.exercises.trials import EngineTrial, oldest_first
 from forge.llm import LLM
 from forge.pieces import standing_in
 from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, WaitReason
@@ -62,26 +61,13 @@ class SchedulerBase(Scheduler):
             plan.exhausted.append(sequence.seq_id)
 
 
-def first_of_others(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """Choose a victim that the plan may already contain."""
-    return next((sequence for sequence in running if sequence is not requester), None)
-
-
 def new_llm(
     scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPolicy = "lifo", budget: int = _BUDGET
 ) -> LLM:
     """Create a small engine that this class schedules."""
+    sizes: dict[str, Any] = {"block_size": _BLOCK, "num_blocks": num_blocks, "max_num_seqs": _MAX_SEQS}
     with standing_in(scheduler=scheduler):
-        return LLM(
-            "hash",
-            kv="paged",
-            block_size=_BLOCK,
-            num_blocks=num_blocks,
-            max_num_seqs=_MAX_SEQS,
-            max_num_batched_tokens=budget,
-            prefill_only=False,
-            preempt=policy,
-        )
+        return LLM("hash", kv="paged", **sizes, max_num_batched_tokens=budget, prefill_only=False, preempt=policy)
 
 
 class SchedulerTrial(EngineTrial):
@@ -96,10 +82,10 @@ class SchedulerTrial(EngineTrial):
         budget: int = _BUDGET,
     ):
         """kind: a class that replaces the reader's."""
-        options = ", first_of_others" if callable(policy) else f", budget={budget}" if budget != _BUDGET else ""
+        options = ", oldest_first" if callable(policy) else f", budget={budget}" if budget != _BUDGET else ""
         super().__init__(
             piece,
-            "from forge import SamplingParams; from forge.exercises.scheduler import first_of_others, new_llm",
+            "from forge import SamplingParams; from forge.exercises.scheduler import new_llm, oldest_first",
             f"llm = new_llm(piece.MyScheduler, {num_blocks}{options})",
         )
         self.llm = new_llm(kind or self._observed(piece), num_blocks, policy, budget)
@@ -163,11 +149,9 @@ class SchedulerTrial(EngineTrial):
     def reorder(self, scheduler: Any) -> None:
         """Move running prompts in front of decodes: decodes must be scheduled first at any position."""
         cache, running = scheduler.cache, scheduler.running
-        one_left = {
-            name: len(sequence.token_ids) - cache.computed_length(name) == 1 for name, sequence in running.items()
-        }
-        for seq_id in [name for name, decodes in one_left.items() if decodes]:
-            running[seq_id] = running.pop(seq_id)
+        for seq_id, sequence in list(running.items()):
+            if len(sequence.token_ids) - cache.computed_length(seq_id) == 1:
+                running[seq_id] = running.pop(seq_id)
 
     def admit_after_preemption(self) -> None:
         """Call `admit` on a plan that has preempted a sequence, with a queue whose first sequence would fit."""
@@ -178,8 +162,7 @@ class SchedulerTrial(EngineTrial):
             'record = PreemptRecord(9, 8, 1, 0, "lifo", "recompute", 5, 2)',
             "plan = PlanBuilder(12, 12, preempted=[record])",
         ]
-        record = PreemptRecord(9, 8, 1, 0, "lifo", "recompute", 5, 2)
-        plan = PlanBuilder(_BUDGET, _BUDGET, preempted=[record])
+        plan = PlanBuilder(_BUDGET, _BUDGET, preempted=[PreemptRecord(9, 8, 1, 0, "lifo", "recompute", 5, 2)])
         returned = self.call("llm.engine.scheduler.admit(plan)", self.llm.engine.scheduler.admit, plan)  # type: ignore[attr-defined]
         self.require(returned is None, "result", f"it returned {returned!r}")
 
@@ -260,7 +243,7 @@ def _check_all(piece: ModuleType) -> None:
     for num_blocks, prompts in ((64, short), (64, mixed), (15, mixed), (14, many), (8, short), (64, long)):
         SchedulerTrial(piece, num_blocks).compare(prompts)
     under_way = [[97] * 2, [98] * 2, [99] * 2, [100] * 28]  # preempted before its last chunk
-    SchedulerTrial(piece, 12, policy=first_of_others).compare(under_way)
+    SchedulerTrial(piece, 12, policy=oldest_first).compare(under_way)
     SchedulerTrial(piece, 64, budget=_MAX_SEQS).compare(mixed)  # decodes leave one token to a prompt
     SchedulerTrial(piece, 64).admit_after_preemption()
 

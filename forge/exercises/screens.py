@@ -132,8 +132,8 @@ def print_solution(console: Console, entry: Entry, path: Path | None, costs: "Se
     draw(console, [Hanging(Text(exercise.differs), 0)])
     if path is not None:
         unmeasured = "What each costs could not be measured: your code did not end the benchmark."
-        draw(console, (None, trouble(unmeasured) if costs is None else _costs(costs), None))
-        draw(console, [_asked(exercise.next_question)])
+        shown = trouble(unmeasured) if costs is None else _costs(costs)
+        draw(console, (None, shown, None, _asked(exercise.next_question)))
 
 
 def _costs(costs: "Sequence[Measured]") -> Table:

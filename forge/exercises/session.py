@@ -231,12 +231,12 @@ def in_child(task: str, entry: Entry, path: Path, options: str = "", deadline: f
                         os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.wait()
-        trace = _text(traces)
+        trace, printed = _text(traces), "\n".join(_text(out).splitlines()[-_PRINTED_LINES:])
         try:
             written = json.loads(result.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             written = None
-        return Ended(status, written, _last_lines(_text(out)), _text(err) + trace, _line_in_trace(trace, path))
+        return Ended(status, written, printed, _text(err) + trace, _line_in_trace(trace, path))
 
 
 def run_engine(folder: Path, arguments: Sequence[str]) -> int:
@@ -282,10 +282,6 @@ def check(entry: Entry, path: Path, deadline: float = DEADLINE) -> Result:
     (builds.passed.add if result.passed else builds.passed.discard)(entry.number)
     save_builds(path.parent, builds)
     return replace(result, changed=has_changed(entry, builds))
-
-
-def _last_lines(text: str) -> str:
-    return "\n".join(text.splitlines()[-_PRINTED_LINES:])
 
 
 def passed_entries(folder: Path) -> tuple[Entry, ...]:

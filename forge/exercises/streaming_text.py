@@ -33,22 +33,19 @@ class TextTrial(Trial):
     """Compares the reader's text with the engine's own, token by token."""
 
     def characters(self, rule: str, data: bytes) -> None:
-        self.restart()
-        pair = self.call(f"piece.whole_characters({data!r})", self.piece.whole_characters, data)
+        pair = self.call_anew(f"piece.whole_characters({data!r})", self.piece.whole_characters, data)
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         is_pair = is_pair and isinstance(pair[0], str) and isinstance(pair[1], bytes | bytearray)
         self.require(is_pair, "result", f"it returned {pair!r}")
-        decoder = _Bytes([data])
-        text = decoder.push(0)
+        text = _Bytes([data]).push(0)
         rest = data[len(data) - _num_held(data) :]
         finding = f"of {data!r} the text is {pair[0]!r} and {bytes(pair[1])!r} is held back: {text!r} and {rest!r}"
         self.require(bytes(pair[1]) == rest, "whole", finding)
         self.require(pair[0] == text, rule, finding)
 
     def text(self, tokens: Sequence[bytes], stop: Sequence[str]) -> None:
-        self.restart()
         reference = OutputText(_Bytes(tokens), stop)
-        text = self.call(f"text = piece.MyText({tuple(stop)!r})", lambda: self.piece.MyText(stop))
+        text = self.call_anew(f"text = piece.MyText({tuple(stop)!r})", lambda: self.piece.MyText(stop))
         untouched = self.piece.MyText(stop)
         for number, token in enumerate(tokens):
             was_stopped = reference.stopped_by is not None

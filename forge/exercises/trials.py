@@ -17,6 +17,7 @@ from typing import Any
 from forge.cache.block_pool import BlockError
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.sequence import Sequence as TokenSequence
 from forge.exercises.exercise import BROKEN, Mistake, Trial, drawing
 from forge.exercises.loading import line_in, time_limit
 from forge.llm import LLM
@@ -35,7 +36,7 @@ class CacheTrial(Trial):
         self.words = words
         self.available, self.needed = 0, ""
         self.cache = new_cache()
-        self.oracle = Oracle(self.cache, num_blocks, self.cache.block_size, call=self.record)
+        self.oracle = Oracle(self.cache, num_blocks, call=self.record)
 
     def draw(self) -> str:
         return drawing(self.cache.block_map())
@@ -79,6 +80,11 @@ def _literal(value: Any) -> str:
     return repr(list(value)) if isinstance(value, list | tuple) and not hasattr(value, "_fields") else repr(value)
 
 
+def oldest_first(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:
+    """Choose the first of the other sequences, which the plan has usually scheduled already."""
+    return next((sequence for sequence in running if sequence is not requester), None)
+
+
 _MOST_STEPS = 1500
 _RUN_SECONDS = 20
 GREEDY: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
@@ -98,8 +104,7 @@ class EngineTrial(Trial):
 
     def run(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
         """Run the requests, check every rule of the scheduler after each step, and return each sample's tokens."""
-        params = SamplingParams(**GREEDY, n=self.n)
-        run = self.llm.start(prompts, params)
+        run = self.llm.start(prompts, SamplingParams(**GREEDY, n=self.n))
         self.calls.append(f"run = llm.start({prompts}, SamplingParams(**{GREEDY}, n={self.n}))".replace("'", '"'))
         self.calls.append("")
         steps = iter(run)

@@ -12,19 +12,12 @@ from unittest.mock import patch
 
 import numpy as np
 
+from forge.engine import sampling
 from forge.engine.proposer import Proposal, Verification
 from forge.engine.rng import DrawName, Purpose, gumbel_argmax, uniform
-from forge.engine.sampling import (
-    Distribution,
-    SampledToken,
-    distribution,
-    filtered,
-    log_sum_exp,
-    penalized,
-    sampled_token,
-)
+from forge.engine.sampling import Distribution, SampledToken, filtered
 from forge.engine.sequence import Sequence as TokenSequence
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, words_of
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, are_ids, cache_of_kind, words_of
 from forge.speculation import verification
 from forge.speculation.speculator import Speculator
 from forge.trace.records import TokenVerdict
@@ -35,14 +28,10 @@ class VerificationTrial(Trial):
 
     setup_lines = ("import numpy as np; from forge.engine.sampling import Distribution as D",)
 
-    def ask(self, line: str, function: Any, *arguments: Any) -> Any:
-        self.restart()
-        return self.call(line, function, *arguments)
-
     def greedy(self, argmax: Sequence[int], draft: Sequence[int]) -> None:
         agreed = next((i for i, token in enumerate(draft) if argmax[i] != token), len(draft))
         expected = [*draft[:agreed], argmax[agreed]]
-        returned = self.ask(f"piece.verify_greedy({argmax}, {draft})", self.piece.verify_greedy, argmax, draft)
+        returned = self.call_anew(f"piece.verify_greedy({argmax}, {draft})", self.piece.verify_greedy, argmax, draft)
         emitted = self._tokens(returned)
         finding = f"it emits {emitted}, and the target alone would say {expected}"
         if emitted == expected:
@@ -53,14 +42,11 @@ class VerificationTrial(Trial):
         self.require(False, "greedy", finding)
 
     def _tokens(self, returned: Any) -> list[int]:
-        is_list = isinstance(returned, list | tuple | np.ndarray) and all(
-            isinstance(token_id, Integral) for token_id in returned
-        )
-        self.require(is_list, "result", f"it returned {returned!r}")
+        self.require(are_ids(returned), "result", f"it returned {returned!r}")
         return [int(token) for token in returned]
 
     def accept(self, p: float, q: float, draw: float) -> None:
-        accepted = self.ask(f"piece.accept({p}, {q}, {draw})", self.piece.accept, p, q, draw)
+        accepted = self.call_anew(f"piece.accept({p}, {q}, {draw})", self.piece.accept, p, q, draw)
         self.require(accepted in (True, False), "result", f"it returned {accepted!r}")
         finding = f"p / q is {p / q:g}, the draw {draw}, and it returned {accepted}"
         self.require(bool(accepted) == (draw < p / q), "accept", finding)
@@ -68,7 +54,7 @@ class VerificationTrial(Trial):
     def residual(self, p: Distribution, q: Distribution) -> None:
         expected = verification.residual(p, q)
         is_p = expected is p
-        returned = self.ask(f"piece.residual({_shown(p)}, {_shown(q)})", self.piece.residual, p, q)
+        returned = self.call_anew(f"piece.residual({_shown(p)}, {_shown(q)})", self.piece.residual, p, q)
         self.require(isinstance(returned, Distribution), "result", f"it returned {returned!r}")
         ids, probabilities = np.asarray(returned.token_ids), np.asarray(returned.probabilities, np.float64)
         is_sound = ids.shape == probabilities.shape and ids.ndim == 1 and ids.dtype.kind in "iu"
@@ -131,7 +117,7 @@ class VerificationTrial(Trial):
 
     def kept(self, start: int, known: int, accepted: int) -> None:
         line = f"piece.kept_length({start}, {known}, {accepted})"
-        length = self.ask(line, self.piece.kept_length, start, known, accepted)
+        length = self.call_anew(line, self.piece.kept_length, start, known, accepted)
         last = start + known + accepted
         self.require(isinstance(length, Integral), "result", f"it returned {length!r}")
         self.require(length == last, "kept", f"it is {length!r}; positions 0 to {last - 1} hold what is right")
@@ -145,10 +131,8 @@ def _draw(ratio: float, stands: bool) -> float | None:
 
 
 def _shown(distribution: Any) -> str:
-    token_ids, probabilities = (
-        np.asarray(distribution.token_ids).tolist(),
-        np.round(distribution.probabilities, 3).tolist(),
-    )
+    token_ids = np.asarray(distribution.token_ids).tolist()
+    probabilities = np.round(distribution.probabilities, 3).tolist()
     return f"D(np.array({token_ids}), np.array({probabilities}))"
 
 
@@ -273,7 +257,7 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
             _verified[sequence.seq_id] = start, len(emitted) - 1
         rows = logits_of_draft(0)
         tokens = [
-            sampled_token(row, log_sum_exp(row, float(row.max())), token, params)
+            sampling.sampled_token(row, sampling.log_sum_exp(row, float(row.max())), token, params)
             for row, token in zip(rows, emitted, strict=False)
         ]
         return Verification(tuple(tokens), (tuple(verdicts),), 0)
@@ -288,8 +272,8 @@ def _sampled(
     use."""
     params, draft, history = sequence.params, list(proposal.token_ids), list(sequence.token_ids)
     nexts = [sequence.draw._replace(history=[*history, *draft[:index]]) for index in range(len(rows))]
-    scores = [penalized(row, draw) for row, draw in zip(rows, nexts, strict=True)]
-    p, q = [distribution(row, params) for row in scores], list(proposal.distributions or ())
+    scores = [sampling.penalized(row, draw) for row, draw in zip(rows, nexts, strict=True)]
+    p, q = [sampling.distribution(row, params) for row in scores], list(proposal.distributions or ())
     draws = [uniform(DrawName.of(draw, Purpose.ACCEPT)) for draw in nexts[:-1]]
     odds = [(p[i].probability(token), q[i].probability(token)) for i, token in enumerate(draft)]
     accepted = next((i for i, pair in enumerate(odds) if draws[i] * pair[1] >= pair[0]), len(draft))

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import RequestArgs, parse_numbers
 from forge.cli.run_control import create_llm, run_label
 from forge.engine_args import EngineArgs
+from forge.llm import LLM
 from forge.option import option
 from forge.trace.records import StepRecord
 from forge.trace.timeline import timeline_of
@@ -29,15 +30,13 @@ from forge.views.run_summary import totals_object
 from forge.views.screen import Part, Report, Table, question, report, sentences
 from forge.views.summary import RunLabel
 from forge.workload.requests import Arrival, Range, Workload, WorkloadRun, make_workload
-from forge.workload.ways import Measured, identical, measure_all, speed_up
-
-if TYPE_CHECKING:
-    from forge.llm import LLM
-    from forge.workload.ways import How
+from forge.workload.ways import How, Measured, identical, measure_all, speed_up
 
 LOAD_SLOTS = 8
 LOAD_QUESTION = "What do requests notice as the load grows?"
-BATCHES = (1, 4, 16)
+WAYS: Sequence[tuple[How, int]]
+WAYS = (("continuous", 1), ("static", 4), ("continuous", 4), ("static", 16), ("continuous", 16))
+"""One at a time, then each size static and continuous."""
 TURNS = 3
 """Turns of each way; the median is shown."""
 STEADY = 1.15
@@ -76,24 +75,10 @@ def batching(
     if instead.loads is not None:
         loads = sorted({*parse_numbers(instead.loads, "--loads", "50,80,95")})
         return Experiment(lambda: measure_loads(engine, loads, asked.requests, asked.seed))
-    return Experiment(lambda: measure_ways(engine, asked, ways_of(BATCHES), TURNS))
+    return Experiment(lambda: measure_ways(engine, asked, WAYS, TURNS))
 
 
-def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
-    """List the ways: one at a time, then each size static and continuous."""
-    larger = [batch for batch in batches if batch > 1]
-    ways: list[tuple[How, int]] = [("continuous", 1)]
-    for batch in larger:
-        ways += [("static", batch), ("continuous", batch)]
-    return ways
-
-
-def measure_ways(
-    engine: EngineArgs,
-    asked: RequestArgs,
-    ways: "Sequence[tuple[How, int]]",
-    turns: int,
-) -> Report:
+def measure_ways(engine: EngineArgs, asked: RequestArgs, ways: Sequence[tuple[How, int]], turns: int) -> Report:
     """Load the model, run the requests in every way, and report."""
     llm = create_llm(engine)
     workload = asked.made(llm.tokenizer)
@@ -147,7 +132,7 @@ def measure_budgets(engine: EngineArgs, budgets: Sequence[int], seed: int) -> Re
     return report(facts | {run.name: as_object(run) for run in runs}, lambda: budgets_screen(about, runs))
 
 
-def _run_budget(llm: "LLM", workload: Workload, budget: int | None) -> BudgetRun:
+def _run_budget(llm: LLM, workload: Workload, budget: int | None) -> BudgetRun:
     longest = max(len(request.prompt_token_ids) for request in workload.requests)
     engine = llm.new_engine(
         max_num_seqs=len(workload.requests),
@@ -184,12 +169,11 @@ def budgets_screen(about: str, runs: Sequence[BudgetRun]) -> Iterator[Part]:
     columns += ["rows between: {rows.p50:,.0f}", "most: {rows.maximum:,.0f}"]
     columns += ["gap p50: {gap_ms.p50:ms}", "p99: {gap_ms.p99:ms}", "TTFT: {first_token_ms:ms}"]
     yield from (Table.of(runs, *columns), None)
-    yield from sentences(
-        [
-            "rows between: what the model computes from one token of a story to its next, the median and the most. "
-            "gap: the same in milliseconds. TTFT: of the long prompts, the median."
-        ]
+    note = (
+        "rows between: what the model computes from one token of a story to its next, the median and the most. "
+        "gap: the same in milliseconds. TTFT: of the long prompts, the median."
     )
+    yield from sentences([note])
 
 
 @dataclass(frozen=True)
@@ -223,25 +207,20 @@ def measure_loads(engine: EngineArgs, loads: Sequence[int], number: int, seed: i
     return report(facts, lambda: loads_screen(f"{label} · {plural(number, 'request')}", runs))
 
 
-def _run_load(llm: "LLM", workload: Workload, load: int, seed: int) -> LoadRun:
+def _run_load(llm: LLM, workload: Workload, load: int, seed: int) -> LoadRun:
     """Run at one load: interarrival times are exponential, with a mean that keeps the slots busy `load` percent of the
     time."""
     every = workload.output_tokens / len(workload.requests) / LOAD_SLOTS / (load / 100)
     times = Arrival("poisson", 1 / every).times(len(workload.requests), Random(seed))
     requests = tuple(replace(request, arrival=at) for request, at in zip(workload.requests, times, strict=True))
     steps = list(WorkloadRun(llm.new_engine(max_num_seqs=LOAD_SLOTS), Workload(requests, "steps")))
-    timelines = timeline_of(steps).requests()
-    totals = totals_of(steps, timelines)
+    totals = totals_of(steps, timeline_of(steps).requests())
     arriving = [step for step in steps if step.queues.waiting or step.queues.finished < len(requests) // 2]
-    assert totals.first_token is not None, "at least one request ran"
-    return LoadRun(
-        load,
-        sum(len(step.items) for step in arriving) / max(1, len(arriving)),
-        _all_of(_steps_in_queue(steps)),
-        totals.first_token,
-        totals.per_token or totals.first_token,
-        totals.tokens_per_second or 0.0,
-    )
+    busy_slots = sum(len(step.items) for step in arriving) / max(1, len(arriving))
+    waited_steps, first_token = _all_of(_steps_in_queue(steps)), totals.first_token
+    assert first_token is not None, "at least one request ran"
+    per_token, speed = totals.per_token or first_token, totals.tokens_per_second or 0.0
+    return LoadRun(load, busy_slots, waited_steps, first_token, per_token, speed)
 
 
 def _steps_in_queue(steps: Sequence[StepRecord]) -> list[float]:
@@ -257,26 +236,18 @@ def _steps_in_queue(steps: Sequence[StepRecord]) -> list[float]:
 def loads_screen(about: str, runs: Sequence[LoadRun]) -> Iterator[Part]:
     """Draw a row per load."""
     yield from question(LOAD_QUESTION, f"{about} arrive at random, {LOAD_SLOTS} slots")
-    columns = [
-        "load: {load} %",
-        f"busy of {LOAD_SLOTS}: {{busy_slots:.1f}}",
-        "steps in queue p50: {waited_steps.p50:.0f}",
-    ]
+    columns = ["load: {load} %", f"busy of {LOAD_SLOTS}: {{busy_slots:.1f}}"]
+    columns += ["steps in queue p50: {waited_steps.p50:.0f}"]
     columns += ["p99: {waited_steps.p99:.0f}", "TTFT p50: {first_token_ms.p50:ms}", "p99: {first_token_ms.p99:ms}"]
     columns += ["TPOT: {per_token_ms.p50:ms}", "tok/s: {tokens_per_second:rate}"]
     yield from (Table.of(runs, *columns), None)
-    yield from sentences(
-        ["load: of what the slots can serve. The steps are the same on every machine; times are ms of this one."]
-    )
-
-
-def way_name(way: Measured) -> str:
-    """Return the name of a way in the facts: `sequential`, `static_4`, `continuous_16`."""
-    return way.how if way.how == "sequential" else f"{way.how}_{way.batch}"
+    note = "load: of what the slots can serve. The steps are the same on every machine; times are ms of this one."
+    yield from sentences([note])
 
 
 def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return the experiment as facts: one object per way, under its name."""
+    """Return the experiment as facts: one object per way, under its name: `sequential`, `static_4`, `continuous_16`."""
+    names = [way.how if way.how == "sequential" else f"{way.how}_{way.batch}" for way in measured]
     return {
         **as_object(label),
         "requests": len(workload.requests),
@@ -284,7 +255,7 @@ def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Meas
         "max_output_tokens": workload.output_tokens,
         "identical": identical(measured),
         "steady": max(max(way.all_seconds) / min(way.all_seconds) for way in measured) < STEADY,
-        **{way_name(way): _way_object(way, measured[0]) for way in measured},
+        **{name: _way_object(way, measured[0]) for name, way in zip(names, measured, strict=True)},
     }
 
 

@@ -167,17 +167,11 @@ def _places(llm: "LLM", token_ids: Sequence[int], params: SamplingParams) -> tup
     for index, (token_id, row) in enumerate(zip(output, rows, strict=True)):
         before, preferred = output[:index], int(row.argmax())
         mask, total = matcher.mask(before), log_sum_exp(row, float(row.max()))
-        places.append(
-            Place(
-                _shown(llm, token_id),
-                _is_forced(llm, mask, matcher.forced(before), token_id),
-                int(np.count_nonzero(mask)),
-                float(np.exp(row[mask].astype(np.float64) - total).sum()),
-                float(np.exp(row[token_id] - total)),
-                _shown(llm, preferred),
-                float(row[preferred] - row[token_id]),
-            )
-        )
+        is_forced, allowed = _is_forced(llm, mask, matcher.forced(before), token_id), int(np.count_nonzero(mask))
+        mass = float(np.exp(row[mask].astype(np.float64) - total).sum())
+        probability, given_up = float(np.exp(row[token_id] - total)), float(row[preferred] - row[token_id])
+        text, instead = _shown(llm, token_id), _shown(llm, preferred)
+        places.append(Place(text, is_forced, allowed, mass, probability, instead, given_up))
     return tuple(places)
 
 
@@ -251,15 +245,10 @@ def screen(
         yield Table.of(chosen, *columns, formats={"visible": visible, "small": small}, lefts=(5,))
         yield None
     yield from (*plain_sentences(sentences(facts, places)), None)
-    costs = [
-        {
-            "name": name,
-            "passes": len(run.records),
-            "tokens": len(run.output.outputs[0].token_ids),
-            "ms": ms_per_token(run),
-        }
-        for name, run in zip(("without", "with the form", "forced proposed"), runs.values(), strict=True)
-    ]
+    costs = []
+    for name, run in zip(("without", "with the form", "forced proposed"), runs.values(), strict=True):
+        tokens = len(run.output.outputs[0].token_ids)
+        costs.append({"name": name, "passes": len(run.records), "tokens": tokens, "ms": ms_per_token(run)})
     columns = [": {name}", "forward passes: {passes:count}", "tokens: {tokens:count}", "ms per token: {ms:ms}"]
     yield from (Table.of(costs, *columns), leads_on(LEADS_ON))
 

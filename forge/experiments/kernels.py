@@ -22,6 +22,7 @@ from forge.cli.chapters import Experiment, experiment
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.one_layer import layer_report
+from forge.model.catalog import DEFAULT_MODEL, model_name, resolve_model
 from forge.option import option
 from forge.views.charts import Point, roofline
 from forge.views.formatting import count, ms, percent, plural, rate, size, two_digits
@@ -78,7 +79,6 @@ class KernelArgs:
 
 @experiment()
 def kernels(asked: KernelArgs, engine: Annotated[EngineArgs, Takes("threads")]) -> Experiment:
-    from forge.model.catalog import DEFAULT_MODEL, resolve_model
     from forge.model.synth import find_quantization
 
     for name in asked.types:
@@ -229,7 +229,6 @@ def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Me
     from forge.backends.cpu.backend import CpuBackend
     from forge.bench.forge_worker import batch_of
     from forge.llm import LLM
-    from forge.model.catalog import model_name
     from forge.model.qwen3 import Qwen3
 
     size = measure_model(path)
@@ -335,17 +334,11 @@ def screen(result: KernelsResult) -> Iterator[Part]:
 
 def picture(result: KernelsResult, width: int) -> list[Text]:
     """Draw the roofline with a mark for every pass."""
-    points = [
-        Point(
-            _MARKS[index % len(_MARKS)],
-            f"{model.name}, {model.passes[0].rows} to {model.passes[-1].rows} rows",
-            timed.intensity,
-            timed.products_per_second,
-            sequence_style(index),
-        )
-        for index, model in enumerate(result.models)
-        for timed in model.passes
-    ]
+    points = []
+    for index, model in enumerate(result.models):
+        mark, style = _MARKS[index % len(_MARKS)], sequence_style(index)
+        name = f"{model.name}, {model.passes[0].rows} to {model.passes[-1].rows} rows"
+        points += [Point(mark, name, timed.intensity, timed.products_per_second, style) for timed in model.passes]
     return roofline(points, result.limits.bytes_per_second, result.limits.products_per_second, "products", width)
 
 

@@ -11,6 +11,7 @@ from itertools import combinations
 from statistics import linear_regression, mean
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 from rich.text import Text
 
@@ -26,7 +27,7 @@ from forge.model.catalog import is_hash_model
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
 from forge.views.generation import run_parts, watching
-from forge.views.json_output import climb_object, run_object
+from forge.views.json_output import climb_object, picked, run_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.screen import Part, Report, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
@@ -34,8 +35,6 @@ from forge.views.terminal import open_console
 from forge.views.text import quoted
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from forge.model.backend import OperationTime
 
 MAX_TOKENS = 128
@@ -233,7 +232,7 @@ class HeadsResult:
     model: str
     layer: int
     pieces: tuple[str, ...]
-    weights: "np.ndarray"
+    weights: np.ndarray
     """`[query heads, tokens, tokens]`: what each token takes of itself and of each token before it."""
     num_kv_heads: int
 
@@ -262,10 +261,8 @@ def heads_report(prompt: str, max_tokens: int, engine: EngineArgs) -> Report:
     return report(heads_object(result), lambda: heads_screen(result))
 
 
-def attention_of(model: Any, kv_dtype: str, token_ids: list[int]) -> "list[np.ndarray]":
+def attention_of(model: Any, kv_dtype: str, token_ids: list[int]) -> list[np.ndarray]:
     """Return each layer's weights `[query heads, tokens, tokens]`, from one pass of the reference over the tokens."""
-    import numpy as np
-
     from forge.backends.reference import ReferenceOperations, attention_weights
     from forge.bench.cases import BLOCK_SIZE
     from forge.bench.forge_worker import batch_of
@@ -299,9 +296,7 @@ def heads_object(result: HeadsResult) -> dict[str, Any]:
     groups = [range(first, first + result.group) for first in range(0, len(result.weights), result.group)]
     within = [distance for group in groups for distance in _distances(result, group)]
     return {
-        "model": result.model,
-        "layer": result.layer,
-        "num_kv_heads": result.num_kv_heads,
+        **picked(result, "model", "layer", "num_kv_heads"),
         "tokens": list(result.pieces),
         "apart_in_group": mean(within) if within else None,
         "heads": [

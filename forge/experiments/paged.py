@@ -72,13 +72,12 @@ def _measure(prompt: str, sequences: int, engine: EngineArgs, pace: float, quiet
 def _stories(llm: "LLM", prompt: str, sequences: int) -> "list[Request]":
     """Make requests that grow to different lengths and arrive one after another."""
     room = llm.max_model_len - len(llm.tokenizer.encode(prompt))
-    params = [
-        SamplingParams(
-            max_tokens=max(1, int(room * LENGTHS[story % len(LENGTHS)])), temperature=0.8, seed=story, ignore_eos=True
-        )
-        for story in range(sequences)
-    ]
-    return [arriving(llm, prompt, params[story], story * ARRIVE_EVERY) for story in range(sequences)]
+    stories = []
+    for story in range(sequences):
+        length = max(1, int(room * LENGTHS[story % len(LENGTHS)]))
+        params = SamplingParams(max_tokens=length, temperature=0.8, seed=story, ignore_eos=True)
+        stories.append(arriving(llm, prompt, params, story * ARRIVE_EVERY))
+    return stories
 
 
 def paged_object(

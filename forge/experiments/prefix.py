@@ -30,10 +30,10 @@ from forge.option import option
 from forge.trace.records import BlockEvicted, BlockSplit, PrefixHit, StepRecord
 from forge.views.blocks import BlockScreen
 from forge.views.formatting import count, plural
-from forge.views.json_output import as_object
+from forge.views.json_output import as_object, picked
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, sequence_style
-from forge.views.screen import Part, Report, leads_on, question, report, sentences, sides
+from forge.views.screen import Part, Report, fill, leads_on, question, report, sentences, sides
 from forge.views.summary import RunResult
 from forge.views.text import neutralise, one_line, tail
 
@@ -123,8 +123,7 @@ def _fork_story(
     llm: "LLM", prompt: str, max_tokens: int, branches: int, place: int, pace: float, quiet: bool
 ) -> "Fork":
     """Run a story, and start others with the same beginning when it is a little past the branching point."""
-    greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    first = arriving(llm, prompt, greedy, 0)
+    first = arriving(llm, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0)
     story = whole(drive_arrivals(llm, [first])).outputs[0]  # what it will say
     beginning = [*story.prompt_token_ids, *story.outputs[0].token_ids[:place]]
     drawn = SamplingParams(max_tokens=max(1, max_tokens - place), temperature=0.9, seed=6, n=branches, ignore_eos=True)
@@ -184,10 +183,6 @@ class Fork:
         return alone + len(branches.outputs) * len(branches.prompt_token_ids) + branch_tokens
 
     @property
-    def most_saved(self) -> int:
-        return max(record.cache.blocks_saved for record in self.result.records)
-
-    @property
     def _events(self):
         return [event for record in self.result.records for event in record.events]
 
@@ -204,12 +199,10 @@ class Eviction:
     num_full: int
     """The full blocks of that table: only these are cached."""
 
-    @property
-    def text(self) -> str:
-        return (
-            f"step {self.step:>3}  block {self.block} evicted: number {self.place} of the "
-            f"{plural(self.num_full, 'full block')} that seq {self.seq_id} had"
-        )
+
+_EVICTED = (
+    "step {step:>3}  block {block} evicted: number {place} of the {num_full:plural full block} that seq {seq_id} had"
+)
 
 
 def evictions(records: Sequence[StepRecord]) -> list[Eviction]:
@@ -274,18 +267,15 @@ def _fork_object(fork: Fork) -> dict[str, Any]:
         ],
         "copies": len(fork.splits),
         "num_branches": len(branches.outputs),
-        "most_blocks_saved": fork.most_saved,
+        "most_blocks_saved": max(record.cache.blocks_saved for record in fork.result.records),
         "tokens_computed": fork.result.tokens_computed,
         "tokens_without_sharing": fork.tokens_without,
     }
 
 
 def _run_object(run: WatchedRun) -> dict[str, Any]:
-    return run.figures.as_object() | {
-        "tokens_computed": run.timed.tokens_computed,
-        "time_to_first_token_ms": run.timed.time_to_first_token_ms,
-        "milliseconds": run.timed.milliseconds,
-    }
+    timed = picked(run.timed, "tokens_computed", "time_to_first_token_ms", "milliseconds")
+    return run.figures.as_object() | timed
 
 
 def screen(facts: dict[str, Any], fork: Fork | None, alone: WatchedRun, shared: WatchedRun) -> Iterator[Part]:
@@ -332,7 +322,7 @@ def _rubric_parts(facts: dict[str, Any], alone: WatchedRun, shared: WatchedRun) 
     first, second = (run.timed.time_to_first_token_ms for run in (alone, shared))
     gains = {"first token, median": first / second if first is not None and second else None}
     if evicted := evictions(shared.watched.records):
-        yield from (None, *sentences(eviction.text for eviction in evicted[:_EVICTIONS]))
+        yield from (None, *sentences(fill(_EVICTED, eviction) for eviction in evicted[:_EVICTIONS]))
     yield from (None, sides(NAMES, (alone, shared), *_ROWS, gains=gains), None)
     told = plural(sum(map(len, shared.timed.token_ids)), "token")
     yield verdict(facts["identical"], f"{told} of {requests}", "the answers differ")

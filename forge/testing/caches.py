@@ -62,13 +62,9 @@ def check_cache(
     a prefix cache has to find all that is there. evicts_oldest: whether it evicts the least recently used block.
     """
     blocks = new_cache().stats().num_blocks if num_blocks is None else num_blocks
-
-    def new() -> "Oracle":
-        cache = new_cache()
-        return Oracle(cache, blocks, cache.block_size, finds_all, evicts_oldest)
-
     for seed in range(lists):
-        failing = shortest_failure(new, random_operations(seed, LENGTH))
+        operations = random_operations(seed, LENGTH)
+        failing = shortest_failure(lambda: Oracle(new_cache(), blocks, finds_all, evicts_oldest), operations)
         assert failing is None, f"seed {seed}, shortest failing sequence of operations:\n{failing}"
 
 
@@ -118,17 +114,16 @@ class Oracle:
         self,
         cache: KvCache,
         num_blocks: int,
-        block_size: int,
         finds_all: bool = True,
         evicts_oldest: bool = True,
         call: Callable[..., Any] | None = None,
     ):
         """`finds_all`: no two contents have the same hash, so that whatever is there has to be found. `evicts_oldest`:
         the policy is lru. `call`: calls the cache's method of a name with arguments; given by those who watch."""
-        self.cache, self.block_size, self.finds_all = cache, block_size, finds_all
-        self.evicts_oldest = evicts_oldest
+        self.cache, self.block_size = cache, cache.block_size
+        self.finds_all, self.evicts_oldest = finds_all, evicts_oldest
         self.call = call or (lambda name, *arguments: getattr(cache, name)(*arguments))
-        self.slots = [[0] * block_size for _ in range(num_blocks)]
+        self.slots = [[0] * self.block_size for _ in range(num_blocks)]
         self.sequences: dict[int, Content] = {}
         self.snapshots: dict[int, tuple[Snapshot, Content]] = {}
         self.next_id = 0
@@ -189,10 +184,10 @@ class Oracle:
         return [tag for block in blocks for tag in self.slots[block]][:length]
 
     def tags_of(self, content: Content) -> list[int]:
-        """Return for each computed token a number that stands for it, the tokens before it, and the salt."""
         return self.tags_after(content.salt, content.tokens)
 
     def tags_after(self, salt: str, tokens: list[int]) -> list[int]:
+        """Return for each token a number that stands for it, the tokens before it, and the salt."""
         path: str | int = salt
         tags = []
         for token in tokens:
@@ -361,11 +356,10 @@ def shortest_failure(new: Callable[[], Oracle], operations: list[Operation]) -> 
     """Return None if all goes well; otherwise a failing list from which no one or two can be left out, and its
     error."""
     shortest = shrunk(new, operations)
-    return (
-        None
-        if shortest is None
-        else "\n".join([f"{type(shortest[0]).__name__}: {shortest[0]}", *map(str, shortest[1])])
-    )
+    if shortest is None:
+        return None
+    error, failing = shortest
+    return "\n".join([f"{type(error).__name__}: {error}", *map(str, failing)])
 
 
 def shrunk(

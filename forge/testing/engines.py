@@ -54,8 +54,8 @@ def check_proposer(
     for number, text in enumerate(texts):
         for k in (0, 1, 4, 9):
             _check_answer(proposer, text, k, number)
-    for number, text in enumerate(texts):
-        _check_alone(proposer, new_proposer, texts, number, text, reuses_ids)
+    for number in range(len(texts)):
+        _check_alone(proposer, new_proposer, texts, number, reuses_ids)
     _check_text(new_proposer)
 
 
@@ -70,23 +70,18 @@ def _check_answer(proposer: Proposer, text: list[int], k: int, seq_id: int) -> N
     (proposal,) = proposals
     assert text == before, "it changed the tokens of the request, which are the caller's own"
     assert len(proposal) <= k, f"asked for {k} tokens at most, it proposed {len(proposal)}: {proposal.token_ids}"
-    assert all(isinstance(token_id, Integral) for token_id in proposal.token_ids), (
-        f"not token ids: {proposal.token_ids}"
-    )
-    for token_id, distribution in zip(proposal.token_ids, proposal.distributions or (), strict=False):
+    token_ids = proposal.token_ids
+    assert all(isinstance(token_id, Integral) for token_id in token_ids), f"not token ids: {token_ids}"
+    for token_id, distribution in zip(token_ids, proposal.distributions or (), strict=False):
         odds = distribution.probability(token_id)
         assert odds > 0, f"it proposed token {token_id} and says that it could not have been drawn"
 
 
 def _check_alone(
-    proposer: Proposer,
-    new_proposer: Callable[[], Proposer],
-    texts: list[list[int]],
-    number: int,
-    text: list[int],
-    reuses_ids: bool,
+    proposer: Proposer, new_proposer: Callable[[], Proposer], texts: list[list[int]], number: int, reuses_ids: bool
 ) -> None:
     """Propose beside others, anew, after forgetting, and for an id that had another text: the proposal is the same."""
+    text = texts[number]
     (expected,) = new_proposer().propose([_request(text, 4, number)])
     beside = proposer.propose([_request(text, 4, seq_id) for seq_id, text in enumerate(texts)])
     assert len(beside) == len(texts), f"{len(texts)} requests, and {len(beside)} proposals"

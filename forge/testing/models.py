@@ -17,7 +17,6 @@ from forge.llm import LLM
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel
 from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill, random_batches
-from forge.model.model import Model
 from forge.speculation.lookup import ReplayProposer
 
 _BLOCK = 16
@@ -34,14 +33,13 @@ def check_model(loaded: LoadedModel) -> None:
 
 def logits_are_a_float32_row_for_each_that_is_wanted(loaded: LoadedModel) -> None:
     """Check that there is a float32 row for each of `logit_rows`, in that order, and that all logits are finite."""
-    model = loaded.model
-    tokens = _random_tokens(model, 20)
+    tokens = _random_tokens(loaded, 20)
     every = _alone(loaded, tokens)
     for rows in ([], [19], [0, 7, 19], list(range(20))):
         batch = flat_batch([Part(tokens, 0, 20, [0, 1])], _BLOCK, logit_rows=rows)
-        logits = _forward(model, batch, _used_storage(loaded, 2))
+        logits = _forward(loaded, batch, _used_storage(loaded, 2))
         assert logits.dtype == np.float32, f"logits are not float32 but {logits.dtype}"
-        shape = (len(rows), model.vocab_size)
+        shape = (len(rows), loaded.model.vocab_size)
         assert logits.shape == shape, f"logits of {len(rows)} rows have the shape {logits.shape} and not {shape}"
         _equal(logits, every[rows], "which other rows have logits too can be seen in a row's logits")
     assert np.isfinite(every).all(), f"of {every.size} logits {np.sum(~np.isfinite(every))} are not numbers"
@@ -50,8 +48,7 @@ def logits_are_a_float32_row_for_each_that_is_wanted(loaded: LoadedModel) -> Non
 def the_same_input_gives_the_same_bits(loaded: LoadedModel) -> None:
     """Check that the same input gives the same bits at any time, and that a later forward leaves earlier logits
     alone."""
-    model = loaded.model
-    ours, different = _random_tokens(model, 40), _random_tokens(model, 40, seed=1)
+    ours, different = _random_tokens(loaded, 40), _random_tokens(loaded, 40, seed=1)
     first = _alone(loaded, ours)
     kept = first.copy()
     _alone(loaded, different)
@@ -61,68 +58,63 @@ def the_same_input_gives_the_same_bits(loaded: LoadedModel) -> None:
 
 def a_token_changes_nothing_before_it(loaded: LoadedModel) -> None:
     """Check that attention is causal."""
-    model = loaded.model
-    tokens = _random_tokens(model, 24)
-    changed = [*tokens[:12], (tokens[12] + 1) % model.vocab_size, *tokens[13:]]
+    tokens = _random_tokens(loaded, 24)
+    changed = [*tokens[:12], (tokens[12] + 1) % loaded.model.vocab_size, *tokens[13:]]
     ours, theirs = _alone(loaded, tokens), _alone(loaded, changed)
     _equal(ours[:12], theirs[:12], "a token can be seen in the logits of rows before it: attention is not causal")
 
 
 def rows_beside_it_cannot_be_seen(loaded: LoadedModel) -> None:
     """Check that a row has the same bits alone and in a batch of any size and order (batch invariance)."""
-    model = loaded.model
     for number in (2, 3, 5, 8, 17):
-        sequences = [_random_tokens(model, _LENGTHS[index % len(_LENGTHS)], index) for index in range(number)]
+        sequences = [_random_tokens(loaded, _LENGTHS[index % len(_LENGTHS)], index) for index in range(number)]
         blocks = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(number)]
         parts = [Part(tokens, 0, len(tokens), table) for tokens, table in zip(sequences, blocks, strict=True)]
-        logits = _forward(model, flat_batch(parts, _BLOCK), _used_storage(loaded, 3 * number))
+        logits = _forward(loaded, flat_batch(parts, _BLOCK), _used_storage(loaded, 3 * number))
         expected = np.concatenate([_alone(loaded, tokens) for tokens in sequences])
         _equal(logits, expected, f"beside the rows of {number - 1} other sequences a row has other logits than alone")
 
 
 def how_a_prompt_is_cut_cannot_be_seen(loaded: LoadedModel) -> None:
     """Check that one prefill, several chunks, and one token at a time give the same logits."""
-    model = loaded.model
-    tokens = _random_tokens(model, 47)
+    tokens = _random_tokens(loaded, 47)
     expected = _alone(loaded, tokens)
     for size in (1, 7, 16, 30):
         storage = _used_storage(loaded, 3)
         for start in range(0, len(tokens), size):
             end = min(start + size, len(tokens))
-            logits = _forward(model, flat_batch([Part(tokens, start, end, [0, 1, 2])], _BLOCK), storage)
+            logits = _forward(loaded, flat_batch([Part(tokens, start, end, [0, 1, 2])], _BLOCK), storage)
             _equal(logits, expected[start:end], f"in chunks of {size} a token has other logits than in one prefill")
 
 
 def where_keys_and_values_lie_cannot_be_seen(loaded: LoadedModel) -> None:
     """Check that block size, block order and a block's earlier contents do not change the logits."""
-    model = loaded.model
-    tokens = _random_tokens(model, 47)
+    tokens = _random_tokens(loaded, 47)
     expected = _alone(loaded, tokens)
     for block_size in (1, 3, 16, 64):
         number = -(-len(tokens) // block_size)
         blocks = np.random.default_rng(block_size).permutation(2 * number)[:number].tolist()
         storage = _used_storage(loaded, 2 * number, block_size)
         for start, end in ((0, 40), (40, 46), (46, 47)):
-            logits = _forward(model, flat_batch([Part(tokens, start, end, blocks)], block_size), storage)
+            logits = _forward(loaded, flat_batch([Part(tokens, start, end, blocks)], block_size), storage)
             violated = f"with blocks of {block_size} in any order, which others have used, a token has other logits"
             _equal(logits, expected[start:end], violated)
 
 
 def computing_again_changes_nothing(loaded: LoadedModel) -> None:
     """Check that a sequence may be computed again over its own keys and values, as after a preemption."""
-    model = loaded.model
-    tokens = _random_tokens(model, 40)
+    tokens = _random_tokens(loaded, 40)
     storage = _used_storage(loaded, 3)
     expected = _alone(loaded, tokens)
     for length in (40, 17, 33, 40):
-        logits = _forward(model, flat_batch([Part(tokens, 0, length, [0, 1, 2])], _BLOCK), storage)
+        logits = _forward(loaded, flat_batch([Part(tokens, 0, length, [0, 1, 2])], _BLOCK), storage)
         _equal(logits, expected[:length], "computed again over its own keys and values, a token has other logits")
 
 
 def a_row_without_a_slot_writes_nothing(loaded: LoadedModel) -> None:
     """Check that a row whose slot is -1, padding, writes nothing."""
     model = loaded.model
-    tokens = _random_tokens(model, 12)
+    tokens = _random_tokens(loaded, 12)
     storage = new_storage(model, 2, _BLOCK, loaded.default_kv_dtype)
     model.forward(flat_batch([Part(tokens, 0, 11, [1])], _BLOCK), storage)
     before = [array for layer in range(model.num_layers) for array in storage.gather(layer, [0, 1], 2 * _BLOCK)]
@@ -136,15 +128,14 @@ def a_row_without_a_slot_writes_nothing(loaded: LoadedModel) -> None:
 
 def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
     """Check random chunks, batches and block sizes, all at once."""
-    model = loaded.model
-    sequences = [_random_tokens(model, length, length) for length in _LENGTHS]
+    sequences = [_random_tokens(loaded, length, length) for length in _LENGTHS]
     expected = [_alone(loaded, tokens) for tokens in sequences]
     for seed in range(8):
         rng = np.random.default_rng(seed)
         block_size = int(rng.choice([1, 3, 8, 64]))
         storage = _used_storage(loaded, sum(-(-len(tokens) // block_size) for tokens in sequences), block_size)
         for batch in random_batches(sequences, block_size, rng):
-            logits = _forward(model, flat_batch([part for _, part in batch], block_size), storage)
+            logits = _forward(loaded, flat_batch([part for _, part in batch], block_size), storage)
             alone = np.concatenate([expected[index][part.start : part.end] for index, part in batch])
             _equal(logits, alone, f"in random chunks and batches (seed {seed}) a token has other logits than alone")
 
@@ -152,7 +143,7 @@ def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
 def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
     """Check that tokens and logits are the same to the last bit, whatever the cache, the batch, the budget, which
     sequences are preempted, and with draft tokens."""
-    prompts = [_random_tokens(loaded.model, length, length) for length in (5, 33, 20, 33, 9)]
+    prompts = [_random_tokens(loaded, length, length) for length in (5, 33, 20, 33, 9)]
     prompts.append(prompts[1][:32] + prompts[2])  # begins as another does
     alone = LLM(loaded, kv="off", max_num_seqs=1, max_model_len=96, prefill_only=False)
     runs = [_run(alone, [prompt]) for prompt in prompts]
@@ -160,9 +151,8 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
     for prompt, output, run in zip(prompts, tokens, runs, strict=True):
         whole = alone.logits([*prompt, *output])[len(prompt) - 1 : len(prompt) - 1 + len(output)]
         _equal(run.logits, whole, "through the engine a token has other logits than from one forward over all tokens")
-    proposer = ReplayProposer(
-        [[*prompt, *output] for prompt, output in zip(prompts, tokens, strict=True)], loaded.model.vocab_size, 0.7
-    )
+    texts = [[*prompt, *output] for prompt, output in zip(prompts, tokens, strict=True)]
+    proposer = ReplayProposer(texts, loaded.model.vocab_size, 0.7)
     for where, options in _engines(proposer):
         run = _run(LLM(loaded, max_model_len=96, prefill_only=False, **options), prompts)
         assert run.outputs == tokens, f"{where} the model says something else: {_first_difference(run.outputs, tokens)}"
@@ -174,6 +164,7 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
 def _engines(proposer: Proposer) -> list[tuple[str, dict]]:
     """Return each technique of the engine: its name in words, and its options."""
     few = {"num_blocks": 14, "block_size": 8}
+    drafting = {"kv": "paged", "speculate": proposer, "speculate_fixed": True}
     return [
         ("with the cache off, in a batch,", {"kv": "off"}),
         ("with the basic cache", {"kv": "basic"}),
@@ -182,10 +173,7 @@ def _engines(proposer: Proposer) -> list[tuple[str, dict]]:
         ("with prompts in chunks of 7 tokens", {"kv": "prefix", "max_num_seqs": 6, "max_num_batched_tokens": 7}),
         ("in a pool too small for all, where victims compute again,", {"kv": "paged", **few}),
         ("in a pool too small for all, where victims are swapped,", {"kv": "paged", "preemption": "swap", **few}),
-        (
-            "with draft tokens, three in ten of them wrong,",
-            {"kv": "paged", "speculate": proposer, "speculate_fixed": True},
-        ),
+        ("with draft tokens, three in ten of them wrong,", drafting),
     ]
 
 
@@ -220,13 +208,13 @@ def _run(llm: LLM, prompts: Sequence[list[int]]) -> _Ran:
     return _Ran([list(output.outputs[0].token_ids) for output in run.outputs], np.array(run.logits), preempted)
 
 
-def _random_tokens(model: Model, length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([seed, length]).integers(0, model.vocab_size, length).tolist()
+def _random_tokens(loaded: LoadedModel, length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, loaded.model.vocab_size, length).tolist()
 
 
-def _forward(model: Model, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+def _forward(loaded: LoadedModel, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
     """Return the logits as an array, wherever the model has them."""
-    return np.asarray(model.forward(batch, storage))
+    return np.asarray(loaded.model.forward(batch, storage))
 
 
 def _alone(loaded: LoadedModel, token_ids: list[int]) -> np.ndarray:
@@ -239,7 +227,7 @@ def _used_storage(loaded: LoadedModel, num_blocks: int, block_size: int = _BLOCK
     model = loaded.model
     storage = new_storage(model, num_blocks, block_size, loaded.default_kv_dtype)
     length = min(num_blocks * block_size, model.max_position_embeddings)
-    part = Part(_random_tokens(model, length, seed=99), 0, length, list(range(num_blocks)))
+    part = Part(_random_tokens(loaded, length, seed=99), 0, length, list(range(num_blocks)))
     model.forward(flat_batch([part], block_size, logit_rows=[length - 1]), storage)
     return storage
 

@@ -9,8 +9,10 @@ texts (`forge.trace.recorder`), so the prompts are cut from the passage that mad
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -136,11 +138,7 @@ class Arrival:
             return [0.0] * number
         if self.kind == "every":
             return [index * self.rate for index in range(number)]
-        now, times = 0.0, []
-        for _ in range(number):
-            now += rng.expovariate(self.rate)
-            times.append(now)
-        return times
+        return list(accumulate(rng.expovariate(self.rate) for _ in range(number)))
 
 
 def make_workload(
@@ -160,15 +158,11 @@ def make_workload(
     rng = random.Random(seed)
     urgency = random.Random(f"{seed}: priorities")  # of its own, so that the rest is the same without
     passage = list(tokenizer.encode(PASSAGE))
-    requests = [
-        Request(
-            _cut(passage, rng.randrange(len(passage)), prompt_tokens.draw(rng)),
-            max_tokens.draw(rng),
-            time,
-            urgency.randrange(PRIORITIES) if priorities else 0,
-        )
-        for time in arrival.times(number, rng)
-    ]
+    requests = []
+    for moment in arrival.times(number, rng):
+        prompt = _cut(passage, rng.randrange(len(passage)), prompt_tokens.draw(rng))
+        priority = urgency.randrange(PRIORITIES) if priorities else 0
+        requests.append(Request(prompt, max_tokens.draw(rng), moment, priority))
     return Workload(tuple(requests), "steps" if arrival.kind == "every" else "seconds")
 
 
@@ -290,24 +284,17 @@ def recorded_requests(path: Path) -> tuple[RecordedRequest, ...]:
     """
     steps = read_trace(path).steps
     ended = {finish.seq_id for step in steps for finish in step.finished}
-    outputs: dict[int, int] = {}
-    for step in steps:
-        for token in step.tokens:
-            outputs[token.seq_id] = outputs.get(token.seq_id, 0) + 1
+    outputs = Counter(token.seq_id for step in steps for token in step.tokens)
     arrivals = [arrival for step in steps for arrival in step.arrived]
     if not arrivals:
         raise UsageError(f"{path}: no request arrived in this record: record a run from its beginning")
     began = min(arrival.arrived for arrival in arrivals)
-    requests = [
-        RecordedRequest(
-            arrival.arrived - began,
-            arrival.num_prompt_tokens,
-            max(1, outputs.get(seq_id, 0) if seq_id in ended else arrival.max_output_tokens),
-            arrival.priority,
-        )
-        for arrival in arrivals
-        for seq_id in arrival.seq_ids
-    ]
+    requests = []
+    for arrival in arrivals:
+        moment, length = arrival.arrived - began, arrival.num_prompt_tokens
+        for seq_id in arrival.seq_ids:
+            num_tokens = max(1, outputs[seq_id] if seq_id in ended else arrival.max_output_tokens)
+            requests.append(RecordedRequest(moment, length, num_tokens, arrival.priority))
     return tuple(sorted(requests, key=lambda request: request.arrival))
 
 
@@ -316,9 +303,6 @@ def recorded_workload(path: Path, tokenizer: Encoder, seed: int = 0) -> Workload
     passage each prompt begins. Raises what `recorded_requests` does."""
     recorded = recorded_requests(path)
     prompts = passage_prompts(tokenizer, [request.prompt_tokens for request in recorded], seed)
-    return Workload(
-        tuple(
-            Request(prompt, request.output_tokens, request.arrival, request.priority)
-            for prompt, request in zip(prompts, recorded, strict=True)
-        )
-    )
+    pairs = zip(prompts, recorded, strict=True)
+    requests = (Request(prompt, request.output_tokens, request.arrival, request.priority) for prompt, request in pairs)
+    return Workload(tuple(requests))

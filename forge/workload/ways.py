@@ -123,8 +123,6 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
 
 def _arrived_at(began: float, step: StepRecord) -> StepRecord:
     """Return the step as if its requests had come when the run began: one kept from the engine waits all the same."""
-    return (
-        replace(step, arrived=tuple(replace(arrival, arrived=began) for arrival in step.arrived))
-        if step.arrived
-        else step
-    )
+    if not step.arrived:
+        return step
+    return replace(step, arrived=tuple(replace(arrival, arrived=began) for arrival in step.arrived))

@@ -30,7 +30,7 @@ SEEDS = 3
 
 
 def filled(make_cache, seed: int) -> Oracle:
-    oracle = Oracle(make_cache(), 30, 4)
+    oracle = Oracle(make_cache(), 30)
     for operation in random_operations(seed, 40):
         oracle.perform(operation)
     return oracle

@@ -55,7 +55,7 @@ def test_random_operations_keep_every_promise(name, stride):
 def kinds_of_failing(make_cache, num_blocks: int, block_size: int, seed: int) -> tuple[str, list[str]]:
     """What goes wrong with a broken cache, and the kinds of operations in the shortest list that shows it."""
     for attempt in range(seed, seed + 50):
-        found = shortest_failure(lambda: Oracle(make_cache(), num_blocks, block_size), random_operations(attempt, 300))
+        found = shortest_failure(lambda: Oracle(make_cache(), num_blocks), random_operations(attempt, 300))
         if found is not None:
             return found.splitlines()[0], [line.split("'")[1] for line in found.splitlines()[1:]]
     raise AssertionError("a broken cache was not noticed")

@@ -10,7 +10,6 @@ from forge.experiments import cuda as command
 from forge.experiments.cuda import (
     DeviceRun,
     Measured,
-    Work,
     _points,
     cuda_object,
     measured_from,
@@ -25,7 +24,6 @@ from forge.views.screen import draw
 from tests.views.records import LABEL, piped, run_of, written
 
 LIMITS = Limits("a GPU", bytes_per_second=4e12, operations_per_second=8e14)
-WORK = Work(weight_bytes=1_200_000_000, weights=600_000_000)
 
 
 def run(name: str, mark: str, decode_ms: float, mode: str = "") -> DeviceRun:
@@ -38,7 +36,7 @@ def run(name: str, mark: str, decode_ms: float, mode: str = "") -> DeviceRun:
 
 
 RUNS = (run("cpu", "c", 13.0), run("cuda, kernel by kernel", "k", 3.0, "eager"), run("cuda, graphs", "g", 0.6, "graph"))
-MEASURED = Measured("tales-q8_0", RUNS, WORK, LIMITS, "2026-11-20")
+MEASURED = Measured("tales-q8_0", RUNS, 1_200_000_000, 600_000_000, LIMITS, "2026-11-20")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +76,7 @@ def test_texts_that_part_are_said_to():
 
 
 def test_a_point_on_the_roof_replaces_it_and_one_below_lies_below():
-    at_the_roof = run("cuda, graphs", "g", WORK.weight_bytes / LIMITS.bytes_per_second * 1e3)
+    at_the_roof = run("cuda, graphs", "g", MEASURED.weight_bytes / LIMITS.bytes_per_second * 1e3)
     points = _points(replace(MEASURED, runs=(*RUNS[:2], at_the_roof)))
     lines = [line.plain for line in picture(points, LIMITS, 96)][1:-2]
     rows = {mark: max(i for i, line in enumerate(lines) if mark in line[8:]) for mark in "ckg"}

@@ -186,14 +186,8 @@ def screen(facts: dict[str, Any], runs: "Sequence[LocalRun]") -> Iterator[Part]:
     columns += ["of one engine's: {over_one_engine:times}", "busiest / mean: {busiest_over_mean:.2f}"]
     one_engine = facts["one_engine"]
     table = Table.of(({**facts["routers"][run.router.replace("-", "_")], "name": run.router} for run in runs), *columns)
-    alone: list[str | Text] = [
-        Text("one engine", QUIET),
-        count(one_engine["tokens_computed"]),
-        percent(one_engine["hit_rate"]),
-        "",
-        "",
-    ]
-    yield from (replace(table, rows=[*table.rows, alone]), None)
+    figures = count(one_engine["tokens_computed"]), percent(one_engine["hit_rate"])
+    yield from (replace(table, rows=[*table.rows, [Text("one engine", QUIET), *figures, "", ""]]), None)
     for run in runs:
         for number, computed in enumerate(run.computed_by_replica):
             label = run.router if number == 0 else ""

@@ -77,19 +77,10 @@ def measure_failure(replicas: int) -> Report:
             began = time.perf_counter()
             wait_until(lambda: metric(server.url, "forge:replicas_reachable") == replicas)
             identical = num_identical(before, after)
-            failure = Failure(
-                True,
-                STREAMS,
-                WHOLE,
-                int(metric(server.url, "forge:requests_resumed_total")),
-                identical,
-                STREAMS + WHOLE - identical,
-                sorted(gaps)[len(gaps) // 2],
-                max(pauses),
-                time.perf_counter() - began,
-                said,
-                said_next,
-            )
+            resumed, lost = int(metric(server.url, "forge:requests_resumed_total")), STREAMS + WHOLE - identical
+            gap_ms, pause_ms, seconds = sorted(gaps)[len(gaps) // 2], max(pauses), time.perf_counter() - began
+            counts = STREAMS, WHOLE, resumed, identical, lost
+            failure = Failure(True, *counts, gap_ms, pause_ms, seconds, said, said_next)
     return report(asdict(failure), lambda: screen(failure), 1 if failure.lost else 0)
 
 
@@ -104,7 +95,8 @@ def _ask_all(
     """Return the texts of all requests, each stream's longest time between two events in milliseconds, and what the
     stream that paused longest said before and after. watch: is called with the end of the first stream's text."""
     with ThreadPoolExecutor(STREAMS + WHOLE) as pool:
-        victim, has_begun = _engines(server.pid)[0], threading.Semaphore(0)
+        engines = (pid for pid in _below(server.pid) if b"forge.cluster.replica_engine" in _command(pid))
+        victim, has_begun = next(engines), threading.Semaphore(0)
         whole = [pool.submit(_whole, server.url, number) for number in range(WHOLE)]
         streams = [
             pool.submit(_stream, server.url, number, has_begun.release, watch if number == 0 else lambda text: None)
@@ -172,12 +164,8 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
-def _engines(pid: int) -> list[int]:
-    """List the processes below this one that run an engine."""
-    return [process for process in _below(pid) if b"forge.cluster.replica_engine" in _command(process)]
-
-
 def _below(pid: int) -> Iterator[int]:
+    """Yield the processes below this one."""
     try:
         texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:

@@ -150,9 +150,12 @@ def fit_costs(steps: Sequence[dict[str, Any]], answers: Sequence[Timed]) -> tupl
     return fit_step_time(rows), Transport(median(to_engine), median(to_front))
 
 
-def simulation_options(costs: dict[str, float]) -> SimulationOptions:
-    """Return two engines as the measured ones are, with measured costs in milliseconds."""
-    return SimulationOptions(
+def simulate_turns(
+    costs: dict[str, float], turns: Sequence[Sequence[dict[str, Any]]], clients: int
+) -> list[SimulationResult]:
+    """Replay measured turns on two engines as the measured ones are, with measured costs in milliseconds: of each
+    request the tokens of its prompt, and the number of those of its answer."""
+    options = SimulationOptions(
         replicas=2,
         num_blocks=BLOCKS,
         block_size=16,
@@ -162,13 +165,6 @@ def simulation_options(costs: dict[str, float]) -> SimulationOptions:
         step_time=StepTime(costs["step_ms"], costs["prefill_token_ms"], costs["decode_token_ms"]),
         transport=Transport(costs["to_engine_ms"] / 1e3, costs["to_front_ms"] / 1e3),
     )
-
-
-def simulate_turns(
-    costs: dict[str, float], turns: Sequence[Sequence[dict[str, Any]]], clients: int
-) -> list[SimulationResult]:
-    """Replay measured turns: of each request the tokens of its prompt, and the number of those of its answer."""
-    options = simulation_options(costs)
     return [
         replay(options, [KnownRequest(request["prompt"], request["answer_tokens"]) for request in turn], clients)
         for turn in turns

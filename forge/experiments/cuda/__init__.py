@@ -24,7 +24,7 @@ from forge.option import option
 from forge.views.charts import Point, roofline
 from forge.views.formatting import ms, plural, size, times
 from forge.views.forwards import spaced
-from forge.views.json_output import as_object, to_json
+from forge.views.json_output import as_object, picked, to_json
 from forge.views.palette import ACCENT
 from forge.views.screen import Part, Report, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
@@ -109,13 +109,10 @@ def _measure(text: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Re
         results.append((name, mark, _warm_run(on_gpu, text, params)))
     limits = measure_gpu(LIMIT_BYTES, LIMIT_SECONDS)
     matrices = backend.matrices
-    measured = Measured(
-        str(run_label(on_gpu)),
-        tuple(DeviceRun.of(*run) for run in results),
-        Work(sum(m.read_bytes for m in matrices), sum(m.num_weights for m in matrices)),
-        Limits(limits["device"], limits["read_bytes_per_second"], 2 * limits["products_per_second"]),
-        date.today().isoformat(),
-    )
+    runs = tuple(DeviceRun.of(*run) for run in results)
+    work = sum(matrix.read_bytes for matrix in matrices), sum(matrix.num_weights for matrix in matrices)
+    roof = Limits(limits["device"], limits["read_bytes_per_second"], 2 * limits["products_per_second"])
+    measured = Measured(str(run_label(on_gpu)), runs, *work, roof, date.today().isoformat())
     return _report(measured, *(result for _, _, result in results))
 
 
@@ -181,27 +178,14 @@ class DeviceRun:
 
 
 @dataclass(frozen=True)
-class Work:
-    """The work of a forward of this model: read all weights once, and multiply them by every row."""
-
-    weight_bytes: int
-    weights: int
-
-    def intensity(self, rows: int) -> float:
-        """Return the operations per byte read."""
-        return 2 * self.weights * rows / self.weight_bytes
-
-    def operations(self, rows: int) -> int:
-        return 2 * self.weights * rows
-
-
-@dataclass(frozen=True)
 class Measured:
     """Runs of one prompt, on a GPU whose limits were measured beside them."""
 
     model: str
     runs: tuple[DeviceRun, ...]
-    work: Work
+    weight_bytes: int
+    weights: int
+    """A forward reads all weights once, and multiplies them by every row."""
     limits: Limits
     on: str
     """The day, as 2026-11-20."""
@@ -210,7 +194,7 @@ class Measured:
     @property
     def floor_ms(self) -> float:
         """Milliseconds to read the weights once."""
-        return self.work.weight_bytes / self.limits.bytes_per_second * 1e3
+        return self.weight_bytes / self.limits.bytes_per_second * 1e3
 
 
 def screen(measured: Measured | None, steps: Sequence[PlannedStep]) -> Iterator[Part]:
@@ -253,40 +237,31 @@ def picture(points: Sequence[Point], limits: Limits, width: int) -> list[Text]:
 
 
 def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict[str, Any]:
-    """Return the facts, unrounded. `runs` is empty if nothing was measured or recorded."""
-    limits = H200 if measured is None else measured.limits
-    facts: dict[str, Any] = {
-        "source": "computed" if measured is None else measured.source,
-        "on": None if measured is None else measured.on,
-        "model": SHAPE if measured is None else measured.model,
-        **as_object(limits),
-        "weight_bytes": None if measured is None else measured.work.weight_bytes,
-        "weights": None if measured is None else measured.work.weights,
-        "floor_ms": None if measured is None else measured.floor_ms,
-        "runs": [] if measured is None else [_run_object(run) for run in measured.runs],
+    """Return the facts, unrounded. `runs` is empty if nothing was measured or recorded. A step's key is a name that a
+    chapter's text can refer to: `decode1_160` for `decode1@160`."""
+    planned = {
+        step.name.replace("@", "_"): as_object(step, "intensity", "num_launches", without=("name",))
+        | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
+        for step in steps
     }
-    return facts | {"published": H200.device, "steps": {_key(step): _step_object(step) for step in steps}}
+    numbers = ("weight_bytes", "weights", "floor_ms")
+    facts: dict[str, Any] = {"source": "computed", "on": None, "model": SHAPE, **as_object(H200)}
+    facts |= dict.fromkeys(numbers) | {"runs": []}
+    if measured is not None:
+        facts |= picked(measured, "source", "on", "model", *numbers) | as_object(measured.limits)
+        facts["runs"] = [_run_object(run) for run in measured.runs]
+    return facts | {"published": H200.device, "steps": planned}
 
 
 def measured_from(facts: Mapping[str, Any]) -> Measured:
     """Read a recorded run back from what `cuda_object` returned. Raises `KeyError` or `TypeError` for anything else."""
-    return Measured(
-        facts["model"],
-        tuple(
-            DeviceRun(
-                run["name"],
-                run["mark"],
-                tuple(Forward(n, *forward) for n, forward in enumerate(run["forwards"], start=1)),
-                tuple(run["token_ids"]),
-                tuple(run["modes"]),
-            )
-            for run in facts["runs"]
-        ),
-        Work(facts["weight_bytes"], facts["weights"]),
-        Limits(facts["device"], facts["bytes_per_second"], facts["operations_per_second"]),
-        facts["on"],
-        "recorded",
-    )
+    runs = []
+    for run in facts["runs"]:
+        forwards = tuple(Forward(number, *forward) for number, forward in enumerate(run["forwards"], start=1))
+        runs.append(DeviceRun(run["name"], run["mark"], forwards, tuple(run["token_ids"]), tuple(run["modes"])))
+    work = facts["weight_bytes"], facts["weights"]
+    limits = Limits(facts["device"], facts["bytes_per_second"], facts["operations_per_second"])
+    return Measured(facts["model"], tuple(runs), *work, limits, facts["on"], "recorded")
 
 
 def _run_object(run: DeviceRun) -> dict[str, Any]:
@@ -295,16 +270,6 @@ def _run_object(run: DeviceRun) -> dict[str, Any]:
         "forward_ms": [forward.ms for forward in run.forwards],
         "forwards": [[forward.phase, forward.tokens, forward.ms] for forward in run.forwards],
     }
-
-
-def _key(step: PlannedStep) -> str:
-    """Turn `decode1@160` into `decode1_160`, a name that a chapter's text can refer to."""
-    return step.name.replace("@", "_")
-
-
-def _step_object(step: PlannedStep) -> dict[str, Any]:
-    facts = as_object(step, "intensity", "num_launches", without=("name",))
-    return facts | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
 
 
 def measured_sentences(measured: Measured) -> list[str]:
@@ -344,8 +309,9 @@ def _points(measured: Measured) -> list[Point]:
     for run in measured.runs:
         prefills = [(f.tokens, f.ms) for f in run.forwards if f.phase == "prefill" and f.ms > 0]
         for rows, milliseconds in prefills[:1] + ([(1, run.decode_ms)] if run.decode_ms else []):
-            per_second = measured.work.operations(rows) / (milliseconds / 1e3)
-            points.append(Point(run.mark, run.name, measured.work.intensity(rows), per_second))
+            operations = 2 * measured.weights * rows
+            intensity, per_second = operations / measured.weight_bytes, operations / (milliseconds / 1e3)
+            points.append(Point(run.mark, run.name, intensity, per_second))
     return points
 
 

@@ -6,9 +6,10 @@ a counter in the launcher's place. So the count is of what would be launched.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import repeat
 
 from forge.bench.cases import BLOCK_SIZE, CUDA_STEPS, Case
 from forge.model.config import Qwen3Config
@@ -60,8 +61,7 @@ class PlannedStep:
 
     def floor_ms(self, limits: Limits) -> float:
         """Return the least milliseconds that the step can take on a GPU of these limits; most steps take longer."""
-        seconds = max(self.bytes / limits.bytes_per_second, self.operations / limits.operations_per_second)
-        return seconds * 1e3
+        return max(self.bytes / limits.bytes_per_second, self.operations / limits.operations_per_second) * 1e3
 
     def is_bound_by_memory(self, limits: Limits) -> bool:
         return self.bytes / limits.bytes_per_second >= self.operations / limits.operations_per_second
@@ -69,8 +69,9 @@ class PlannedStep:
 
 def planned_steps(config: Qwen3Config) -> tuple[PlannedStep, ...]:
     """Plan the steps that `forge bench cuda` measures."""
-    counted = _Counted(config) if find_spec("torch") and find_spec("triton") else None
-    return tuple(_planned(case, config, counted) for case in CUDA_STEPS)
+    can_count = find_spec("torch") is not None and find_spec("triton") is not None
+    launches = _launches(config) if can_count else repeat(None)
+    return tuple(_planned(case, config, next(launches)) for case in CUDA_STEPS)
 
 
 def num_weights(config: Qwen3Config) -> int:
@@ -80,48 +81,36 @@ def num_weights(config: Qwen3Config) -> int:
     return config.num_layers * layer + config.vocab_size * config.hidden_size
 
 
-def _planned(case: Case, config: Qwen3Config, counted: "_Counted | None") -> PlannedStep:
+def _planned(case: Case, config: Qwen3Config, launches: Mapping[str, int] | None) -> PlannedStep:
     """Plan one step; a prompt needs the logits of its last token."""
     head = config.vocab_size * config.hidden_size
     layers, rows, new = num_weights(config) - head, case.tokens_per_step, case.tokens
     seen = case.sequences * (new * case.context + new * (new + 1) // 2)  # pairs of a row and a key
     held = case.sequences * case.context * 2 * config.key_value_size * config.num_layers
-    return PlannedStep(
-        case.name,
-        case.title,
-        rows,
-        case.context,
-        BYTES * (layers + head + held),
-        2 * (layers * rows + head * case.sequences) + 4 * config.query_size * config.num_layers * seen,
-        counted.launches(case) if counted is not None else None,
-    )
+    num_bytes = BYTES * (layers + head + held)
+    operations = 2 * (layers * rows + head * case.sequences) + 4 * config.query_size * config.num_layers * seen
+    return PlannedStep(case.name, case.title, rows, case.context, num_bytes, operations, launches)
 
 
-class _Counted:
-    """A model on the `meta` device that counts what its steps would launch."""
+def _launches(config: Qwen3Config) -> Iterator[dict[str, int]]:
+    """Yield what each step would launch, counted with a model on the `meta` device."""
+    from forge.backends.cuda.ahead_of_time import CountedProducts, label, weightless_model
+    from forge.backends.cuda.backend import CudaBackend
+    from forge.backends.cuda.launches import ListingLauncher
+    from forge.bench.forge_worker import batch_of
+    from forge.gguf import GGMLType
 
-    def __init__(self, config: Qwen3Config):
-        from forge.backends.cuda.ahead_of_time import weightless_model
-        from forge.backends.cuda.launches import ListingLauncher
-        from forge.gguf import GGMLType
-
-        self._listing = ListingLauncher(dependent=False)
-        self._model = weightless_model(config, GGMLType.BF16, self._listing)
-
-    def launches(self, case: Case) -> dict[str, int]:
-        from forge.backends.cuda.ahead_of_time import CountedProducts, label
-        from forge.backends.cuda.backend import CudaBackend
-        from forge.bench.forge_worker import batch_of
-
+    listing = ListingLauncher(dependent=False)
+    model = weightless_model(config, GGMLType.BF16, listing)
+    assert isinstance(model.backend, CudaBackend)
+    for case in CUDA_STEPS:
         blocks = -(-case.length // BLOCK_SIZE)
-        model, backend = self._model, self._model.backend
         batch = batch_of([[0] * case.tokens] * case.sequences, case.context, blocks)
         layout = model.kv_layout(case.sequences * blocks, BLOCK_SIZE, "bfloat16")
-        self._listing.found.clear()
-        assert isinstance(backend, CudaBackend)
+        listing.found.clear()
         counts, products = Counter[str](), Counter[str]()
         with CountedProducts(products):
-            backend.launch(model.forward_pass, batch, backend.new_storage(layout))
-        for launch, times in self._listing.found.items():
+            model.backend.launch(model.forward_pass, batch, model.backend.new_storage(layout))
+        for launch, times in listing.found.items():
             counts[label(launch)] += times
-        return counts | products
+        yield counts | products

@@ -6,11 +6,11 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rich.text import Text
 
@@ -20,9 +20,10 @@ from forge.cli.chapters import Experiment, experiment
 from forge.cli.serve import require_server, steps_of
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError, UsageError
-from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
+from forge.experiments.serving.clients import Crowd, Crowded, Ending, Visit, visit_all
 from forge.option import flag_of, option
 from forge.server.server_process import ServerProcess
+from forge.trace.records import StepRecord
 from forge.trace.totals import percentile
 from forge.views.charts import sparkline
 from forge.views.formatting import count, ms, percent, plural
@@ -35,11 +36,6 @@ from forge.views.summary import RunLabel
 from forge.views.terminal import can_redraw, open_console
 from forge.views.text import one_line
 from forge.views.traffic import Traffic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from forge.trace.records import StepRecord
 
 _CLIENTS = "Clients"
 _SERVER = "model kv device threads num_blocks max_num_seqs"
@@ -90,47 +86,29 @@ def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: b
     return report(facts, lambda: screen(result, facts), 0 if facts["identical"] else 1)
 
 
-def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[StepRecord], None]") -> Crowded:
+def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: Callable[[StepRecord], None]) -> Crowded:
     """Run the clients, and follow the server's steps until it has ended."""
-    subscriber = _Subscriber(server.url, on_step)
-    try:
-        observed, signalled = asyncio.run(visit_all(server.url, crowd, server.terminate, subscriber.has_begun))
-        status = server.wait()
-        seconds = time.perf_counter() - signalled
-        subscriber.wait()
-    finally:
-        subscriber.look_away()
-    ending = replace(observed.pop("ending"), exit_status=status, seconds=seconds)
-    return Crowded(
-        crowd, **observed, ending=ending, records=tuple(subscriber.records), ready_seconds=server.ready_seconds
-    )
+    records: list[StepRecord] = []
+    is_over = threading.Event()
 
-
-class _Subscriber:
-    """Follows a server's steps in a thread of its own, as `forge watch` does."""
-
-    def __init__(self, url: str, on_step: "Callable[[StepRecord], None]"):
-        self.records: list[StepRecord] = []
-        self._url, self._on_step = url, on_step
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
-
-    def has_begun(self) -> bool:
-        return bool(self.records)
-
-    def wait(self) -> None:
-        """Wait for the last steps of a server that has ended."""
-        self._thread.join(LAST_STEPS)
-
-    def look_away(self) -> None:
-        """Stop showing steps."""
-        self._on_step = lambda record: None
-
-    def _follow(self) -> None:
+    def follow() -> None:
         with suppress(ForgeError):  # the server is gone
-            for record in steps_of(self._url, None):
-                self.records.append(record)
-                self._on_step(record)
+            for record in steps_of(server.url, None):
+                records.append(record)
+                if not is_over.is_set():
+                    on_step(record)
+
+    following = threading.Thread(target=follow, daemon=True)
+    following.start()
+    try:
+        observed, (stream, refused, signalled) = asyncio.run(
+            visit_all(server.url, crowd, server.terminate, lambda: bool(records))
+        )
+        ending = Ending(stream, refused, server.wait(), time.perf_counter() - signalled)
+        following.join(LAST_STEPS)
+    finally:
+        is_over.set()
+    return Crowded(crowd, **observed, ending=ending, records=tuple(records), ready_seconds=server.ready_seconds)
 
 
 def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
@@ -152,7 +130,12 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         "identical": result.alone.text != "" and result.alone.text == readers[0].text,
         "steps": _steps_object(result),
         "leaver": _leaver_object(result),
-        "late": _late_object(result),
+        "late": {
+            "tokens": result.late.completion_tokens,
+            "done_after_ms": result.late.engine_ms,
+            "began_to_read_after_ms": (result.late.began_to_read - result.late.started) * 1e3,
+            "all_read_after_ms": result.late.e2el_ms,
+        },
         "overload": as_object(result.overload),
         "health": {"asked": len(result.health_ms), **_spread(result.health_ms)},
         "metrics": {
@@ -221,16 +204,6 @@ def _leaver_object(result: Crowded) -> dict[str, Any]:
         "steps": visit.num_steps,
         "steps_after": result.steps_after_leaving,
         "blocks": held,
-    }
-
-
-def _late_object(result: Crowded) -> dict[str, Any]:
-    visit = result.late
-    return {
-        "tokens": visit.completion_tokens,
-        "done_after_ms": visit.engine_ms,
-        "began_to_read_after_ms": (visit.began_to_read - visit.started) * 1e3,
-        "all_read_after_ms": visit.e2el_ms,
     }
 
 

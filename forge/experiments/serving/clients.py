@@ -158,11 +158,11 @@ class Crowded:
 
 async def visit_all(
     url: str, crowd: Crowd, terminate: Callable[[], None], is_watched: Callable[[], bool]
-) -> tuple[dict[str, Any], float]:
+) -> tuple[dict[str, Any], tuple[Visit, str, float]]:
     """Run all clients, and end the server with SIGTERM. `is_watched`: whether a step of it has been told.
 
-    Returns the fields of `Crowded` that clients can know, with an `ending` whose server has not been waited for yet,
-    and when the signal was sent. Raises `OSError` where the server goes away before it should.
+    Returns the fields of `Crowded` that clients can know, and what `_Clients.end` does. Raises `OSError` where the
+    server goes away before it should.
     """
     clients = _Clients(url, crowd)
     try:
@@ -179,19 +179,18 @@ async def visit_all(
         await clients.ask_lives(visits)
         overload = replace(overload, status_later=(await clients.ask_much(1)).status)
         alone = await clients.read("reads", crowd.prompt(0))
-        stream, refused, signalled = await clients.end(terminate)
+        ended = await clients.end(terminate)
     finally:
         clients.close()
-    observed = {
+    fields = {
         "visits": visits,
         "health_ms": tuple(clients.health_ms),
         "seen": tuple(clients.seen),
         "afterwards": afterwards,
         "overload": overload,
         "alone": alone,
-        "ending": Ending(stream, refused, 0, 0.0),
     }
-    return observed, signalled
+    return fields, ended
 
 
 class _Clients:

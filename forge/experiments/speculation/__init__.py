@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -28,6 +28,7 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
 from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
+from forge.llm import LLM
 from forge.model.catalog import is_hash_model, resolve_model
 from forge.model.loader import open_weights
 from forge.option import option
@@ -46,9 +47,6 @@ from forge.views.speculation import Step, TokenText, marked_text, steps_of
 from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 from forge.views.text import neutralise, quoted, tail
-
-if TYPE_CHECKING:
-    from forge.llm import LLM
 
 MAX_TOKENS = 64
 HASH_DRAFT = "hash:0.8"
@@ -146,7 +144,7 @@ def with_a_proposer(engine: EngineArgs) -> EngineArgs:
 
 
 def _measure(
-    llm: "LLM", text: str, params: SamplingParams, revocation: Revocation, drafts: Sequence[str | Path]
+    llm: LLM, text: str, params: SamplingParams, revocation: Revocation, drafts: Sequence[str | Path]
 ) -> Report:
     """Run with draft tokens and without, in turns; the shortest run of each counts."""
     warm_up(llm, text)
@@ -306,15 +304,12 @@ def course_lines(steps: Sequence[Step], width: int) -> list[Text]:
     """Draw acceptance and draft length over the course of the text."""
     cycles = [step.winner for step in steps if step.winner]
     shares = [cycle.num_accepted / len(cycle.proposed) for cycle in cycles]
-    most = max(len(cycle.proposed) for cycle in cycles)
-    room = max(10, width - 30)
+    lengths = [len(cycle.proposed) for cycle in cycles]
+    most, room = max(lengths), max(10, width - 30)
+    drafted = (sparkline(lengths, most, room), ACCENT)
     return [
         Text.assemble(("accepted by cycle    ", QUIET), (sparkline(shares, 1.0, room), ACCENT)),
-        Text.assemble(
-            ("draft tokens         ", QUIET),
-            (sparkline([len(cycle.proposed) for cycle in cycles], most, room), ACCENT),
-            f" {most} at most",
-        ),
+        Text.assemble(("draft tokens         ", QUIET), drafted, f" {most} at most"),
     ]
 
 
@@ -390,9 +385,8 @@ def _failures(steps: Sequence[Step], result: SpeculationResult) -> Iterator[str]
 def _verdict(result: SpeculationResult) -> Text:
     tokens = plural(len(result.drafted.output.outputs[0].token_ids), "token")
     if result.identical is None:
-        return Text(
-            f"{tokens}, drawn from the distribution that the target alone has; other draws than without a draft"
-        )
+        drawn = "drawn from the distribution that the target alone has; other draws than without a draft"
+        return Text(f"{tokens}, {drawn}")
     return verdict(result.identical, f"{tokens} with a draft and without", "the tokens differ with a draft and without")
 
 
@@ -488,8 +482,6 @@ class LiveSpeculation(LiveView):
         ]
         if drafting:
             lines.append(cycle_line(len(drafting), drafting[-1], self._token_text))
-            share = accepted / proposed
-            lines.append(
-                Text.assemble(("accepted so far ", QUIET), (bar(share, 1.0, 24), ACCENT), f" {percent(share)}")
-            )
+            share, heading = accepted / proposed, ("accepted so far ", QUIET)
+            lines.append(Text.assemble(heading, (bar(share, 1.0, 24), ACCENT), f" {percent(share)}"))
         return Group(*lines)

@@ -5,20 +5,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from forge.cache.kv_storage import KvStorage
+from forge.engine.outputs import RequestOutput
 from forge.errors import UsageError
+from forge.llm import LLM, Run
+from forge.model.forward_batch import ForwardBatch
+from forge.model.model import Logits, Model
 from forge.option import option
+from forge.speculation.draft import DraftProposer
+from forge.speculation.leases import Lease, LeaseRevoked, lease_model
+from forge.trace.records import StepRecord
 from forge.views.formatting import ms
-
-if TYPE_CHECKING:
-    from forge.cache.kv_storage import KvStorage
-    from forge.engine.outputs import RequestOutput
-    from forge.llm import LLM, Run
-    from forge.model.forward_batch import ForwardBatch
-    from forge.model.model import Logits, Model
-    from forge.speculation.leases import Lease
-    from forge.trace.records import StepRecord
 
 _SPECULATION = "Speculation"
 _AWAY_SECONDS = 0.005
@@ -57,7 +55,7 @@ class Revocation:
 class BorrowedRun:
     """Wraps a `Run` and revokes its models while it is iterated."""
 
-    def __init__(self, llm: "LLM", run: "Run", revocation: Revocation, drafts: Sequence[str | Path] = ()):
+    def __init__(self, llm: LLM, run: Run, revocation: Revocation, drafts: Sequence[str | Path] = ()):
         """drafts: the drafts to load again, as `--draft` names them."""
         self._llm, self._run, self._plan, self._drafts = llm, run, revocation, drafts
         self._tokens = 0
@@ -71,7 +69,7 @@ class BorrowedRun:
         """What happened, a sentence each."""
 
     @property
-    def outputs(self) -> "list[RequestOutput]":
+    def outputs(self) -> list[RequestOutput]:
         return self._run.outputs
 
     @property
@@ -82,9 +80,7 @@ class BorrowedRun:
     def abort(self) -> None:
         self._run.abort()
 
-    def __iter__(self) -> "Iterator[StepRecord]":
-        from forge.speculation.leases import LeaseRevoked
-
+    def __iter__(self) -> Iterator[StepRecord]:
         engine = self._llm.engine
         engine.waits_for_model = self._target_lease is not None
         try:
@@ -141,27 +137,24 @@ class BorrowedRun:
         )
 
 
-def _draft_leases(llm: "LLM") -> "list[Lease]":
-    from forge.speculation.draft import DraftProposer
-    from forge.speculation.leases import lease_model
-
+def _draft_leases(llm: LLM) -> list[Lease]:
     proposers = llm.engine.proposers
     return [lease_model(proposer, "draft") for proposer in proposers if isinstance(proposer, DraftProposer)]
 
 
-def _revoke_in_the_next_forward(lease: "Lease") -> None:
+def _revoke_in_the_next_forward(lease: Lease) -> None:
     """Revoke as the next forward begins: the case in which a release takes longest."""
     model = lease.model()
     forward = model.forward
 
-    def revoked_meanwhile(batch: "ForwardBatch", storage: "KvStorage") -> "Logits":
+    def revoked_meanwhile(batch: ForwardBatch, storage: KvStorage) -> Logits:
         lease.revoke()
         return forward(batch, storage)
 
     model.forward = revoked_meanwhile  # type: ignore[method-assign]
 
 
-def _revoke_in_a_forward(lease: "Lease") -> None:
+def _revoke_in_a_forward(lease: Lease) -> None:
     """Revoke during a forward, as an owner does who does not wait for the engine."""
     end = time.perf_counter() + _PATIENCE_SECONDS
     while not lease.in_use and time.perf_counter() < end:

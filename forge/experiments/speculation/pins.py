@@ -33,7 +33,6 @@ _BEYOND_CHANCE = 4.0
 _FEW = 10
 """A token that both sides together say less often shares its bin with others."""
 PROMPTS = ("Once upon a time", "The cat sat on the mat. The cat sat on", "a")
-_FAILED = 1
 _NAME = 48
 
 
@@ -96,7 +95,7 @@ def check_pins(
         judged.insert(1, (_batched(plain, drafted), drafted))
         judged.append((_same_output(plain, drafted), drafted))
     return tuple(
-        replace(pin, failure="nothing was proposed") if not pin.failure and not _num_cycles(runs) else pin
+        replace(pin, failure="nothing was proposed") if not pin.failure and not any(_cycles(runs)) else pin
         for pin, runs in judged
     )
 
@@ -218,10 +217,6 @@ def _cycles(runs: Sequence[_Outcome]) -> Iterator[tuple[int, SpecCycle]]:
             yield from ((number, cycle) for cycle in record.cycles if cycle.proposed)
 
 
-def _num_cycles(runs: Sequence[_Outcome]) -> int:
-    return sum(1 for _ in _cycles(runs))
-
-
 def pins_report(label: str, pins: Sequence[Pin]) -> Report:
     """Report the checks, with exit status 1 if one failed."""
 
@@ -234,4 +229,4 @@ def pins_report(label: str, pins: Sequence[Pin]) -> Report:
                 yield Hanging(Text(f"  {one_line(pin.failure)}"), 2)
 
     held = all(pin.failure is None for pin in pins)
-    return report({"held": held, "pins": [asdict(pin) for pin in pins]}, screen, 0 if held else _FAILED)
+    return report({"held": held, "pins": [asdict(pin) for pin in pins]}, screen, 0 if held else 1)
