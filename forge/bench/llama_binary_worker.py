@@ -40,7 +40,9 @@ class LlamaBinaryWorker(Worker):
         self._program = os.path.abspath(os.path.join(binary, PROGRAM) if os.path.isdir(binary) else binary)
         self._folder = TemporaryDirectory(prefix="forge-bench-")  # the program leaves its log where it runs
         try:
-            usage = subprocess.run([self._program, "--help"], capture_output=True, text=True).stdout
+            usage = subprocess.run(
+                [self._program, "--help"], cwd=self._folder.name, capture_output=True, text=True
+            ).stdout
         except OSError as error:
             raise Missing(f"{self._program}: {error.strerror}; {INSTALL}") from None
         self._own = "-rtr" in usage

@@ -15,12 +15,17 @@ IK = "-rtr, --run-time-repack"
 
 
 @pytest.fixture
-def program(tmp_path):
-    """A `llama-batched-bench` that is slow unless it repacks, and writes down how it was called."""
+def program(tmp_path, monkeypatch):
+    """A `llama-batched-bench` that is slow unless it repacks, and writes down how it was called. Like that, it leaves a
+    log where it runs, and that is not where its user works."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
 
     def written(usage: str):
         path = tmp_path / PROGRAM
         path.write_text(f"""#!/bin/sh
+echo "log" > llama.log
 case "$*" in --help) echo "{usage}"; exit;; esac
 echo "$*" >> {tmp_path}/calls
 case "$*" in *missing.gguf*) echo "unable to load model" >&2; exit 1;; *-rtr*) s=0.320;; *) s=0.640;; esac
@@ -32,7 +37,8 @@ echo "|   112 |     32 |    4 |    576 |    0.500 |   100.00 |    $s |   100.00 
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return tmp_path
 
-    return written
+    yield written
+    assert not list(work.iterdir())
 
 
 def loaded(folder, model: str = "model.gguf") -> LlamaBinaryWorker:
