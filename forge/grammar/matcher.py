@@ -81,7 +81,6 @@ class GrammarMatcher:
         eos = self._grammar.eos_token_ids
         text = next((index for index, token_id in enumerate(token_ids) if token_id in eos), len(token_ids))
         allowed = self._parser.validate_tokens(list(token_ids[:text]))
-        self._reraise()
         if allowed == text < len(token_ids) and self.move_to([*output, *token_ids[:text]]):
             allowed += self._parser.is_accepting()
         return allowed
@@ -133,7 +132,6 @@ class GrammarMatcher:
         num_kept = self.roll_back(known, output)
         missing = output[num_kept:]
         moved = self._parser.try_consume_tokens(missing)
-        self._reraise()
         self._consumed = [*known[:num_kept], *missing[:moved]]
         return moved == len(missing)
 
@@ -147,7 +145,8 @@ class GrammarMatcher:
         return agreeing
 
     def _reraise(self) -> None:
-        """Raise what the parser's callback raised and the parser swallowed. The next call begins with a new parser."""
+        """Raise what the tokenizer raised and the parser, which asks it for masks and forced text, swallowed. The next
+        call begins with a new parser."""
         if self._grammar.encode is not None and self._grammar.encode.has_raised:
             self._parser, self._consumed = self._grammar.new_parser(), None
             self._grammar.encode.reraise()
