@@ -69,6 +69,8 @@ def test_json_is_written_as_json_dumps_writes_it(compiler, tokenizer):
         (StructuredOutput(json={"type": "number", "exclusiveMinimum": 5, "maximum": 5.5}), "exclusive bound"),
         (StructuredOutput(json={"allOf": [{"exclusiveMinimum": 5}, {"maximum": 5.5}]}), "exclusive bound"),
         (StructuredOutput(json={"minimum": 5, "exclusiveMinimum": True, "maximum": 5.5}), "exclusive bound"),
+        (StructuredOutput(json={"minimum": 3, "exclusiveMinimum": 5, "maximum": 5.5}), "exclusive bound"),
+        (StructuredOutput(json={"minimum": 5, "exclusiveMaximum": 5.5, "maximum": 9}), "exclusive bound"),
         (StructuredOutput(json={"anyOf": [{}, {"exclusiveMaximum": 5.5, "minimum": 5}]}), "exclusive bound"),
         (StructuredOutput(json={"properties": {"a": {}, "b": {"exclusiveMaximum": 1, "minimum": 0.5}}}), "exclusive"),
         (StructuredOutput(json={"$ref": "http://example.com/x"}), "example.com"),
