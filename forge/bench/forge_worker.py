@@ -71,7 +71,8 @@ class ForgeWorker(Worker):
         self._expected = min(self._step() for _ in range(WARM_ROUNDS))
         assert isinstance(model, Qwen3)
         execution = getattr(model.backend, "execution", None)
-        setting = f"{execution.mode}: {execution.reason}" if execution is not None else f"{self._llm.kv_dtype} KV"
+        eager = f"{self._llm.kv_dtype} KV" if self._llm.device == "cpu" else "eager"
+        setting = f"{execution.mode}: {execution.reason}" if execution is not None else eager
         return {"setting": setting, "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
