@@ -9,19 +9,20 @@ import numba
 import numpy as np
 
 from forge.backends.cpu.attention_code import (
+    LOWEST,
     add_values,
     dot_keys,
     dot_packed_keys,
     key_offset,
     pack_keys,
     pack_values,
+    softmax_chunk,
 )
 from forge.backends.cpu.kernels import ONE, VECTOR, ZERO
 from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8, MOST_ROWS_PER_BLOCK, ROWS_PER_BLOCK
 from forge.backends.cpu.thread_pool_code import next_item
 from forge.backends.cpu.vectors import (
     absolute,
-    exp16,
     fma,
     get_f32,
     get_i32,
@@ -35,7 +36,6 @@ from forge.backends.cpu.vectors import (
     put_f32,
     put_i32,
     put_i64,
-    round_bf16,
     round_to_int,
     scatter_bf16,
     splat_f32,
@@ -43,13 +43,10 @@ from forge.backends.cpu.vectors import (
     store_f16,
     store_f32,
     store_i8,
-    store_i16,
     sum16,
     without_tiny,
 )
 
-LOWEST = np.float32(-3.0e38)
-MOST_WEIGHT = np.float32(32767.0)
 ITEMS_PER_THREAD = 32
 """Items that each thread has at least where an item has `MOST_ROWS_PER_BLOCK` rows: with few, one thread waits long for
 the last. Ledger, one layer at 2,048 tokens on one thread, 16 and 32 rows: int8 95 and 90 ms, bfloat16 111 and 107."""
@@ -266,67 +263,6 @@ def _together(kind, seen, group, query, num_queries):
 
 
 @numba.njit
-def _softmax_chunk(
-    kind, weights, together, least, most, visible, group, query, scale, states, scales, query_scales, shifts
-):
-    """Turn scores of queries over a chunk into softmax numerators, in place, and update the queries' states.
-
-    A state is (maximum, sum) of all chunks so far, then what the output so far and this chunk's sum of values are to
-    be multiplied by. The first chunk meets the lowest maximum there is, and exp's smallest value times nothing. The
-    queries are those from number `query` on, of which the first sees `least` keys and the last `most`. `query_scales`
-    are those of int8 queries. `shifts`: room for 16 floats. Queries go step by step together, because each waits long
-    for the sum over its own lanes.
-
-    `scales`: what `_gather_scales` wrote for int8, else 0. Scores then lack the scales of queries and keys, and
-    numerators become int16: times their value's scale, in units of the largest scale that the query sees / 32,767. They
-    are zero from where the query sees nothing to where the last one sees nothing. Of bfloat16, numerators are rounded
-    to it, and their sum is that of the rounded ones.
-    """
-    for number in range(together):
-        scores_of, state = weights + 4 * CHUNK * number, states + 16 * number
-        count = most if least == most else _seen(visible, group, query + number)
-        highest = splat_f32(LOWEST)
-        factor = splat_f32(scale * get_f32(query_scales + 4 * number) if scales != 0 else scale)
-        for block in range(0, most, 16):
-            scores = load_f32(scores_of + 4 * block)
-            if scales != 0:
-                scores = scores * load_f32(scales + 4 * block)
-            scores = mask_lanes(scores * factor, count - block, LOWEST)
-            store_f32(scores_of + 4 * block, scores)
-            highest = maximum(highest, scores)
-        old, new = get_f32(state), max16(highest)
-        top = max(old, new)
-        put_f32(state, top)
-        put_f32(state + 8, new)
-        put_f32(shifts + 4 * number, old - top)
-        put_f32(shifts + 4 * (number + together), new - top)
-    store_f32(shifts, exp16(load_f32(shifts)))
-    for number in range(together):
-        scores_of, state = weights + 4 * CHUNK * number, states + 16 * number
-        count = most if least == most else _seen(visible, group, query + number)
-        highest, total = splat_f32(get_f32(state + 8)), splat_f32(ZERO)
-        keep, gain = get_f32(shifts + 4 * number), get_f32(shifts + 4 * (number + together))
-        unit, per_unit = ONE, ONE
-        if scales != 0:
-            unit = get_f32(scales + 4 * (2 * CHUNK + count - 1)) / MOST_WEIGHT
-            per_unit = ONE / unit if unit > ZERO else ZERO
-        for block in range(0, most, 16):
-            value = mask_lanes(exp16(load_f32(scores_of + 4 * block) - highest), count - block, ZERO)
-            if kind == BFLOAT16:
-                value = round_bf16(without_tiny(value))
-                store_bf16(scores_of + 2 * block, value)
-            total = total + value
-            if scales != 0:
-                value = value * (load_f32(scales + 4 * (CHUNK + block)) * splat_f32(per_unit))
-                store_i16(scores_of + 2 * block, round_to_int(mask_lanes(value, count - block, ZERO)))
-            elif kind != BFLOAT16:
-                store_f32(scores_of + 4 * block, value)
-        put_f32(state + 4, get_f32(state + 4) * keep + sum16(total) * gain)
-        put_f32(state + 8, keep)
-        put_f32(state + 12, gain * unit)
-
-
-@numba.njit
 def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next_keys, next_table, next_end):
     """Attention of rows `first_row` to `last_row` - 1 of one sequence, all query heads that read one key/value head.
 
@@ -352,14 +288,14 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     scales = chunk_scales if kind == INT8 else 0
     packed_groups = chunk_scales + 12 * CHUNK
     packed_pairs = packed_groups + 8 * CHUNK
-    shifts = packed_pairs + 8 * CHUNK
-    query_scales = shifts + VECTOR
-    offsets = query_scales + 4 * room
-    queries = offsets + 4 * room
+    factors = packed_pairs + 8 * CHUNK
+    offsets, seen = factors + 4 * room, factors + 8 * room
+    queries = factors + 12 * room
     all_weights = queries + 4 * width * room
     outs = all_weights + 4 * CHUNK * room
     states = outs + 4 * width * room
     q_stride, head_bytes = op.q.stride, 4 * head_dim
+    first_position = np.int64(get_i32(ctx.positions + 4 * first_row))
     for i in range(num_queries):
         q = op.q.values + 4 * (first_row + i // group) * q_stride + (kv_head * group + i % group) * head_bytes
         for offset in range(0, width, 16):
@@ -367,11 +303,13 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             store_f32(queries + 4 * (i * width + offset), vector)
             store_f32(outs + 4 * (i * width + offset), splat_f32(ZERO))
         if kind == INT8:
-            _quantize_query(queries + 4 * i * width, width, query_scales + 4 * i, offsets + 4 * i)
+            _quantize_query(queries + 4 * i * width, width, factors + 4 * i, offsets + 4 * i)
         elif kind == BFLOAT16:
             _round_query(queries + 4 * i * width, width)
-        put_f32(states + 16 * i, LOWEST)
-        put_f32(states + 16 * i + 4, ZERO)
+        put_f32(factors + 4 * i, scale * get_f32(factors + 4 * i) if kind == INT8 else scale)
+        put_i32(seen + 4 * i, first_position + 1 + i // group)
+        put_f32(states + 4 * i, np.float32(LOWEST))
+        put_f32(states + 4 * (room + i), ZERO)
     for number in range(0, CHUNK, 2):
         put_i64(packed_groups + 8 * number, number * ((size + 63) // 64 * 64))
         put_i64(packed_pairs + 8 * number, number * 2 * width)
@@ -379,7 +317,6 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     head = _head_offset(op, ctx, kv_head)
     keys, values = ctx.cache.keys + head, ctx.cache.values + head
     table = _table_address(ctx, sequence)
-    first_position = np.int64(get_i32(ctx.positions + 4 * first_row))
     end = first_position + last_row - first_row
     _find_rows(ctx, table, 0, min(CHUNK, end), rows)
     for start in range(0, end, CHUNK):
@@ -407,14 +344,12 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
                 dot_packed_keys(kind, together, numbers, offset, width, packed_keys, packed_groups, most, weights, 0)
             else:
                 dot_keys(kind, together, numbers, offset, width, keys, rows, most, weights, values)
-            state, query_scale = states + 16 * query, query_scales + 4 * query
-            _softmax_chunk(
-                kind, weights, together, least, most, visible, group, query, scale, state, scales, query_scale, shifts
-            )
+            state, counts, factor = states + 4 * query, seen + 4 * query, factors + 4 * query
+            softmax_chunk(kind, together, weights, start, counts, factor, scales, state, room)
             query += together
         if packs:
             pack_values(kind, values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
-        weighed, weighed_rows = (packed_values, packed_pairs) if packs else (values, rows)
+        added, added_rows = (packed_values, packed_pairs) if packs else (values, rows)
         in_pairs, fetched = (1 if packs or are_packed else 0), 0 if packs else ahead
         query = first_query
         while query < num_queries:
@@ -422,15 +357,15 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             together = _together(kind, least, group, query, num_queries)
             most = least if least == CHUNK else _seen(visible, group, query + together - 1)
             weights, out = all_weights + 4 * CHUNK * query, outs + 4 * width * query
-            state = states + 16 * query
+            state = states + 4 * query
             add_values(
-                kind, together, weights, most, in_pairs, weighed, weighed_rows, width, out, state, fetched, next_rows
+                kind, together, weights, most, in_pairs, added, added_rows, width, out, state, room, fetched, next_rows
             )
             fetched = 0 if in_pairs else ahead
             query += together
         rows, next_rows = next_rows, rows
     for i in range(num_queries):
-        inverse = ONE / get_f32(states + 16 * i + 4)
+        inverse = ONE / get_f32(states + 4 * (room + i))
         out = op.out.values + 4 * (first_row + i // group) * q_stride
         out += (kv_head * group + i % group) * head_bytes
         source, whole = outs + 4 * i * width, head_dim // 16 * 16

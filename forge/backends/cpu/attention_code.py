@@ -17,7 +17,7 @@ Rows of keys are given by a list of their offsets, int64, because two neighbours
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 from llvmlite import ir
 from numba import types
@@ -26,6 +26,7 @@ from forge.backends.cpu.compilation import instruction_set
 from forge.backends.cpu.llvm_code import (
     F32,
     I8,
+    I16,
     I32,
     I64,
     LANES,
@@ -48,13 +49,14 @@ from forge.backends.cpu.llvm_code import (
     widen,
 )
 from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8
-from forge.backends.cpu.vectors import emits
+from forge.backends.cpu.vectors import emits, exp_code, maximum_code, rounded_code, without_tiny_code
 
 _KINDS = {FLOAT32: "f32", FLOAT16: "f16", BFLOAT16: "bf16", INT8: "int8"}
 _PAIRED = {BFLOAT16: "bf16", INT8: "int8"}
 """Kinds of which the instruction set multiplies several numbers of a lane of 32 bits at once."""
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
-_ZEROS, _INTEGER_ZEROS = constant(V_F32, 0.0), constant(V_I32, 0)
+LOWEST, MOST_WEIGHT = -3.0e38, 32767.0
+_ONES, _ZEROS, _INTEGER_ZEROS = constant(V_F32, 1.0), constant(V_F32, 0.0), constant(V_I32, 0)
 
 
 def _each(b: ir.IRBuilder, number: ir.Value, cases: dict[int, Callable[[], None]]) -> None:
@@ -186,6 +188,105 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
     _for_each_kind(b, kinds, kind, together, emit)
 
 
+def _weight_units(b: ir.IRBuilder, scales: ir.Value, counts: ir.Value, together: int) -> tuple[ir.Value, ir.Value]:
+    """Emit what weights in int16 are in units of, lane i of query i % together, and 1 / it, or 0."""
+    largest = constant(V_F32, 0.0)
+    for lane in range(LANES):
+        count = b.extract_element(counts, I32(lane % together))
+        last = b.sub(b.select(b.icmp_signed("<", count, I32(CHUNK)), count, I32(CHUNK)), I32(1))
+        value = load(b, b.add(scales, b.mul(b.add(b.zext(last, I64), I64(2 * CHUNK)), I64(4))), F32)
+        largest = b.insert_element(largest, value, I32(lane))
+    units = b.fdiv(largest, constant(V_F32, MOST_WEIGHT))
+    return units, b.select(b.fcmp_ordered(">", units, _ZEROS), b.fdiv(_ONES, units), _ZEROS)
+
+
+@emits(types.void, *[types.int64] * 9)
+def softmax_chunk(b, kind, together, weights, start, seen, factors, scales, states, room):
+    """Turn products of `together` queries with the keys from `start` on into softmax numerators, in place, and update
+    the queries' states.
+
+    weights: float32 `[together, CHUNK]`. seen: int32 `[together]`, how many keys each query sees in all; products with
+    others may be anything, and their numerators are zero. factors: float32 `[together]`: scores are products times
+    these. states: float32 `[4, room]`, of which the first `together` columns are these queries' maximum and sum of all
+    chunks so far, then what the output so far and this chunk's sum of values are to be multiplied by. The first chunk
+    meets the lowest maximum there is, and exp's smallest value times nothing.
+
+    scales: of int8 what `_gather_scales` wrote. Products are multiplied by the keys', and numerators become int16:
+    times their value's scale, in units of the largest scale that the query sees / 32,767. Of bfloat16, numerators are
+    rounded to it, and their sum is that of the rounded ones.
+
+    Everything stays in registers between the loads and the stores, and four queries wait together for what goes across
+    lanes. Ledger, 4 queries of bfloat16 on a Zen 5 at 4.4 GHz: 114 ns query by query through memory, 65 so.
+    """
+    isa = instruction_set()
+    larger = partial(maximum_code, b)
+
+    def emit(kind: str, together: int) -> None:
+        def of_queries(address: ir.Value, element: ir.Type) -> ir.Value:
+            """Load a number for each query, and repeat them over the lanes."""
+            vector = load(b, address, ir.VectorType(element, together))
+            return shuffle(b, vector, [lane % together for lane in range(LANES)])
+
+        def reduced(vectors: Values, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+            """Reduce a vector for each query, and repeat the results over the lanes."""
+            return reduce_each(b, vectors * (LANES // together), combine)
+
+        def put(address: ir.Value, vector: ir.Value) -> None:
+            store(b, address, shuffle(b, vector, range(together)))
+
+        def number(address: ir.Value, element: int) -> ir.Value:
+            return load(b, b.add(address, I64(4 * element)), V_F32)
+
+        sums, keeps, gains = (b.add(states, b.mul(I64(4 * part), room)) for part in (1, 2, 3))
+        counts, factor = b.sub(of_queries(seen, I32), splat(b, b.trunc(start, I32))), of_queries(factors, F32)
+        scores: list[list[tuple[int, ir.Value, ir.Value]]] = []
+        for query in range(together):
+            mine, count = (shuffle(b, numbers, [query] * LANES) for numbers in (factor, counts))
+            scores.append([])
+            for block in range(0, CHUNK, LANES):
+                product = number(weights, CHUNK * query + block)
+                if kind == "int8":
+                    product = b.fmul(product, number(scales, block))
+                is_seen = b.icmp_signed("<", ir.Constant(V_I32, list(range(block, block + LANES))), count)
+                score = b.select(is_seen, b.fmul(product, mine), constant(V_F32, LOWEST))
+                scores[query].append((block, is_seen, score))
+        highest = reduced([reduce(larger, (score for _, _, score in of_query)) for of_query in scores], larger)
+        old = of_queries(states, F32)
+        top = larger(old, highest)
+        # One exp for what is kept, lanes 0 to 7, and gained, lanes 8 to 15.
+        shifts = exp_code(b, shuffle(b, b.fsub(old, top), [*range(8), *range(24, 32)], b.fsub(highest, top)))
+        gained = shuffle(b, shifts, [*range(8, 16)] * 2)
+        units, per_unit = _weight_units(b, scales, counts, together) if kind == "int8" else (_ONES, _ONES)
+        totals = []
+        for query, of_query in enumerate(scores):
+            most, mine = (shuffle(b, numbers, [query] * LANES) for numbers in (highest, per_unit))
+            total, row = _ZEROS, b.add(weights, I64(4 * CHUNK * query))
+            for block, is_seen, score in of_query:
+                value = exp_code(b, b.fsub(score, most))
+                if kind == "bf16":  # where exp's smallest value, of keys that are not seen, is tiny
+                    rounded = isa.to_bfloat(b, without_tiny_code(b, value))
+                    store(b, b.add(row, I64(2 * block)), rounded)
+                    value = widen(b, rounded, "bf16")
+                else:
+                    value = b.select(is_seen, value, _ZEROS)
+                if kind == "int8":
+                    weight = b.fmul(value, b.fmul(number(scales, CHUNK + block), mine))
+                    weight = rounded_code(b, b.select(is_seen, weight, _ZEROS))
+                    store(b, b.add(row, I64(2 * block)), b.trunc(weight, ir.VectorType(I16, LANES)))
+                elif kind == "f32":
+                    store(b, b.add(row, I64(4 * block)), value)
+                total = b.fadd(total, value)
+            totals.append(total)
+        total = b.fmul(reduced(totals, b.fadd), gained)
+        put(states, top)
+        put(sums, b.fadd(b.fmul(of_queries(sums, F32), shifts), total))
+        put(keeps, shifts)
+        put(gains, b.fmul(gained, units))
+
+    kinds = {FLOAT32: "f32", FLOAT16: "f32", BFLOAT16: "bf16", INT8: "int8"}
+    _for_each_kind(b, kinds, kind, together, emit)
+
+
 def _in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.Value, int], None]) -> None:
     """Emit loops over the columns: `most` vectors of 16 at a time, and what is left one by one."""
     whole = b.and_(width, I64(-most * LANES))
@@ -204,15 +305,15 @@ def _in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.
         loop(b, b.sub(width, whole), LANES, [], narrow)
 
 
-@emits(types.void, *[types.int64] * 12)
-def add_values(b, kind, together, weights, count, in_pairs, values, rows, width, outs, states, ahead, ahead_rows):
+@emits(types.void, *[types.int64] * 13)
+def add_values(b, kind, together, weights, count, in_pairs, values, rows, width, outs, states, room, ahead, ahead_rows):
     """out = out * keep + gain * (sum of weight[j] * value[j], j ascending) for `together` queries (1, 2 or 4).
 
     weights: float32 `[together, CHUNK]`, of which `count` are used; for values in int8 or bfloat16 each row begins with
     int16 or bfloat16 numbers instead, of which an even number is used. values: what is added to the offsets `rows` to
     find a value. in_pairs: whether two values lie together as `pack_values` writes them, at the offset of the first; of
-    bfloat16 they always do. outs: float32 `[together, width]`. states: float32 `[together, 4]`, whose last two are keep
-    and gain. ahead, ahead_rows: what is to be fetched meanwhile; of pairs 0 for nothing. Sums of int8 are exact: 64
+    bfloat16 they always do. outs: float32 `[together, width]`. states: as of `softmax_chunk`, which left keep and gain
+    there. ahead, ahead_rows: what is to be fetched meanwhile; of pairs 0 for nothing. Sums of int8 are exact: 64
     products of 15 and 7 bits.
     """
 
@@ -275,7 +376,8 @@ def add_values(b, kind, together, weights, count, in_pairs, values, rows, width,
         """Emit the sums of `16 * vectors` columns from `column` on, and store them in the outputs."""
         sums = sums_of(together, column, vectors)
         for query in range(together):
-            kept, gained = (splat(b, load(b, b.add(states, I64(16 * query + at)), F32)) for at in (8, 12))
+            of_query = [b.add(states, b.add(b.mul(I64(4 * part), room), I64(4 * query))) for part in (2, 3)]
+            kept, gained = (splat(b, load(b, address, F32)) for address in of_query)
             for n in range(vectors):
                 at = b.add(b.add(b.mul(I64(query), width), column), I64(LANES * n))
                 out = b.add(outs, b.mul(at, I64(4)))

@@ -268,10 +268,10 @@ class CpuBackend(Backend):
         weakref.finalize(self, self._pool.close)  # its threads end with the backend
         width, group = padded(layout.head_dim, LANES), recording.heads_per_kv_head
         queries = MOST_ROWS_PER_BLOCK * group
-        # Laid out by `_attend_block`: rows of a chunk, its keys and values packed, their scales; of queries their
-        # scales, sums, numbers, weights, outputs, states.
+        # Laid out by `_attend_block`: rows of a chunk, its keys and values packed, their scales; of queries
+        # their factors, sums, positions, numbers, weights, outputs, states.
         of_chunk = CHUNK * (4 + padded(2 * width, 64) // 4 + width // 2 + 7)
-        floats = max(of_chunk + LANES + queries * (CHUNK + 2 * width + 6), GLU_SCRATCH_FLOATS)
+        floats = max(of_chunk + queries * (CHUNK + 2 * width + 7), GLU_SCRATCH_FLOATS)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch
         self._context.scratch, self._context.scratch_bytes = scratch.ctypes.data, scratch.shape[1]

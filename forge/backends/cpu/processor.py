@@ -27,6 +27,7 @@ from forge.backends.cpu.llvm_code import (
     I32,
     I64,
     LANES,
+    STORED,
     V_F32,
     V_I32,
     call_intrinsic,
@@ -34,6 +35,7 @@ from forge.backends.cpu.llvm_code import (
     fused_multiply_add,
     in_registers,
     load,
+    narrow,
     shuffle,
     splat,
     store,
@@ -138,6 +140,10 @@ class InstructionSet:
             acc = fused_multiply_add(builder, _widened(builder, a, number), _widened(builder, b, number), acc)
         return acc
 
+    def to_bfloat(self, builder: ir.IRBuilder, a: ir.Value) -> ir.Value:
+        """Round 16 float32 lanes, zero or at least 2^-50, to the nearest bfloat16, ties to even, as int16."""
+        return narrow(builder, a, "bf16")
+
 
 def _widened(builder: ir.IRBuilder, pairs: ir.Value, number: int) -> ir.Value:
     """Return one bfloat16 of each pair, 0 or 1, as float32."""
@@ -173,6 +179,10 @@ class Avx512Bf16(Avx512Vnni):
     def dot_bfloat_pairs(self, builder, acc, a, b):
         a, b = (builder.bitcast(x, ir.VectorType(BFLOAT, 32)) for x in (a, b))
         return call_intrinsic(builder, "llvm.x86.avx512bf16.dpbf16ps.512", V_F32, acc, a, b)
+
+    def to_bfloat(self, builder, a):
+        rounded = call_intrinsic(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFLOAT, LANES), a)
+        return builder.bitcast(rounded, STORED["bf16"])
 
 
 class AvxVnni(InstructionSet):

@@ -108,13 +108,13 @@ def _tree(combine):
     return reduce
 
 
-def _maximum(builder, a, b):
+def maximum_code(builder, a, b):
     """Return the larger of each lane; b where they do not compare."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-sum16, max16 = _tree(ir.IRBuilder.fadd), _tree(_maximum)
-maximum = emits(f32x16, f32x16, f32x16)(_maximum)
+sum16, max16 = _tree(ir.IRBuilder.fadd), _tree(maximum_code)
+maximum = emits(f32x16, f32x16, f32x16)(maximum_code)
 
 
 def _absolute(builder, a):
@@ -125,20 +125,16 @@ def _absolute(builder, a):
 absolute = emits(f32x16, f32x16)(_absolute)
 
 
-@emits(f32x16, f32x16)
-def without_tiny(builder, a):
+def without_tiny_code(builder, a):
     """Replace numbers below 2^-50 by zero, which products of bfloat16 need (`InstructionSet.dot_bfloat_pairs`)."""
     is_tiny = builder.fcmp_ordered("<", _absolute(builder, a), constant(V_F32, 2.0**-50))
     return builder.select(is_tiny, constant(V_F32, 0.0), a)
 
 
-@emits(f32x16, f32x16)
-def round_bf16(builder, a):
-    """Round each lane to the nearest bfloat16, ties to even."""
-    return widen(builder, narrow(builder, a, "bf16"), "bf16")
+without_tiny = emits(f32x16, f32x16)(without_tiny_code)
 
 
-def _rounded(builder, a):
+def rounded_code(builder, a):
     """Round each lane to the nearest integer, ties to even, as i32x16. Lanes must lie within ±2^22."""
     # Adding 1.5 * 2^23 pushes the fraction out of the mantissa, rounding it to nearest even on the way.
     magic = constant(V_F32, 12582912.0)
@@ -146,7 +142,7 @@ def _rounded(builder, a):
     return builder.sub(bits, constant(V_I32, 0x4B400000))
 
 
-round_to_int = emits(i32x16, f32x16)(_rounded)
+round_to_int = emits(i32x16, f32x16)(rounded_code)
 
 
 @emits(types.void, types.int64, i32x16)
@@ -190,8 +186,8 @@ def quantize_16_groups(b, x, x_step, quants, quants_step, scales, scales_step, s
     def half(group, offset):
         return load(b, b.add(x, b.add(b.mul(x_step, I64(group)), I64(offset))), V_F32)
 
-    larger = [_maximum(b, _absolute(b, half(group, 0)), _absolute(b, half(group, 64))) for group in range(LANES)]
-    largest = reduce_each(b, larger, lambda left, right: _maximum(b, left, right))
+    larger = [maximum_code(b, _absolute(b, half(group, 0)), _absolute(b, half(group, 64))) for group in range(LANES)]
+    largest = reduce_each(b, larger, lambda left, right: maximum_code(b, left, right))
     is_large = b.fcmp_ordered(">", largest, number(float(np.float32(1e-30))))
     factors = b.select(is_large, b.fdiv(number(127.0), largest), number(0.0))
     units = b.select(is_large, b.fdiv(largest, number(127.0)), number(0.0))
@@ -199,7 +195,7 @@ def quantize_16_groups(b, x, x_step, quants, quants_step, scales, scales_step, s
     for group in range(LANES):
         factor = splat(b, b.extract_element(factors, I32(group)))
         for part in range(2):
-            rounded = _rounded(b, b.fmul(half(group, 64 * part), factor))
+            rounded = rounded_code(b, b.fmul(half(group, 64 * part), factor))
             place = b.add(quants, b.add(b.mul(quants_step, I64(group)), I64(16 * part)))
             store(b, place, b.trunc(rounded, ir.VectorType(I8, LANES)))
             halves[part].append(rounded)
