@@ -1,7 +1,7 @@
 """`forge compare`: the same prompts on two sides that differ in one option. Same tokens? At what cost?"""
 
 import secrets
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,7 +108,7 @@ def compare(
     """
     versus = versus_of(ctx)
     runs_many = any(options.was_given(ctx, option) for option in _OF_MANY)
-    _settle(ctx, versus.right, judges=_is_judging(versus), runs_many=runs_many)
+    _settle(ctx, versus, runs_many)
     if _is_judging(versus):
         return _compare_judging(ctx, versus)
     if runs_many:
@@ -138,13 +138,15 @@ def compare(
     )
 
 
-def _settle(ctx: typer.Context, right: MutableMapping[str, Any], judges: bool, runs_many: bool) -> None:
+def _settle(ctx: typer.Context, versus: Versus, runs_many: bool) -> None:
     """Give both sides the cache that they need, unless one was given, and take an option from the side where it means
     nothing. Raises `UsageError` for one that means nothing on both."""
-    left, more = ctx.params, {"planned": judges, "many": runs_many or judges}
+    left, right, judges = ctx.params, versus.right, _is_judging(versus)
+    more = {"planned": judges, "many": runs_many or judges}
     more["prompted"] = options.was_given(ctx, "prompt") and not _is_number_alone(ctx)
     speculates = any(side["speculate"] not in (None, "off") for side in (left, right))
-    kv = "prefix" if judges else "paged" if runs_many or speculates else None
+    kv = "basic" if versus.option == "--kv-dtype" else None  # with the cache off nothing is kept between steps
+    kv = "prefix" if judges else "paged" if runs_many or speculates else kv
     for side in (left, right):
         side["kv"] = side["kv"] or kv
     sides = [dict(side) | more for side in (left, right)]

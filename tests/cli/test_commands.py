@@ -213,6 +213,12 @@ def prompts(tmp_path):
     return str(path)
 
 
+def test_compare_shows_what_int8_saves_though_no_cache_was_named(forge, small):
+    line = ("compare", "--kv-dtype", "float32", "vs", "int8", "Once", "6", *small, "--ignore-eos", "--json")
+    held = [side["kv_bytes_held"] for side in json.loads(forge(*line).out)["sides"]]
+    assert held[0] > 2 * held[1] > 0
+
+
 def test_compare_runs_every_prompt_of_a_file(forge, small, prompts):
     line = ("compare", "--kv", "paged", "vs", "prefix", "--prompts", prompts, *small, "--block-size", "4")
     found = forge(*line, "6", "--ignore-eos")
