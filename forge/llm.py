@@ -414,8 +414,9 @@ class Run:
         self._watched = requests[0][1][0] if keep_logits else None
         if keep_logits:
             engine.on_logits.append(self._keep)
-        self.logits: list[np.ndarray] = []
-        """Float32 `[vocab]` for each token of the first sample, with `keep_logits`."""
+        self._logits: list[np.ndarray] = []
+        self._was_interrupted = False
+        """The last step has raised, so it may have left logits of a token that does not stand."""
 
     def __iter__(self) -> Iterator[StepRecord]:
         """Advance the engine until every request of this run has ended, yielding what each step did.
@@ -446,6 +447,14 @@ class Run:
         """The seed in use, chosen or drawn."""
         return self.outputs[0].seed
 
+    @property
+    def logits(self) -> list[np.ndarray]:
+        """Float32 `[vocab]` for each token of the first sample, with `keep_logits`."""
+        if self._was_interrupted:
+            del self._logits[len(self.outputs[0].outputs[0].token_ids) :]
+            self._was_interrupted = False
+        return self._logits
+
     def _advance(self) -> StepRecord | None:
         """Run the next step; return None if this run has ended."""
         with self._engine.lock:
@@ -456,16 +465,16 @@ class Run:
             return record
 
     def _step(self) -> StepRecord:
-        num_kept = len(self.logits)
+        self._logits = self.logits
         try:
             return self._engine.step()
         except BaseException:
-            del self.logits[num_kept:]  # the engine undoes the step
+            self._was_interrupted = self._watched is not None
             raise
 
     def _keep(self, seq_id: int, logits: np.ndarray) -> None:
         if seq_id == self._watched:
-            self.logits.append(logits)
+            self._logits.append(logits)
 
     def _collect_ended(self) -> bool:
         """Take the outputs from the engine once every request has ended; return whether they have."""

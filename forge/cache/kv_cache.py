@@ -5,7 +5,8 @@ engine uses every kind through this interface and does not know which it is.
 
 Two lengths describe a sequence while a step is in flight. `reserved_length` counts the token slots that it owns;
 `computed_length` counts those whose keys and values have been written. `reserve` moves the first ahead, the forward
-pass writes, `commit` lets the second follow. Between steps the two are equal for slots that hold tokens.
+pass writes, `commit` lets the second follow. Between steps the first is ahead for the rest of a prompt that comes in
+chunks, and by one slot where the next step is already launched.
 """
 
 from abc import ABC, abstractmethod

@@ -1,9 +1,9 @@
 """The paged cache: blocks taken one at a time from a common pool, shared where contents are the same.
 
 A sequence owns as many blocks as its tokens take, so less than one block per sequence is reserved and not filled, and
-the blocks of one sequence lie anywhere (PagedAttention, Kwon et al., 2023). `fork`, `snapshot` and `restore` copy a
-table and no block. Copy-on-write: the first sequence that writes into a shared block gets a copy of that block. The
-decision, and the copy that the engine performs before the write, are `reserve`'s.
+the blocks of one sequence lie anywhere (PagedAttention, Kwon et al., 2023). `fork`, `snapshot` and `restore`, of
+`table_cache`, copy a table and no block. Copy-on-write: the first sequence that writes into a shared block gets a copy
+of that block. The decision, and the copy that the engine performs before the write, are `reserve`'s.
 
 Only a sequence's last block can be both shared and written, so one `reserve` copies one block at most.
 """
@@ -22,7 +22,8 @@ class PagedKvCache(TableCache[BlockTable]):
 
     Holds a `BlockPool` and one `BlockTable` per sequence and per snapshot. The tables are the truth; counts, free list
     and statistics follow from them. Promises that a block with more than one reference is never written, and that the
-    tables in use never name a free block.
+    tables in use never name a free block. What speaks of an index is for `PrefixKvCache`, which derives from it: here
+    no block is cacheable or cached.
     """
 
     kind = "paged"
@@ -45,7 +46,7 @@ class PagedKvCache(TableCache[BlockTable]):
         return NO_HIT
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
-        return -(-length // self.block_size)
+        return blocks_for(length, self.block_size)
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
         assert seq_id not in self._tables, f"sequence {seq_id} is already there"
@@ -56,19 +57,21 @@ class PagedKvCache(TableCache[BlockTable]):
         """Return the number of new blocks, and one more if the last block is shared and would be written."""
         table = self._tables[seq_id]
         reserved, blocks = table.reserved, table.blocks
-        grown = -(-(reserved + num_tokens) // self.block_size) - len(blocks)
+        grown = blocks_for(reserved + num_tokens, self.block_size) - len(blocks)
         if reserved % self.block_size and num_tokens and self.pool.reference_counts[blocks[-1]] > 1:
             return grown + 1
         return grown
 
     def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
         table, pool = self._tables[seq_id], self.pool
+        if not num_tokens:
+            return ()
         end, blocks = table.reserved + num_tokens, table.blocks
-        fits = num_tokens and table.reserved % self.block_size and end <= len(blocks) * self.block_size
-        if fits and pool.reference_counts[blocks[-1]] == 1 and blocks[-1] not in pool.cacheable:
+        in_last_block = table.reserved % self.block_size and end <= len(blocks) * self.block_size
+        if in_last_block and pool.reference_counts[blocks[-1]] == 1 and blocks[-1] not in pool.cacheable:
             table.reserved = end  # nearly every decode step: a slot of a block that is the sequence's own
             return ()
-        return self.grow(seq_id, table, num_tokens) if num_tokens else ()
+        return self.grow(seq_id, table, num_tokens)
 
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
         table = self._tables[seq_id]
@@ -147,7 +150,7 @@ class PagedKvCache(TableCache[BlockTable]):
             raise OutOfBlocks(needed, available)
         copies = self._copy_on_write(seq_id, table, needed) if table.reserved % self.block_size else ()
         reserved = table.reserved + num_tokens
-        taken = self._allocate(-(-reserved // self.block_size) - len(table.blocks))
+        taken = self._allocate(blocks_for(reserved, self.block_size) - len(table.blocks))
         table.blocks, table.reserved = table.blocks + taken, reserved
         return copies
 
@@ -158,7 +161,7 @@ class PagedKvCache(TableCache[BlockTable]):
         if references == 1 and last not in pool.cacheable:
             return ()
         if references == 1 and len(pool.free) <= needed:
-            self._drop_from_index(last)  # no free block to spare: what is cached behind it is lost
+            self._drop_from_index(last)  # no free block is left for a copy: what is cached behind it is lost
             return ()
         # With one reference the old block becomes a cached one, so the copy does not change `num_available`.
         (copy,) = self._allocate(1)
@@ -184,7 +187,8 @@ class PagedKvCache(TableCache[BlockTable]):
     def release_order(self, blocks: tuple[int, ...]) -> Sequence[int]:
         """Return the order in which a sequence that ends releases its blocks: the last one first.
 
-        So the first is the next to be allocated, and a prefix cache evicts what stands behind a block before it.
+        So the first is the next to be allocated, and a prefix cache evicts what stands behind a block before it. An
+        exercise replaces this.
         """
         return blocks[::-1]
 
@@ -216,16 +220,16 @@ class PagedKvCache(TableCache[BlockTable]):
     def _count_filled(self) -> int:
         """Return the number of slots that some table has as computed.
 
-        A block is filled as far as the fullest of its tables says. Full blocks stand in front in a table, so only the
-        blocks behind them are looked at: a block that is seen there less often than it is referenced is full elsewhere.
+        A table has full blocks, then one that is partly filled, then empty ones. A block is as full as its fullest
+        table says: one that is seen behind the full ones less often than it is referenced is full in another table.
         """
         partial: dict[int, tuple[int, int]] = {}
         for table in self._all_tables():
-            full, filled = divmod(table.computed, self.block_size)
+            full, filled_here = divmod(table.computed, self.block_size)
             for block in table.blocks[full:]:
                 seen, most = partial.get(block, (0, 0))
-                partial[block] = seen + 1, max(most, filled)
-                filled = 0
+                partial[block] = seen + 1, max(most, filled_here)
+                filled_here = 0  # of the blocks behind the first
         counts, size = self.pool.reference_counts, self.block_size
         empty = sum(size - most for block, (seen, most) in partial.items() if seen == counts[block])
         return (self.pool.num_blocks - self.num_available) * size - empty

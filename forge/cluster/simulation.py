@@ -187,7 +187,7 @@ class SimulatedReplica:
         for item in plan.items:
             if item.phase != "decode":
                 self.computed_tokens += item.num_tokens
-            if not item.samples:
+            if not item.chooses_token:
                 outcomes.append(Outcome(item.seq_id, len(item.sequence.token_ids), (), None))
                 continue
             sequence, answer = item.sequence, self.turns[item.seq_id][0].answer
@@ -199,9 +199,9 @@ class SimulatedReplica:
                 ended.append(item.seq_id)
             reason: FinishReason | None = "length" if is_last else None
             outcomes.append(Outcome(item.seq_id, len(sequence.token_ids), (answer[done],), reason))
-        for seq_id in plan.exhausted:
-            ended.append(seq_id)
-            outcomes.append(Outcome(seq_id, 0, (), "length"))
+        for sequence in plan.exhausted:
+            ended.append(sequence.seq_id)
+            outcomes.append(Outcome(sequence.seq_id, 0, (), "length"))
         self.scheduler.commit(plan, tuple(outcomes))
         self.plan = None
         return first, ended

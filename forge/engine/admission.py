@@ -67,7 +67,7 @@ class Admission:
             blocked.add(sequence.prefill_only)
             if isinstance(reason, NoBlocks) and not (self._running or plan.prefill_only):
                 sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
-                plan.exhausted.append(sequence.seq_id)
+                plan.exhausted.append(sequence)
 
     def admit_short(self, plan: PlanBuilder, num_under_way: int) -> None:
         """Admit sequences that a share of the step's tokens completes, before longer ones, if prompts under way, which

@@ -133,7 +133,7 @@ class AsyncEngine(Engine):
 def _prepare_masks(items: Iterable[PlanItem]) -> None:
     """Compute the masks of a step's items before there are logits to apply them to. Raises nothing."""
     for item in items:
-        for sequence in (item.sequence, *item.sequence.waiting_samples) if item.samples else ():
+        for sequence in (item.sequence, *item.sequence.waiting_samples) if item.chooses_token else ():
             if sequence.matcher is not None:
                 with suppress(MatcherError):  # raised again where the token is chosen
                     sequence.matcher.mask(sequence.output_token_ids)
@@ -146,8 +146,8 @@ def _is_plain(plan: StepPlan, can_draw: bool) -> bool:
     return all(
         item.phase == "decode"
         and item.num_tokens == len(item.logit_rows) == 1
-        and item.samples
-        and not item.num_draft_tokens
+        and item.chooses_token
+        and not item.num_draft_slots
         and (item.sequence.params.plain_greedy or (can_draw and item.sequence.params.needs_token_only))
         for item in plan.items
     )

@@ -35,13 +35,13 @@ class BatchBuilder:
         for item in items:
             table = item.block_table
             cached = tables.get(item.seq_id)
-            if cached is None or cached[0] is not table:
+            if cached is None or cached[0] is not table:  # a table that grew is another tuple
                 cached = tables[item.seq_id] = table, np.array(table, np.int32)
             if item.follows is not None:
                 known = [-1 - item.follows]  # below 0: the token of that row of the previous forward
             else:
                 known = item.sequence.token_ids[item.start : item.start + item.num_tokens]
-            if item.num_draft_tokens:
+            if item.num_draft_slots:
                 parts += _with_draft_tokens(item, known, cached[1], drafts.get(item.seq_id, ()))
             else:
                 parts.append(SequenceRows(known, item.start, cached[1], item.logit_rows))
@@ -53,7 +53,7 @@ def _with_draft_tokens(
 ) -> list[SequenceRows]:
     """Return one part per proposal. Of a fork's rows, those from the last known token on have logits."""
     first = proposals[0].token_ids if proposals else ()
-    logit_rows = range(item.logit_rows.start, item.logit_rows.stop - item.num_draft_tokens + len(first))
+    logit_rows = range(item.logit_rows.start, item.logit_rows.stop - item.num_draft_slots + len(first))
     parts = [SequenceRows([*known, *first], item.start, table, logit_rows)]
     last = item.num_tokens - 1
     further = proposals[1:]

@@ -29,14 +29,14 @@ class DraftSlots:
         for item in list(plan.items.values()):
             if item.remaining or not item.sequence.num_output_tokens:
                 continue
-            num_draft_tokens = self._num_draft_tokens(item.sequence, plan)
-            if not num_draft_tokens:
+            num_draft_slots = self._num_draft_slots(item.sequence, plan)
+            if not num_draft_slots:
                 continue
-            plan.copies += self._cache.reserve(item.seq_id, num_draft_tokens)
-            plan.budget -= num_draft_tokens
-            rows = range(item.logit_rows.start, item.logit_rows.stop + num_draft_tokens)
+            plan.copies += self._cache.reserve(item.seq_id, num_draft_slots)
+            plan.budget -= num_draft_slots
+            rows = range(item.logit_rows.start, item.logit_rows.stop + num_draft_slots)
             item = item._replace(
-                logit_rows=rows, num_draft_tokens=num_draft_tokens, block_table=self._cache.block_table(item.seq_id)
+                logit_rows=rows, num_draft_slots=num_draft_slots, block_table=self._cache.block_table(item.seq_id)
             )
             # What is being swapped in cannot be forked yet.
             if item.phase == "decode" and item.seq_id not in swapped_in:
@@ -53,7 +53,7 @@ class DraftSlots:
             self._cache.remove(fork.seq_id)
         return copies
 
-    def _num_draft_tokens(self, sequence: Sequence, plan: PlanBuilder) -> int:
+    def _num_draft_slots(self, sequence: Sequence, plan: PlanBuilder) -> int:
         """Return how many draft tokens the sequence wants, at most what the step has room for."""
         cache, seq_id = self._cache, sequence.seq_id
         fitting = min(
@@ -68,7 +68,7 @@ class DraftSlots:
 
     def _forks(self, item: PlanItem, plan: PlanBuilder) -> tuple[ForkSlots, ...]:
         """Reserve room for further drafts, as many as are wanted and fit."""
-        cache, forks, num_rows = self._cache, [], item.num_tokens + item.num_draft_tokens
+        cache, forks, num_rows = self._cache, [], item.num_tokens + item.num_draft_slots
         for _ in range(self._speculation.wanted_forks(item.sequence)):
             if num_rows > plan.budget:
                 break

@@ -3,8 +3,8 @@
     schedule() ─▶ StepPlan ─▶ ForwardBatch ─▶ model.forward ─▶ logits ─▶ sample ─▶ commit() ─▶ StepRecord
                      └▶ propose() ─┘                              (or verify)
 
-`Engine.step` is that line, and this file holds nothing else. Requests come and go between steps (`registry`). A model
-that computes while the host works has a second stepper, which plans ahead (`async_scheduling`).
+`Engine.step` is that line. Requests come and go between steps (`registry`). A model that computes while the host works
+has a second stepper, which launches the step after this one ahead (`async_scheduling`).
 
 The engine prints nothing and knows no view: what happened stands in the `StepRecord` that each step returns.
 """
@@ -36,16 +36,16 @@ from forge.tokenizer import Tokenizer
 from forge.trace.records import StepRecord
 
 MAX_UNREAD = 256
-"""Records that wait in the journal at most: a run whose timeline is never asked holds no more of them."""
+"""Records in the journal from which on the engine reads it itself, so that it stays short if nothing else does."""
 _NO_LOGITS = np.empty((0, 1), np.float32)
 _NO_STEP = LaunchedStep(StepPlan(()), NO_DRAFTS, None, _NO_LOGITS, [], 0.0, 0.0)
 
 
 class Operation:
-    """A context manager for what changes its owner: an operation happens completely or not at all.
+    """Guards each change of its owner: if the one before never ended (Ctrl-C, a full memory), entering calls `recover`.
 
-    It notes that an operation has begun, and that it has ended. If the one before never ended (Ctrl-C, a full memory),
-    entering calls `recover` first. A `UsageError` comes before any change, so it ends an operation like a return.
+    An engine recovers by rebuilding everything from its sequences' tokens; a step whose tokens were decided stands, any
+    other is as if it had never begun. A `UsageError` comes before any change, so it ends an operation like a return.
     Operations do not nest.
     """
 
@@ -134,8 +134,8 @@ class Engine(RequestRegistry):
     def step(self) -> StepRecord:
         """Run one step: schedule, build the batch, forward, sample or verify, commit, record.
 
-        Call only while `has_unfinished()`; after an exception from it, whatever it was, too. Raises AssertionError for
-        a rule that does not hold, where `checks_invariants` is set, and `ModelUnavailable` where `waits_for_model` is.
+        Call only while `has_unfinished()`. After any exception it may be called again. Raises AssertionError for a rule
+        that does not hold, where `checks_invariants` is set, and `ModelUnavailable` where `waits_for_model` is.
         """
         with self.operation:
             self._plan, started = None, time.perf_counter()
@@ -143,8 +143,7 @@ class Engine(RequestRegistry):
                 step = self._next_step(started)
                 sampling_started = time.perf_counter()
                 sampler = Sampler(self._eos_token_ids, self._speculation, self.on_logits, self.report_probabilities)
-                exhausted = [self.scheduler.find(seq_id) for seq_id in step.plan.exhausted]
-                results = sampler.sample(step.plan, StepLogits.of(step.logits), step.drafts, step.separate, exhausted)
+                results = sampler.sample(step.plan, StepLogits.of(step.logits), step.drafts, step.separate)
                 times = StepTimes(started, sampling_started, time.perf_counter())
                 facts = self._commit(step, results, times)
             except ModelUnavailable as error:

@@ -37,7 +37,7 @@ class Preemption:
             victim = self._choose_victim(tuple(self._running.values()), sequence)
             if victim is None:
                 sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
-                plan.exhausted.append(sequence.seq_id)
+                plan.exhausted.append(sequence)
                 return False
             self.preempt(victim, sequence, shortage, plan)
             if victim is sequence:

@@ -83,7 +83,7 @@ def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> Sep
             readout = read_out(part, rows, readout)
     except BrokenLogits as error:
         return SeparateResult(error=error)
-    return SeparateResult(readout, rows[-1] if item.samples else None)
+    return SeparateResult(readout, rows[-1] if item.chooses_token else None)
 
 
 def _rows_of(item: PlanItem) -> SequenceRows:

@@ -75,7 +75,7 @@ class RequestRegistry(ABC):
         self._decided: Items[Outcome] = ()
         """The outcomes of a step whose tokens are all chosen, until they are committed."""
         self._plan: StepPlan | None = None
-        """Of the step that is carried out; None until it is decided."""
+        """The plan that the step carries out, for `fail_step`: whose requests end where it raises."""
 
     @property
     def proposers(self) -> tuple[Proposer, ...]:
@@ -160,7 +160,7 @@ class RequestRegistry(ABC):
                 sequence.token_ids += token_ids
                 sequence.logprobs += logprobs
                 self._sequence_builder.rebuild_text(sequence)
-            self.scheduler.separate(sequences[0])
+            self.scheduler.queue_samples_apart(sequences[0])
 
     def _register(self, request: RequestState, computed: HostEntry | None) -> None:
         """Make a request known, and queue its sequences."""

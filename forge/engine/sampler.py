@@ -44,7 +44,7 @@ class StepLogits:
 
 @dataclass
 class StepResults:
-    """The results of one step. The scheduler and the cache see them, and `token_ids` grow, only at `commit()`."""
+    """The results of one step. Until `commit()` neither scheduler nor cache sees them, and no `token_ids` grow."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     tokens: list[TokenRecord] = field(default_factory=list)
@@ -55,7 +55,7 @@ class StepResults:
 
 @dataclass
 class Sampler:
-    """Chooses the next tokens of one step, and reads out what prefill-only sequences asked for."""
+    """Chooses the next tokens of one step, and reads out what prefill-only sequences asked for. Made for each step."""
 
     _eos_token_ids: frozenset[int]
     _speculation: Speculation | None
@@ -70,21 +70,24 @@ class Sampler:
         logits: StepLogits,
         drafts: StepDrafts,
         separate: Items[SeparateResult],
-        exhausted: Items[Sequence],
     ) -> StepResults:
-        """Choose the next tokens of every item that samples, and end the `exhausted` sequences, for which the pool has
-        no more blocks. `logits` has the rows of all items, in order."""
+        """Choose the next tokens of every item that needs some, and end the plan's exhausted sequences.
+
+        logits: the rows of all items, in order: of an item those of its known tokens, then those of its drafts.
+        """
         results, first_row = self._results, 0
         for item in plan.items:
             sequence = item.sequence
-            row = first_row + len(item.logit_rows) - item.num_draft_tokens - 1  # that of the last known token
-            proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_tokens else ()
+            num_known = len(item.logit_rows) - item.num_draft_slots
+            row = first_row + num_known - 1  # that of the last known token
+            proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
             if sequence.finish_reason is None:  # else it ended after this step was planned ahead
                 results.outcomes.append(self._outcome(item, proposals, logits, first_row, row))
+            # The first draft's rows begin at `row`, and every further one's at its last known token, computed again.
             first_row = row + sum([len(proposal) + 1 for proposal in proposals]) if proposals else row + 1
         for item, result in zip(plan.separate, separate, strict=True):
             results.outcomes.append(self._separate_outcome(item, result))
-        results.outcomes += [self._ended_with_samples(sequence, "length") for sequence in exhausted]
+        results.outcomes += [self._ended_with_samples(sequence, "length") for sequence in plan.exhausted]
         return results
 
     def _outcome(
@@ -107,11 +110,12 @@ class Sampler:
                 return self.verify(item, proposals, logits, row)
             if sequence.task is not GENERATE and sequence.readout is None:
                 _store_readout(item, readout or read_out(item, np.asarray(logits.rows[first_row : row + 1])))
-            if item.samples:
+            if item.chooses_token:
                 if not sequence.waiting_samples:
                     return self._next_token(sequence, logits, row)
+                outcome = self._next_token(sequence, logits, row)  # all samples draw from the same row
                 samples = tuple([self._next_token(sample, logits, row) for sample in sequence.waiting_samples])
-                return self._next_token(sequence, logits, row)._replace(samples=samples)
+                return outcome._replace(samples=samples)
             if item.remaining:
                 return Outcome(item.seq_id, len(sequence.token_ids), (), None)
             return self._ended_with_samples(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
@@ -197,7 +201,8 @@ class Sampler:
         token_ids: tuple[int, ...] = (),
         error: Exception | None = None,
     ) -> Outcome:
-        """End the sequence with these tokens. EOS or a stop string on the last allowed one is a `stop`."""
+        """Return the outcome of a sequence that ends with these tokens, and note that for the record. EOS or a stop
+        string on the last allowed one is a `stop`. The scheduler ends the sequence, at `commit()`."""
         text = sequence.output_text.finish()
         if reason == "length" and sequence.output_text.stopped_by is not None:  # completed by the last bytes
             reason, stop = "stop", sequence.output_text.stopped_by

@@ -5,8 +5,8 @@
 
 A step is decided in this order (iteration-level scheduling: Yu et al. 2022, Orca):
 
-1. running sequences get their slots and tokens, decodes first, then what is left of prompts, but for a share of short
-   sequences that wait; a sequence that finds no block preempts (`preemption`);
+1. running sequences: one token for each that decodes, the rest of the budget for prompts under way, but for a share
+   that goes to short sequences that wait; a sequence that finds no block preempts another (`preemption`);
 2. waiting ones are admitted while tokens and blocks last (`admission`, `prefill_only`), unless the step preempted;
 3. draft tokens get the room that is left (`draft_slots`).
 
@@ -58,7 +58,8 @@ class Scheduler:
         self.cache = cache
         self.config = config
         containers = Containers.empty(cache, config)
-        self.planner, self.queue, self.running, self.host, self.retained = containers[2:]
+        self.prefix_planner, self.queue, self.running = containers.planner, containers.queue, containers.running
+        self.host, self.retained = containers.host, containers.retained
         self.draft_slots: DraftSlots | None = None
         """Set where a proposer proposes draft tokens."""
         self.num_finished = 0
@@ -70,7 +71,7 @@ class Scheduler:
         self.prefill_only = PrefillOnly(containers, scratch, temporary_bytes)
         self.preemption = preemption(containers)
         self.admission = Admission(containers, self.prefill_only)
-        # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
+        # With the cache off every step computes whole sequences, so no budget can cut one.
         self._token_budget = config.token_budget if cache.persistent else _UNLIMITED
         self._max_logit_rows = max_logit_rows
         self._num_arrived = 0
@@ -94,8 +95,8 @@ class Scheduler:
         if computed.num_blocks <= self.host.num_free and 0 < computed.num_tokens <= sequence.max_cacheable_tokens:
             self.host.add(sequence.seq_id, computed)
 
-    def separate(self, sequence: Sequence) -> None:
-        """Queue the samples that wait in a sequence apart from it, if they do not continue from its prompt alone."""
+    def queue_samples_apart(self, sequence: Sequence) -> None:
+        """Queue the samples that wait in a sequence apart from it: each has output of its own (`append_emitted`)."""
         samples, sequence.waiting_samples = sequence.waiting_samples, []
         for sample in samples:
             self.queue.add(sample)
@@ -108,10 +109,6 @@ class Scheduler:
         for sequence in [*self.queue, *self.running.values()]:
             yield sequence
             yield from sequence.waiting_samples
-
-    def find(self, seq_id: int) -> Sequence:
-        """Return a sequence that runs or waits in the queue. Raises `KeyError` for any other."""
-        return self.running[seq_id] if seq_id in self.running else self.queue.sequences[seq_id]
 
     @property
     def queues(self) -> Queues:
@@ -143,14 +140,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide the next step and reserve the slots that it writes."""
-        plan = PlanBuilder(self._token_budget, self._token_budget)
+        plan = PlanBuilder(limit=self._token_budget, budget=self._token_budget)
         self.schedule_running(plan)
         if self.queue.sequences:
             self.admission.admit(plan)
         if not self.config.chunked_prefill and plan.prefill_tokens:  # sequences that decode sit this step out
             for item in [item for item in plan.items.values() if item.phase == "decode"]:
                 plan.drop(item.seq_id)
-        if plan.needs_hidden or plan.limit - plan.budget > self._max_logit_rows:
+        if plan.needs_hidden or plan.limit - plan.budget > self._max_logit_rows:  # else no item has as many rows
             plan.set_apart(self._max_logit_rows)
         if self.draft_slots is not None:
             self.draft_slots.reserve(plan)
@@ -177,7 +174,7 @@ class Scheduler:
             except OutOfBlocks:
                 if not self.preemption.reserve(sequence, length - cache.reserved_length(seq_id), plan):
                     continue
-            if start == length - 1 >= sequence.num_prompt_tokens:  # nearly every item of nearly every step
+            if start == length - 1 >= sequence.num_prompt_tokens:  # `generation_item` and `add`, without the calls
                 table = cache.block_table(seq_id)
                 plan.items[seq_id] = PlanItem(seq_id, sequence, start, 1, _ONE_ROW, True, "decode", table)
                 plan.budget -= 1
@@ -190,7 +187,7 @@ class Scheduler:
             if plan.budget > 0:
                 num_tokens = min(len(sequence.token_ids) - start, plan.budget)
                 plan.add(generation_item(cache, sequence, start, num_tokens))
-                self.planner.claim(sequence, start, plan)
+                self.prefix_planner.claim(sequence, start, plan)
 
     # Taking the results
 
@@ -202,7 +199,7 @@ class Scheduler:
         kind of cache cannot share blocks, a fork needs copies.
         """
         cache, outcome_of = self.cache, {outcome.seq_id: outcome for outcome in outcomes}
-        ended: list[tuple[Sequence, Outcome]] = []
+        ended: list[tuple[Sequence, FinishReason, Outcome]] = []
         copies: list[BlockCopy] = []
         if plan.swap_ins:
             self._commit_swap_ins(plan)
@@ -210,25 +207,26 @@ class Scheduler:
             outcome = outcome_of.get(item.seq_id)
             if outcome is None:
                 continue
-            token_ids = item.sequence.token_ids
-            token_ids += outcome.token_ids
+            sequence, token_ids = item.sequence, item.sequence.token_ids
+            token_ids += outcome.token_ids  # from here on they are the sequence's
             if outcome.finish_reason is not None:
-                ended.append((item.sequence, outcome))
+                ended.append((sequence, outcome.finish_reason, outcome))
             if item.phase == "prefill_only":
                 self.prefill_only.commit(item, broken=outcome.finish_reason == "error")
-            elif item.num_draft_tokens:
+            elif item.num_draft_slots:
                 copies += self._commit_draft_tokens(item, outcome)
             elif outcome.finish_reason != "error":  # what a broken forward wrote must not serve other sequences
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
             if outcome.samples:
-                copies += self._begin_samples(item.sequence, outcome)
-        for seq_id in plan.exhausted:
-            ended.append((self.find(seq_id), outcome_of[seq_id]))
-            self._begin_samples(*ended[-1])
+                copies += self._begin_samples(sequence, outcome)
+        for sequence in plan.exhausted:
+            outcome = outcome_of[sequence.seq_id]
+            ended.append((sequence, outcome.finish_reason or "length", outcome))
+            self._begin_samples(sequence, outcome)  # they end too
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
-        for sequence, outcome in ended:
-            self.retire(sequence, outcome.finish_reason or "length", outcome.stop_reason)
+        for sequence, reason, outcome in ended:
+            self.retire(sequence, reason, outcome.stop_reason)
         return tuple(copies)
 
     def _commit_swap_ins(self, plan: StepPlan) -> None:
@@ -243,13 +241,14 @@ class Scheduler:
         owner = item.seq_id if outcome.winner is None else outcome.winner
         if outcome.finish_reason != "error":
             self.cache.commit(owner, item.sequence.token_ids[item.start : end])
-        if item.num_draft_tokens > outcome.num_accepted:
+        if item.num_draft_slots > outcome.num_accepted:
             self.cache.truncate(owner, end)
         return self.draft_slots.end_forks(item, owner) if item.forks and self.draft_slots is not None else ()
 
     def _begin_samples(self, parent: Sequence, outcome: Outcome) -> list[BlockCopy]:
         """Begin the samples whose prompt is now computed: they fork its cache. Those without a slot wait for one, as
-        preempted sequences do, with their first token; those that end with it, or with their parent, retire."""
+        preempted sequences do, with their first token. One that ended with that token retires, and so do all samples of
+        a parent that ended before."""
         copies: list[BlockCopy] = []
         children, parent.waiting_samples = parent.waiting_samples, []
         for child, of_child in zip(children, outcome.samples, strict=True):

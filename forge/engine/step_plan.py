@@ -36,15 +36,15 @@ class PlanItem(NamedTuple):
     start: int
     num_tokens: int
     logit_rows: range
-    """Which of the item's rows, counted from 0, need logits."""
-    samples: bool
+    """The rows that need logits, counted from 0: some of the known ones, then one for every draft slot."""
+    chooses_token: bool
     """True if the last row's logits choose a token."""
     phase: Phase
     block_table: tuple[int, ...]
     """The blocks of all positions that the item reads or writes, and perhaps of later ones, as of this step."""
     remaining: int = 0
     """Known tokens that a later step has to compute: the rest of a prompt that comes in chunks."""
-    num_draft_tokens: int = 0
+    num_draft_slots: int = 0
     """Slots reserved after the known rows, one for each draft token that may be verified."""
     forks: tuple[ForkSlots, ...] = ()
     """Each computes as many rows as the item, with draft tokens of its own."""
@@ -72,8 +72,8 @@ class StepPlan:
     waiting: tuple[WaitRecord, ...] = ()
     """Sequences that had to wait, with the reason: the heads of the queue's lanes, and all that were deferred."""
     preempted: tuple[PreemptRecord, ...] = ()
-    exhausted: tuple[int, ...] = ()
-    """Sequences for which there will never be another block: they end as they are."""
+    exhausted: tuple[Sequence, ...] = ()
+    """Those for which there will never be another block: they end as they are."""
     ahead: bool = False
     """True if it was made before the tokens of the step before it were known."""
 
@@ -90,7 +90,7 @@ class StepPlan:
     def num_tokens(self) -> int:
         """The number of rows that the step computes at most: there may be fewer draft tokens than slots for them."""
         items = (*self.items, *self.separate)
-        return sum((item.num_tokens + item.num_draft_tokens) * (1 + len(item.forks)) for item in items)
+        return sum((item.num_tokens + item.num_draft_slots) * (1 + len(item.forks)) for item in items)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class PlanBuilder:
     admitted: list[AdmitRecord] = field(default_factory=list)
     waiting: list[WaitRecord] = field(default_factory=list)
     preempted: list[PreemptRecord] = field(default_factory=list)
-    exhausted: list[int] = field(default_factory=list)
+    exhausted: list[Sequence] = field(default_factory=list)
     needs_hidden: bool = False
     """An item has been scheduled whose task needs hidden states."""
     prefill_only_rows: int = 0

@@ -36,7 +36,7 @@ class LaunchedStep:
     logits: Logits
     separate: list[SeparateResult]
     schedule_ms: float
-    """Without the time of proposers."""
+    """Until the forward began, building the batch and moving blocks included, without the time of proposers."""
     forward_ms: float
     """Until the model returned. Async scheduling adds the time that the host then waited for the device."""
 
@@ -125,7 +125,7 @@ def _item_records(plan: StepPlan, drafts: StepDrafts) -> tuple[ItemRecord, ...]:
     records = []
     for item in (*plan.items, *plan.separate):
         num_draft_tokens = 0
-        if item.num_draft_tokens and (proposals := drafts.proposals.get(item.seq_id, ())):
+        if item.num_draft_slots and (proposals := drafts.proposals.get(item.seq_id, ())):
             repeated = item.num_tokens * (len(proposals) - 1)  # each further draft computes the known tokens again
             num_draft_tokens = sum(map(len, proposals)) + repeated
         records.append(

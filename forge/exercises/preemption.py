@@ -150,7 +150,7 @@ class PreemptionTrial(EngineTrial):
 
     def is_exhausted(self, sequence: TokenSequence, plan: PlanBuilder) -> bool:
         limit = PoolExhausted(self.llm.engine.cache.max_sequence_length)
-        return plan.exhausted.count(sequence.seq_id) == 1 and sequence.length_limit == limit
+        return plan.exhausted.count(sequence) == 1 and sequence.length_limit == limit
 
     def copies_into_a_victim(self) -> None:
         """Preempt one of several sequences whose blocks are destinations of the plan's copies."""
@@ -188,7 +188,9 @@ class PreemptionTrial(EngineTrial):
         sequence.length_limit = None
         reserve = scheduler.preemption.reserve
         done = self.call("scheduler.preemption.reserve(sequence, 100, plan)", reserve, sequence, 100, plan)
-        finding = f"it returned {done!r}; plan.exhausted is {plan.exhausted}, length_limit {sequence.length_limit}"
+        finding = (
+            f"it returned {done!r}; plan.exhausted is {plan.exhausted!r:.80}, length_limit {sequence.length_limit}"
+        )
         self.require(done is False and self.is_exhausted(sequence, plan), "exhausted", finding)
 
 

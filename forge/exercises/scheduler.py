@@ -58,7 +58,7 @@ class SchedulerBase(Scheduler):
         plan.waiting.append(WaitRecord(sequence.seq_id, reason))
         if isinstance(reason, NoBlocks) and not self.running:  # it could never be admitted
             sequence.length_limit = PoolExhausted(self.cache.max_sequence_length)
-            plan.exhausted.append(sequence.seq_id)
+            plan.exhausted.append(sequence)
 
 
 def new_llm(
@@ -190,7 +190,7 @@ class SchedulerTrial(EngineTrial):
         limit = scheduler.config.max_num_batched_tokens
         left = limit - plan.num_tokens
         for seq_id, sequence in before.items():
-            if seq_id not in scheduler.running or seq_id in plan.exhausted:
+            if seq_id not in scheduler.running or sequence in plan.exhausted:
                 continue
             remaining = len(sequence.token_ids) - cache.computed_length(seq_id)
             if remaining == 1:

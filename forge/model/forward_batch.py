@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T rows of S sequences, R of which need logits. All arrays are int32 and C-contiguous."""
+    """T rows of S sequences (a fork is one more), R of which need logits. All arrays are int32 and C-contiguous."""
 
     token_ids: np.ndarray
     """`[T]` the token of each row. Below 0, for models that run ahead (`Model.runs_ahead`): the token of row
@@ -24,9 +24,9 @@ class ForwardBatch:
     cu_seqlens: np.ndarray
     """`[S + 1]` where each sequence's rows start: sequence s owns rows `cu_seqlens[s]` up to `cu_seqlens[s + 1]`."""
     slot_mapping: np.ndarray
-    """`[T]` where each row's key and value are written: `block * block_size + offset`, or -1 for "nowhere"."""
+    """`[T]` where each row's key and value are written: `block * block_size + offset`, or below 0 for "nowhere"."""
     block_tables: np.ndarray
-    """`[S, max_blocks]` the blocks that hold positions 0, block_size, 2 * block_size, … of each sequence."""
+    """`[S, max_blocks]` the blocks that hold positions 0, block_size, 2 * block_size, … of each sequence, then -1."""
     context_lens: np.ndarray
     """`[S]` keys that exist for each sequence once this step's rows are written: its last position + 1."""
     logit_rows: np.ndarray

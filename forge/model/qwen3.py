@@ -48,7 +48,7 @@ class Qwen3Weights:
     embedding: Array  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     output_norm: Array  # [hidden]
-    head: Array | None  # [vocab, hidden], the embedding itself where the two are tied; [labels, hidden]; or none
+    head: Array | None  # [vocab, hidden], the embedding itself where tied; [labels, hidden]; None of embedding models
 
 
 class Qwen3(Model):
@@ -102,7 +102,7 @@ class Qwen3(Model):
         return hidden
 
     def forward_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
-        """Call the operations of one pass, in order. Whether they compute at once or later is up to the backend."""
+        """Call the operations of one pass, in order. `backend.run` calls this: each time, or once to record them."""
         return ops.to_numpy(ops.linear(self.hidden_rows(ops, batch, storage), self.weights.head))
 
     def hidden_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
@@ -122,7 +122,7 @@ class Qwen3(Model):
     def hidden_rows(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
         """Compute all layers and the last norm: `[R, hidden]`, the input of the output head."""
         config, weights = self.config, self.weights
-        ops.begin_layer(-1)
+        ops.begin_layer(-1)  # outside the layers, for what times operations
         x = ops.embed(weights.embedding, batch)
         for index, layer in enumerate(weights.layers):
             ops.begin_layer(index)
@@ -139,7 +139,7 @@ class Qwen3(Model):
         x = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps)
         q = ops.head_norm(ops.linear(x, layer.q), layer.q_norm, config.rms_norm_eps)
         k = ops.head_norm(ops.linear(x, layer.k), layer.k_norm, config.rms_norm_eps)
-        v = ops.linear(x, layer.v)
+        v = ops.linear(x, layer.v)  # q is [T, heads * head_dim]; k and v are [T, kv_heads * head_dim]
         q, k = ops.rope(q, batch, config.rope), ops.rope(k, batch, config.rope)
         ops.write_kv(storage, index, batch, k, v)
         return ops.linear(ops.attention(q, storage, index, batch), layer.attention_output)

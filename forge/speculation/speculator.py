@@ -163,7 +163,7 @@ class Speculator:
 
     def propose(self, plan: StepPlan) -> StepDrafts:
         """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error."""
-        items = [item for item in plan.items if item.num_draft_tokens]
+        items = [item for item in plan.items if item.num_draft_slots]
         if not items:
             return NO_DRAFTS
         drafts = StepDrafts()
@@ -207,7 +207,7 @@ class Speculator:
         ms = drafts.ms[name] = (time.perf_counter() - started) * 1e3
         longest = 0
         for item, proposal in zip(items, proposals, strict=True):
-            proposal = replace(proposal, proposer=name).cut(item.num_draft_tokens, self.vocab_size)
+            proposal = replace(proposal, proposer=name).cut(item.num_draft_slots, self.vocab_size)
             if item.sequence.matcher is not None and len(proposal):
                 proposal = _without_refused(proposal, item.sequence.matcher, item.sequence.output_token_ids)
             if len(proposal):
@@ -219,7 +219,7 @@ class Speculator:
 
     def _request(self, source: _Source, item: PlanItem) -> ProposalRequest:
         branch, independent = self._sources_of(item.sequence).index(source), self.acceptance == "rejection"
-        return ProposalRequest(item.seq_id, item.sequence.draw, item.num_draft_tokens, branch, independent)
+        return ProposalRequest(item.seq_id, item.sequence.draw, item.num_draft_slots, branch, independent)
 
     # After the forward
 
@@ -262,7 +262,7 @@ class Speculator:
             if seq_id in verified:
                 state = self._states[seq_id] = self._next_state(item, outcome, drafts, verified[seq_id])
                 cycles += _cycles(outcome, drafts, verified[seq_id], cost.forward_ms, decision, state.control.decision)
-            elif item.num_draft_tokens and seq_id not in drafts.proposals:
+            elif item.num_draft_slots and seq_id not in drafts.proposals:
                 self._states[seq_id] = self._states[seq_id].after_silence(outcome.position)
             if seq_id in drafts.failures:
                 cycles.append(_failed(outcome, drafts, cost.forward_ms, decision))
@@ -348,7 +348,7 @@ def _failed(outcome: Outcome, drafts: StepDrafts, target_ms: float, decision: Sp
 
 def _no_drafts(item: PlanItem) -> UndraftedReason:
     """Return why a sequence that wanted draft tokens has none."""
-    if item.num_draft_tokens:
+    if item.num_draft_slots:
         return "no_proposal"
     left = item.sequence.max_output_tokens - item.sequence.num_output_tokens
     return "last_token" if left <= 1 else "no_room"

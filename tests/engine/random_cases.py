@@ -518,11 +518,12 @@ class Play:
         preempted = [one.seq_id for one in plan.preempted]
         assert len(set(admitted)) == len(admitted) and not set(admitted) & set(running_before)
         assert set(preempted) <= set(running_before), "who was admitted gave way in the same step"
-        left = [one for one in running_before if one not in preempted and one not in plan.exhausted]
-        assert [one for one in scheduler.running if one not in plan.exhausted] == [*left, *admitted]
+        exhausted = {sequence.seq_id for sequence in plan.exhausted}
+        left = [one for one in running_before if one not in preempted and one not in exhausted]
+        assert [one for one in scheduler.running if one not in exhausted] == [*left, *admitted]
         items = {item.seq_id: item for item in plan.items}
         assert len(items) == len(plan.items) and items.keys() <= scheduler.running.keys()
-        assert not items.keys() & {*preempted, *plan.exhausted}, "a victim is still in the plan"
+        assert not items.keys() & {*preempted, *exhausted}, "a victim is still in the plan"
         self.check_shares(plan, left)
         for one in plan.preempted:
             assert one.needed > one.free
@@ -547,7 +548,7 @@ class Play:
         """No slot is written twice, and no block that anyone else has."""
         size, slots = self.case.block_size, []
         for item in (*plan.items, *plan.separate):
-            for position in range(item.start, item.start + item.num_tokens + item.num_draft_tokens):
+            for position in range(item.start, item.start + item.num_tokens + item.num_draft_slots):
                 for table in (item.block_table, *(fork.block_table for fork in item.forks)):
                     slots.append(table[position // size] * size + position % size)
         assert len(set(slots)) == len(slots), "two rows write one slot"

@@ -43,11 +43,9 @@ def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = 
 
     outcomes = []
     for item in plan.items:
-        samples = tuple(outcome(sample, True) for sample in item.sequence.waiting_samples if item.samples)
-        outcomes.append(outcome(item.sequence, item.samples)._replace(samples=samples))
-    return outcomes + [
-        outcome(one, False)._replace(finish_reason="length") for one in map(scheduler.find, plan.exhausted)
-    ]
+        samples = tuple(outcome(sample, True) for sample in item.sequence.waiting_samples if item.chooses_token)
+        outcomes.append(outcome(item.sequence, item.chooses_token)._replace(samples=samples))
+    return outcomes + [outcome(one, False)._replace(finish_reason="length") for one in plan.exhausted]
 
 
 def waiting(scheduler: Scheduler) -> list[Sequence]:

@@ -37,7 +37,7 @@ def test_a_lane_that_is_blocked_blocks_no_other_and_what_waits_beside_a_running_
     assert (plan.waiting, plan.exhausted, waits.length_limit) == ((WaitRecord(1, NoBlocks(3, 0)),), (), None)
     plan = step(scheduler, ending=(0,))
     plan = step(scheduler)
-    assert (plan.waiting, plan.exhausted) == ((WaitRecord(1, NoBlocks(3, 2)),), (1,))
+    assert (plan.waiting, plan.exhausted) == ((WaitRecord(1, NoBlocks(3, 2)),), (waits,))
     assert waits.length_limit == PoolExhausted(8) and admitted(step(scheduler)) == (3,)
 
 
@@ -93,7 +93,7 @@ def test_a_prompt_without_output_needs_no_logits(max_tokens):
     cache, _ = create_kv_cache("paged", CacheSize(32, 4, 4, 8, 8))
     cache.add(0, ())
     item = generation_item(cache, sequence(0, tokens=3, max_tokens=max_tokens), 0, 3)
-    assert (item.samples, item.logit_rows) == (bool(max_tokens), range(3 - max_tokens, 3))
+    assert (item.chooses_token, item.logit_rows) == (bool(max_tokens), range(3 - max_tokens, 3))
 
 
 def test_a_prefill_only_sequence_leaves_the_queue_and_begins_with_whole_cached_blocks():

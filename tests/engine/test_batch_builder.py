@@ -19,8 +19,8 @@ def test_rows_of_all_items_lie_end_to_end_with_the_drafts_of_each():
     forks = ForkSlots(-1, (0, 5)), ForkSlots(-2, (0, 6)), ForkSlots(-3, (0, 7))
     items = [
         item(1, 2, 3, range(2, 3), (4, 9)),
-        item(2, 4, 2, range(1, 5), (0, 1), num_draft_tokens=3, forks=forks),
-        item(3, 6, 1, range(4), (2, 3), num_draft_tokens=3),
+        item(2, 4, 2, range(1, 5), (0, 1), num_draft_slots=3, forks=forks),
+        item(3, 6, 1, range(4), (2, 3), num_draft_slots=3),
         item(4, 6, 1, range(1), (8, 10), follows=5),
     ]
     drafts = {2: (Proposal((7, 8)), Proposal((9,)), Proposal((6, 5, 4))), 4: (Proposal((1,)),)}

@@ -49,7 +49,7 @@ def test_as_many_draft_tokens_as_are_wanted_and_fit(num_blocks):
         slots_for(cache, wanted).reserve(plan)
 
         item, number = plan.items[0], max(0, most)
-        assert (item.num_draft_tokens, item.logit_rows, plan.budget) == (number, range(1 + number), budget - number)
+        assert (item.num_draft_slots, item.logit_rows, plan.budget) == (number, range(1 + number), budget - number)
         assert (item.block_table, cache.reserved_length(0)) == (cache.block_table(0), LENGTH + number)
         assert item.forks == () and plan.copies == []
 
@@ -61,7 +61,7 @@ def test_all_decodes_of_a_step_share_its_room_and_prompts_have_no_drafts():
     for seq_id in (2, 3, 4, 5):
         decoding(cache, plan, seq_id, max_tokens=3 if seq_id == 3 else 9)
     slots_for(cache).reserve(plan)
-    assert [item.num_draft_tokens for item in plan.items.values()] == [0, 0, 2, 0, 2, 1]
+    assert [item.num_draft_slots for item in plan.items.values()] == [0, 0, 2, 0, 2, 1]
     assert list(plan.items) == [0, 1, 2, 3, 4, 5] and plan.budget == 0
 
 
@@ -84,14 +84,14 @@ def test_what_is_swapped_in_or_computed_again_or_has_no_draft_has_no_further_one
     cache, plan = PagedKvCache(16, 4), PlanBuilder(99, 99, swap_ins=[Swap(seq_id, ()) for seq_id in swap_ins])
     decoding(cache, plan, 0, phase=phase)
     slots_for(cache, drafts, forks=3).reserve(plan)
-    assert (plan.items[0].num_draft_tokens, plan.items[0].forks, plan.budget) == (drafts, (), 99 - drafts)
+    assert (plan.items[0].num_draft_slots, plan.items[0].forks, plan.budget) == (drafts, (), 99 - drafts)
 
 
 def test_no_draft_token_stands_past_the_longest_sequence():
     cache, plan = BasicKvCache(1, LENGTH + 1, 4), PlanBuilder(99, 99)
     decoding(cache, plan, 0)
     slots_for(cache, 9).reserve(plan)
-    assert plan.items[0].num_draft_tokens == 1
+    assert plan.items[0].num_draft_slots == 1
 
 
 @pytest.mark.parametrize("cache", [PagedKvCache(3, 4), BasicKvCache(2, 16, 4), PagedKvCache(4, 3)], ids=str)

@@ -389,13 +389,16 @@ def test_logits_are_kept_of_the_steps_that_another_run_takes_too(basic):
     assert basic.engine.on_logits == []
 
 
-def test_logits_kept_of_a_step_that_failed_are_not_kept_twice(basic, monkeypatch):
-    expected = logits_of(basic, PROMPTS[0])
+@pytest.mark.parametrize("late", [False, True])
+def test_logits_are_kept_once_of_a_token_whose_step_failed_before_and_after_it_stood(basic, monkeypatch, late):
+    expected, owner = logits_of(basic, PROMPTS[0]), basic.engine.scheduler if late else sampler
     run = basic.start([PROMPTS[0]], GREEDY, keep_logits=True)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         for record in run:
             if record.tokens[0].position > 4:
-                patch.setattr(sampler, "argmax_rows", interrupt)
+                patch.setattr(owner, "commit" if late else "argmax_rows", interrupt)
+    kept = len(run.outputs[0].outputs[0].token_ids)
+    assert len(run.logits) == kept
     list(run)
 
     assert np.array_equal(np.array(run.logits), expected)

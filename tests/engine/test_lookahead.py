@@ -502,7 +502,7 @@ def test_a_step_is_followed_by_one_planned_ahead_if_it_is_nothing_but_decodes_th
     parts: list[dict[str, Any]] = [{"separate": (decode,)}, {"swap_ins": (Swap(0, ()),)}, {"exhausted": (0,)}]
     changes: list[dict[str, Any]] = [{"phase": "prefill"}, {"num_tokens": 2}, {"logit_rows": range(2)}]
     parts += [
-        {"items": (decode, decode._replace(**c))} for c in (*changes, {"samples": False}, {"num_draft_tokens": 1})
+        {"items": (decode, decode._replace(**c))} for c in (*changes, {"chooses_token": False}, {"num_draft_slots": 1})
     ]
     assert not any(_is_plain(replace(StepPlan((decode,)), **part), can_draw=True) for part in parts)
     for params, can_draw in ((SamplingParams(temperature=1.0), True), (SamplingParams(logprobs=1), False)):
@@ -518,7 +518,11 @@ def test_masks_are_prepared_for_all_that_sample_and_raise_nothing():
     first, plain, waits = sequence(0, matcher=fails), sequence(1), sequence(2, matcher=unused)
     plain.waiting_samples = [sequence(3, token_ids=[1, 2, 3, 9], matcher=works)]
     rows = (0, 1, range(1), True, "decode", ())
-    items = [PlanItem(0, first, *rows), PlanItem(1, plain, *rows), PlanItem(2, waits, *rows)._replace(samples=False)]
+    items = [
+        PlanItem(0, first, *rows),
+        PlanItem(1, plain, *rows),
+        PlanItem(2, waits, *rows)._replace(chooses_token=False),
+    ]
     _prepare_masks(items)
     fails.mask.assert_called_once_with([])
     works.mask.assert_called_once_with([9])

@@ -135,7 +135,7 @@ def long_leader(engine: Engine, *, length: int = 60) -> str:
 def test_a_peer_that_has_waited_often_enough_computes_for_itself():
     engine = engine_of()
     names = ask(engine, PREFIX + "ij", PREFIX + "kl")
-    engine.scheduler.find(1).times_deferred = MAX_DEFERRALS
+    engine.scheduler.queue.sequences[1].times_deferred = MAX_DEFERRALS
     record = engine.step()
     assert (deferred(record), computed(record)) == ({}, {0: (0, 10), 1: (0, 10)})
     assert answers(engine, names) == [alone(PREFIX + "ij"), alone(PREFIX + "kl")]

@@ -88,5 +88,6 @@ def test_the_readme_lists_the_files_that_a_plain_step_of_generate_runs(device, m
     run = {file for file in plain if not file.startswith("backends/")}
     if device == "reference":  # its operations ask the model for rotary frequencies and the storage for keys
         run -= {"model/config.py", "model/rope.py", "model/backend.py", "cache/kv_storage.py"}
-    assert run == set(listed)
+    # The step reads fields of these two, which is no call, and a step that takes a block calls the pool.
+    assert run | {"engine/sequence.py", "cache/block_pool.py"} == set(listed)
     assert sum(len((Path(ROOT) / file).read_text(encoding="utf-8").splitlines()) for file in listed) <= 2_000

@@ -34,8 +34,8 @@ def one_sequence(seq_id: int, **options: Any) -> Sequence:
     return one
 
 
-def item(one: Sequence, rows: int = 1, samples: bool = True, **more: Any) -> PlanItem:
-    return PlanItem(one.seq_id, one, 0, 3, range(rows), samples, "decode", (), **more)
+def item(one: Sequence, rows: int = 1, chooses_token: bool = True, **more: Any) -> PlanItem:
+    return PlanItem(one.seq_id, one, 0, 3, range(rows), chooses_token, "decode", (), **more)
 
 
 def saying(*token_ids: int, top: float = 5.0) -> np.ndarray:
@@ -46,13 +46,13 @@ def saying(*token_ids: int, top: float = 5.0) -> np.ndarray:
 def test_each_item_has_its_own_rows_and_drafts_are_judged_by_those_behind_the_last_known_token():
     items = [item(one_sequence(seq_id)) for seq_id in range(3)]
     items[0] = items[0]._replace(logit_rows=range(2, 4))
-    items[1] = items[1]._replace(logit_rows=range(5), num_draft_tokens=3, forks=(ForkSlots(-7, ()), ForkSlots(-8, ())))
+    items[1] = items[1]._replace(logit_rows=range(5), num_draft_slots=3, forks=(ForkSlots(-7, ()), ForkSlots(-8, ())))
     proposals, rows, seen = (Proposal((4, 5)), Proposal((6,))), saying(8, 1, 7, 2, 3, 4, 5, 6, 1), []
     tokens = tuple(SampledToken(token_id, None, None) for token_id in (6, 2))
     speculation = Mock(verify=Mock(return_value=Verification(tokens, ((), ()), 1)))
     drafts = StepDrafts({1: proposals, 2: proposals})
     found = Sampler(frozenset([EOS]), speculation, [lambda *row: seen.append(row), Mock()])
-    results = found.sample(StepPlan(tuple(items)), StepLogits.of(rows), drafts, (), ())
+    results = found.sample(StepPlan(tuple(items)), StepLogits.of(rows), drafts, ())
 
     assert [outcome[:3] for outcome in results.outcomes] == [(0, 3, (1,)), (1, 3, (6, 2)), (2, 3, (1,))]
     assert [(outcome.num_accepted, outcome.winner) for outcome in results.outcomes] == [(0, None), (1, -7), (0, None)]
@@ -91,10 +91,10 @@ def test_tokens_are_emitted_until_one_ends_the_sequence(params, most, kept, reas
     one.length_limit = PoolExhausted(4)
     sampled = tuple(SampledToken(token_id, 0.5, ((token_id, -1.0),)) for token_id in token_ids)
     speculation = Mock(verify=Mock(return_value=Verification(sampled, ((),), 0)))
-    planned = item(one, 4, num_draft_tokens=3)
+    planned = item(one, 4, num_draft_slots=3)
     drafts = StepDrafts({1: (Proposal((1, 3, 0)),)})
     results = Sampler(frozenset([eos]), speculation).sample(
-        StepPlan((planned,)), StepLogits.of(saying(*token_ids)), drafts, (), ()
+        StepPlan((planned,)), StepLogits.of(saying(*token_ids)), drafts, ()
     )
 
     outcome = Outcome(1, 3, token_ids[:kept], reason, stop, num_accepted=kept - 1)
@@ -113,7 +113,7 @@ def sampled(planned: PlanItem, rows: np.ndarray, **options: Any):
     separate = options.pop("separate", None)
     found = Sampler(frozenset([EOS]), None, **options)
     plan = StepPlan((), separate=(planned,)) if separate else StepPlan((planned,))
-    return found.sample(plan, StepLogits.of(rows), NO_DRAFTS, [separate] if separate else [], [])
+    return found.sample(plan, StepLogits.of(rows), NO_DRAFTS, [separate] if separate else [])
 
 
 @pytest.mark.parametrize("is_separate", [False, True])
@@ -141,7 +141,7 @@ def test_a_prompt_in_chunks_keeps_what_it_has_and_one_without_output_ends(is_sep
         one = one_sequence(0, task=Task(score_from=1), params=SamplingParams(**params))
         answer = Readout(scores=(((1, -1.0),),))
         separate = SeparateResult(answer) if is_separate else None
-        results = sampled(item(one, 2, samples=False, remaining=remaining), saying(4, 5), separate=separate)
+        results = sampled(item(one, 2, chooses_token=False, remaining=remaining), saying(4, 5), separate=separate)
         assert results.outcomes == [Outcome(0, 3, (), reason)]
         assert (one.readout is None, one.partial is NO_READOUT) == (bool(remaining), not remaining)
 
@@ -155,7 +155,7 @@ def test_logits_that_are_no_numbers_and_a_matcher_that_fails_end_a_sequence_with
             task = Task(sample=samples, score_from=1) if not by_request else Task(sample=True)
             first, second = one_sequence(1, params=params, matcher=matcher, task=task), one_sequence(2)
             first.waiting_samples, first.readout = [second], Readout() if by_request else None
-            results = sampled(item(first, samples=samples or by_request), rows, separate=separate)
+            results = sampled(item(first, chooses_token=samples or by_request), rows, separate=separate)
             assert [record.seq_id for record in results.finished] == [2, 1]
             assert {(record.reason, record.by_request, record.text) for record in results.finished} == {
                 ("error", by_request, ".")
@@ -169,7 +169,9 @@ def test_what_has_ended_gets_no_token_and_the_pool_ends_what_it_exhausts():
     gone, alive, exhausted = (one_sequence(seq_id) for seq_id in range(3))
     gone.finish_reason = "stop"
     found = Sampler(frozenset([EOS]), None)
-    results = found.sample(StepPlan((item(gone), item(alive))), StepLogits.of(saying(4, 5)), NO_DRAFTS, (), [exhausted])
+    results = found.sample(
+        StepPlan((item(gone), item(alive)), exhausted=(exhausted,)), StepLogits.of(saying(4, 5)), NO_DRAFTS, ()
+    )
     assert results.outcomes == [Outcome(1, 3, (5,), None), Outcome(2, 3, (), "length")]
     assert alive.readout is None
     assert sampled(item(alive), saying(1, top=np.nan)).outcomes[0].finish_reason == "error"
@@ -188,7 +190,7 @@ def test_a_token_is_chosen_here_unless_the_device_or_the_argmax_has(params, repo
         assert (row.tolist(), draw, wants, argmax) == (rows[0].tolist(), one.draw, reports, 4)
     device: Any = SimpleNamespace(sampled=True, argmax_rows=lambda: ([6], [1.0]))
     results = Sampler(frozenset(), None, (), reports).sample(
-        StepPlan((item(one),)), StepLogits.of(device), NO_DRAFTS, (), ()
+        StepPlan((item(one),)), StepLogits.of(device), NO_DRAFTS, ()
     )
     assert results.outcomes[0].token_ids == (6,) and not StepLogits.of(rows).sampled
     assert argmax_rows(saying(3, 2)) == ([3, 2], [5.0, 5.0])

@@ -36,8 +36,8 @@ def test_a_plan_says_what_is_computed_and_which_rows_need_logits():
 
     assert (prefill.start, prefill.num_tokens, prefill.logit_rows, prefill.phase) == (0, 6, range(5, 6), "prefill")
     assert (decode.start, decode.num_tokens, decode.logit_rows, decode.phase) == (6, 1, range(1), "decode")
-    assert prefill.samples
-    assert decode.samples
+    assert prefill.chooses_token
+    assert decode.chooses_token
     assert prefill.block_table == decode.block_table == (0, 1)
 
 
@@ -97,7 +97,7 @@ def with_samples(scheduler: Scheduler, number: int) -> list[Sequence]:
 def test_samples_with_output_of_their_own_wait_apart():
     scheduler = basic()
     samples = with_samples(scheduler, 3)
-    scheduler.separate(samples[0])
+    scheduler.queue_samples_apart(samples[0])
     assert (waiting(scheduler), samples[0].waiting_samples) == (samples, [])
 
 
@@ -134,7 +134,7 @@ def test_rejected_draft_tokens_leave_the_cache_and_broken_ones_never_enter(num_a
     owner = winner or 0
     if winner:
         scheduler.cache.rename(0, winner)
-    item = item._replace(num_draft_tokens=3, forks=(ForkSlots(-1, ()),) if winner else ())
+    item = item._replace(num_draft_slots=3, forks=(ForkSlots(-1, ()),) if winner else ())
     tokens = (7,) * (num_accepted + 1)
     outcome = Outcome(0, 4, tokens, None, num_accepted=num_accepted, winner=winner)
     item.sequence.token_ids += tokens
@@ -148,7 +148,7 @@ def test_rejected_draft_tokens_leave_the_cache_and_broken_ones_never_enter(num_a
 def test_a_prompt_whose_rest_leaves_room_is_passed_by_none():
     scheduler = behind_long_prompts(long=21)
     for seq_id in (2, 3):
-        scheduler.retire(scheduler.find(seq_id), "abort")
+        scheduler.retire(scheduler.queue.sequences[seq_id], "abort")
     assert [(item.seq_id, item.num_tokens) for item in step(scheduler).items] == [(0, 1), (4, 3), (1, 12)]
     scheduler.add(sequence(5, tokens=2))
     assert [(item.seq_id, item.num_tokens) for item in step(scheduler).items] == [(0, 1), (4, 1), (1, 9), (5, 2)]

@@ -38,7 +38,7 @@ def run_to_the_end(scheduler: Scheduler, lengths: dict[int, int]) -> list[StepPl
         ending = tuple(
             item.seq_id
             for item in plan.items
-            if item.samples and len(scheduler.find(item.seq_id).token_ids) + 1 == lengths[item.seq_id]
+            if item.chooses_token and len(item.sequence.token_ids) + 1 == lengths[item.seq_id]
         )
         scheduler.commit(plan, outcomes_of(scheduler, plan, ending))
         scheduler.check_invariants()
@@ -185,7 +185,9 @@ def test_a_long_prompt_takes_what_the_decodes_leave_of_the_budget():
     assert shares(plans[1]) == [(0, "decode", 4, 1), (1, "decode", 4, 1), (2, "prefill", 4, 4)]
     assert shares(plans[2])[2:] == [(2, "prefill", 8, 1), (3, "prefill", 0, 2)]
     assert [plan.items[2].remaining for plan in plans] == [5, 1, 0]
-    assert [plan.items[2].samples for plan in plans] == [False, False, True], "only a whole prompt has a next token"
+    assert [plan.items[2].chooses_token for plan in plans] == [False, False, True], (
+        "only a whole prompt has a next token"
+    )
     assert plans[0].waiting == (WaitRecord(3, NoBudget(limit=6)),)
     assert {plan.execution_class for plan in plans} == {"mixed"}
     assert all(plan.num_tokens <= 6 for plan in plans)
@@ -261,7 +263,7 @@ def test_retained_caches_go_before_victims_and_one_that_runs_alone_learns_its_li
         containers.retained.retain(containers.running.pop(seq_id))
     assert preemption.reserve(containers.running[0], 4, plan) and list(containers.retained.sequences) == [2]
     assert not preemption.reserve(containers.running[0], 8, plan) and not containers.retained.sequences
-    assert (plan.exhausted, plan.preempted) == ([0], [])
+    assert (plan.exhausted, plan.preempted) == ([containers.running[0]], [])
     assert containers.running[0].length_limit == PoolExhausted(16)
 
 
@@ -402,7 +404,7 @@ def test_zero_free_blocks_with_one_running_sequence_is_no_deadlock():
 
     plan = step(scheduler)
 
-    assert (plan.items, plan.exhausted, plan.preempted) == ((), (0,), ())
+    assert (plan.items, [one.seq_id for one in plan.exhausted], plan.preempted) == ((), [0], ())
     assert not scheduler.has_unfinished()
     assert scheduler.cache.stats().used_blocks == 0
 
@@ -414,7 +416,7 @@ def test_what_waits_for_more_than_the_pool_ends_and_the_next_one_begins():
 
     plan = step(scheduler)
 
-    assert plan.exhausted == (0,)
+    assert [one.seq_id for one in plan.exhausted] == [0]
     assert plan.waiting == (WaitRecord(0, NoBlocks(needed=3, free=2)),)
     assert admitted(step(scheduler)) == (1,)
 

@@ -33,7 +33,7 @@ def test_a_step_is_of_one_kind_if_all_its_items_are(phases, expected):
 
 def test_a_step_computes_known_rows_and_slots_for_draft_tokens_in_every_fork():
     forks = (ForkSlots(-1, ()), ForkSlots(-2, ()))
-    plan = StepPlan((item(0, 5), item(1, 1, num_draft_tokens=3, forks=forks)), separate=(item(2, 7),))
+    plan = StepPlan((item(0, 5), item(1, 1, num_draft_slots=3, forks=forks)), separate=(item(2, 7),))
     assert plan.num_tokens == 5 + (1 + 3) * 3 + 7
 
 

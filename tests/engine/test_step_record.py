@@ -67,7 +67,7 @@ def test_a_record_says_what_the_step_did_and_what_came_between():
 def test_draft_rows_are_one_for_each_token_and_the_known_ones_again_in_each_further_draft():
     one = sequence(0)
     items = [PlanItem(i, one, 4, n, range(1), True, "decode", (0, 1, 2), 0, 3) for i, n in enumerate((1, 2, 1))]
-    plan = StepPlan((*items[:2], items[2]._replace(num_draft_tokens=0)), separate=(items[0]._replace(seq_id=3),))
+    plan = StepPlan((*items[:2], items[2]._replace(num_draft_slots=0)), separate=(items[0]._replace(seq_id=3),))
     drafts = StepDrafts({0: (Proposal((1, 2)),), 1: (Proposal((1, 2, 3)), Proposal((4,)), Proposal((5,)))})
     drafts.proposals[2] = drafts.proposals[0]
     record = RecordBuilder(ran()[0], BYTES).build(launched(plan, drafts), StepResults(), FACTS, TIMES)

@@ -44,7 +44,7 @@ class MyPreemption(PreemptionBase):
         `OutOfBlocks`. Then ask the policy, with a tuple of all that run and with the sequence, and preempt the victim:
         `self.preempt(victim, sequence, NoBlocks(needed, free), plan)`. Try again until it fits. Without a victim the
         pool is the sequence's limit: set `sequence.length_limit` to `PoolExhausted(self._cache.max_sequence_length)`,
-        add its id to `plan.exhausted`, and return False.
+        add the sequence to `plan.exhausted`, and return False.
         """
         raise NotImplementedError("reserve")
 

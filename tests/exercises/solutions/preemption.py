@@ -21,7 +21,7 @@ class MyPreemption(Preemption):
             chosen = self._choose_victim(tuple(self._running.values()), sequence)
             if chosen is None:
                 sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
-                plan.exhausted.append(sequence.seq_id)
+                plan.exhausted.append(sequence)
                 return False
             self.preempt(chosen, sequence, shortage, plan)
             if chosen is sequence:
