@@ -38,7 +38,6 @@ class ReplicaFailed(RuntimeError):
 class Description(NamedTuple):
     """What a front must know of a replica."""
 
-    name: str
     address: Address
     ready: Ready
     secret: bytes
@@ -130,7 +129,7 @@ class EngineReplica:
         if self._failure is not None:
             return self._failure
         assert self._ready is not None, "its model is loaded"
-        return Description(_own_name(), self._address, self._ready, self._secret, self._version)
+        return Description(self._address, self._ready, self._secret, self._version)
 
     async def __del__(self) -> None:
         """Serve takes this replica away, and fronts send nothing more: wait until the engine has done what it has."""
@@ -155,14 +154,6 @@ def scale_by_sequences(context: Any) -> tuple[int, dict[str, Any]]:
 def wanted_replicas(sequences: float, target: float) -> int:
     """Return the replicas for so many sequences, `target` of them each; one at least."""
     return max(1, ceil(sequences / target - 1e-9))
-
-
-def _own_name() -> str:
-    """What Serve calls the replica that this runs in."""
-    from ray import serve
-
-    name: str = serve.get_replica_context().replica_id.unique_id
-    return name
 
 
 def _node_address() -> str:
