@@ -16,7 +16,7 @@ from forge.server.errors import ApiError, install_handlers
 from forge.server.exchange import Exchange, Exchanges
 from forge.server.messages import Ready
 from forge.server.messages_api import add_messages
-from forge.server.metrics import CONTENT_TYPE, grammar_family, process_families, text_of
+from forge.server.metrics import CONTENT_TYPE, family, process_families, text_of
 from forge.server.middleware import Gate
 from forge.server.requests import DEFAULT_TOKENS, LONG_WORK, beside_the_loop, special_of
 from forge.server.responses import Answer, CompletionShape, usage_object
@@ -187,7 +187,9 @@ def _add_watching(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Report everything that is counted, for Prometheus."""
         families = [*service.http.families(app.state.exchanges.num_open), *process_families(service.processes())]
-        families.append(grammar_family(service.reader.grammars.num_waiting))
+        help_text = "Grammars that wait to be compiled, or are being compiled."
+        compiling = {"": service.reader.grammars.num_waiting}
+        families.append(family("forge:num_grammars_compiling", "gauge", help_text, compiling))
         text = service.metrics.text(service.client.gauges) + text_of(families)
         return Response(text, media_type=CONTENT_TYPE)
 
