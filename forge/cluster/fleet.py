@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from forge.cluster.events import NO_LOAD, CacheEvents, Load
+from forge.cluster.events import CacheEvents, Load
 from forge.errors import ForgeError
 from forge.trace.records import RouteRecord
 
@@ -240,13 +240,6 @@ class Fleet:
             self.prefixes.forget(replica.index)
             self._healthy.clear()
 
-    def set_to(self, names: Sequence[str]) -> None:
-        """Make these replicas the only ones."""
-        for name in self.replicas.keys() - set(names):
-            self.leave(name)
-        for name in names:
-            self.join(name)
-
     def suspend(self, name: str) -> None:
         """Send requests to other replicas for now, if there are any."""
         self._suspended.add(name)
@@ -325,6 +318,6 @@ class Fleet:
     def end(self, request_id: str) -> None:
         """Stop counting a request: its engine's reports count it from now on, or it has ended before. Does nothing for
         another request."""
-        replica, load = self._on_the_way.pop(request_id, (None, NO_LOAD))
-        if replica is not None:
+        if request_id in self._on_the_way:
+            replica, load = self._on_the_way.pop(request_id)
             replica.count(load, -1)

@@ -34,7 +34,7 @@ from forge.cluster.keeper_messages import Changed, Deployment, Joined, Left, Not
 from forge.cluster.ray_address import answers, clear_folder, name_taken, record_address, server_folder
 from forge.cluster.replica import DRAIN_SECONDS, EngineReplica, scale_by_sequences
 from forge.errors import ForgeError, UsageError
-from forge.server.messages import Inbox, LoadFailed, frame
+from forge.server.messages import Inbox, LoadFailed, frame, received
 
 _OBJECT_STORE_BYTES = 80 << 20
 """Of a private Ray. No request uses it."""
@@ -283,7 +283,7 @@ class Keeper:
 
     async def _wait_for_first(self, handles: dict[str, Any]) -> None:
         """Tell the front what is served as soon as an engine of each kind runs; and meanwhile what is missing."""
-        answers_ = {kind: asyncio.ensure_future(_described(handle)) for kind, handle in handles.items()}
+        answers_ = {kind: asyncio.ensure_future(handle.describe.remote(None)) for kind, handle in handles.items()}
         timeout = self._plan.cluster.start_timeout
         deadline = time.monotonic() + timeout
         while True:
@@ -296,7 +296,7 @@ class Keeper:
             if time.monotonic() >= deadline:
                 needs = f"one needs {self._num_cpus}, and Ray has {free:g} CPUs free"
                 message = f"{lack} in {timeout:g} s ({needs}): --start-timeout gives them longer"
-                self.tell(LoadFailed(message, ForgeError.exit_code))
+                self.tell(LoadFailed(message))
                 return
             self.tell(Notice(f"{lack} yet; Ray has {free:g} CPUs free"))
         for answer in answers_.values():
@@ -350,23 +350,16 @@ def end_with_front(connection: socket.socket, has_started: threading.Event) -> N
             os._exit(1)
 
 
-async def _described(handle: Any) -> Any:
-    return await handle.describe.remote(None)
-
-
 def main() -> None:
     """Run a keeper, whose one argument is the file descriptor of the socket to the front. The process's entry point."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the front decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    inbox, received = Inbox(), list[Any]()
-    while not received:
-        data = connection.recv(1 << 16)
-        if not data:
-            return
-        received = inbox.feed(data)
-    keeper, has_started = Keeper(connection, received[0]), threading.Event()
+    deployment: Deployment | None = next(received(connection), None)
+    if deployment is None:
+        return
+    keeper, has_started = Keeper(connection, deployment), threading.Event()
     threading.Thread(target=end_with_front, args=(connection, has_started), daemon=True).start()
     try:
         keeper.start()

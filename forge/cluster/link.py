@@ -29,7 +29,7 @@ class Link(asyncio.BufferedProtocol):
         self._received = memoryview(bytearray(_RECEIVE))
         self._inbox, self._commands = Inbox(), list[bytes]()
         self._transport: asyncio.Transport | None = None
-        self._pulse: _PulseReader | None = None
+        self.pulse = _PulseReader()
 
     def send(self, command: Any) -> None:
         """Send a command in one piece with all others of this turn of the loop."""
@@ -46,19 +46,18 @@ class Link(asyncio.BufferedProtocol):
         """Give the engine up. What it still sends is ignored."""
         if self.is_open:
             self.is_open, self.why_lost = False, why
-            for transport in (self._transport, None if self._pulse is None else self._pulse.transport):
+            for transport in (self._transport, self.pulse.transport):
                 if transport is not None:
                     transport.abort()
             self._on_lost(self)
 
     def check_pulse(self, now: float) -> None:
         """Give the engine up if it has not given a sign of life for too long."""
-        assert self._pulse is not None, "it is open"
-        silent = now - self._pulse.last_seen
+        silent = now - self.pulse.last_seen
         if silent > PULSE_TIMEOUT:
             self.lose(f"no sign of life for {silent:.1f} s")
-        elif self._pulse.last.step_seconds > STUCK_SECONDS:
-            self.lose(f"a step has taken {self._pulse.last.step_seconds:.0f} s")
+        elif self.pulse.last.step_seconds > STUCK_SECONDS:
+            self.lose(f"a step has taken {self.pulse.last.step_seconds:.0f} s")
 
     # asyncio's
 
@@ -75,9 +74,6 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lose(self.why_lost)
-
-    def attach_pulse(self, pulse: "_PulseReader") -> None:
-        self._pulse = pulse
 
 
 class _PulseReader(asyncio.Protocol):
@@ -105,15 +101,14 @@ async def open_link(
     on_lost: Callable[[Link], None],
 ) -> Link:
     """Connect to an engine. Raises `Unreachable` within a few seconds."""
-    loop, link, reader = asyncio.get_running_loop(), Link(name, on_update, on_lost), _PulseReader()
+    loop, link = asyncio.get_running_loop(), Link(name, on_update, on_lost)
     pulse = await asyncio.to_thread(connect, address, secret, "pulse")
     try:
         front = await asyncio.to_thread(connect, address, secret, "front")
     except BaseException:
         pulse.close()
         raise
-    await loop.create_connection(lambda: reader, sock=pulse)
-    link.attach_pulse(reader)
+    await loop.create_connection(lambda: link.pulse, sock=pulse)
     await loop.create_connection(lambda: link, sock=front)
     return link
 

@@ -10,7 +10,7 @@ from forge.cluster.wire import ReplicaUpdate
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.server.messages import Gauges, Ready
-from forge.server.metrics import Metrics, text_of
+from forge.server.metrics import Metrics, family, text_of
 
 _SAME_CLOCK = 0.5
 """Seconds that an update may take from a replica on the same machine, whose monotonic clock is this process's."""
@@ -126,11 +126,7 @@ class ClusterMetrics:
             ("requests_failed_total", "counter", "Choices that no engine could finish.", self._num_failed),
         )
         families = [
-            (
-                f"# HELP forge:{name} {help_text}\n# TYPE forge:{name} {kind}",
-                [f"forge:{name}{{{self._labels}}} {value}"],
-            )
-            for name, kind, help_text, value in fronts
+            family(f"forge:{name}", kind, help_text, {self._labels: value}) for name, kind, help_text, value in fronts
         ]
         for name in sorted(self._by_replica):
             families += self._by_replica[name].families(self._gauges[name])

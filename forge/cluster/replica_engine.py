@@ -10,7 +10,6 @@ The process belongs to the actor that Ray placed: it ends when the actor's end o
 import gc
 import logging
 import os
-import pickle
 import queue
 import select
 import signal
@@ -26,25 +25,15 @@ from typing import Any
 from forge.cache.prefix import PrefixKvCache
 from forge.cluster.events import CacheEvents, EventLog, LoadMeter
 from forge.cluster.handoff import fetch
-from forge.cluster.wire import PULSE_INTERVAL, Address, Place, Pulse, Purpose, ReplicaUpdate, admit, listen
+from forge.cluster.wire import PULSE_INTERVAL, Address, Place, Pulse, Purpose, ReplicaUpdate, Source, admit, listen
 from forge.engine.handoff import KvHandoff, add_handed_over, add_resumed, hand_off
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
-from forge.server.engine_process import EngineServer, fault_of, ready_message
-from forge.server.messages import (
-    Abort,
-    Fault,
-    Inbox,
-    LoadFailed,
-    Outbox,
-    Watch,
-    Withdraw,
-    frame,
-)
+from forge.server.engine_process import COMPILER_POLL, EngineServer, ready_message, reporting_failures
+from forge.server.messages import Abort, Ask, AskTasks, Fault, Inbox, Outbox, Submit, Watch, Withdraw, frame, received
 
 logger = logging.getLogger("forge.engine")
 
-_RECEIVE = 1 << 16
 REMEMBERED = 512
 """Ended requests whose tokens are kept."""
 _HANDOFF_BLOCKS = 1 << 16
@@ -61,8 +50,6 @@ class _Front:
     def __init__(self, connection: socket.socket, update: ReplicaUpdate):
         self.connection, self.inbox, self.outbox = connection, Inbox(), Outbox(connection)
         self.update = update
-        self.keys: set[int] = set()
-        """Of its requests that have not ended."""
         self.is_watching = False
         self.num_streams = 0
         """At all engines, when it sent its last request."""
@@ -85,7 +72,7 @@ class ReplicaEngine(EngineServer):
         self._fronts: dict[socket.socket, _Front] = {}
         self._front_of: dict[int, _Front] = {}
         """From the key of a request, or the number of a question, to who asked."""
-        self._speaking: _Front | None = None
+        self._speaking: _Front
         """Whose command is being carried out."""
         self._places: dict[int, Place] = {}
         self._handoffs: dict[int, KvHandoff] = {}
@@ -184,32 +171,18 @@ class ReplicaEngine(EngineServer):
         """Carry out what the fronts ask. `wait` until there is something, or until one takes more."""
         reading = [self._bell, *self._fronts]
         writing = [front.connection for front in self._fronts.values() if not front.outbox.is_empty] if wait else []
-        seconds = 0.0 if not wait else (0.002 if self._compiling else None)
+        seconds = 0.0 if not wait else (COMPILER_POLL if self._compiling else None)
         readable, _, _ = select.select(reading, writing, [], seconds)
         for connection in readable:
             if connection is self._bell:
                 self._take_arrivals()
             else:
-                self._read(self._fronts[connection])
+                front = self._speaking = self._fronts[connection]
+                if not self._read(connection, front.inbox):
+                    self._drop(front)
 
-    def _read(self, front: _Front) -> None:
-        while True:
-            try:
-                data = front.connection.recv(_RECEIVE)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._drop(front)
-                return
-            for command in front.inbox.feed(data):
-                self._speaking = front
-                try:
-                    self._carry_out(command)
-                except Exception as error:
-                    self._answer_for(command.submit if isinstance(command, Place) else command, fault_of(error))
-                self._speaking = None
+    def _answer_for(self, command: Any, fault: Fault) -> None:
+        super()._answer_for(command.submit if isinstance(command, Place) else command, fault)
 
     def _take_arrivals(self) -> None:
         self._bell.recv(4096)
@@ -223,53 +196,44 @@ class ReplicaEngine(EngineServer):
                     if place.submit.key in self._front_of:  # else its front has left or aborted it
                         if handoff is not None:
                             self._handoffs[place.submit.key] = handoff
-                        super()._carry_out(place.submit)
+                        self._obey(place.submit)
 
     def _drop(self, front: _Front) -> None:
         """A front is gone: end its requests."""
         front.connection.close()
         del self._fronts[front.connection]
-        for key in list(front.keys):
+        for key in [key for key, asker in self._front_of.items() if asker is front]:
             self._forget(key)
-            super()._carry_out(Abort(key))
-        for number in [number for number, asker in self._front_of.items() if asker is front]:
-            del self._front_of[number]
-            super()._carry_out(Withdraw(number))
+            for command in (Abort(key), Withdraw(key)):  # of a request, or of a question: the other does nothing
+                super()._carry_out(command)
         self._set_watched()
         if self._is_orphan and not self._fronts:
             self._open = False
 
     def _forget(self, key: int) -> None:
-        front = self._front_of.pop(key, None)
-        if front is not None:
-            front.keys.discard(key)
+        self._front_of.pop(key, None)
         self._places.pop(key, None)
         self._handoffs.pop(key, None)
 
     def _carry_out(self, command: Any) -> None:
-        front = self._speaking
         match command:
-            case Place() as place:
-                key = place.submit.key
-                self._places[key] = place
-                if front is not None:
-                    self._front_of[key] = front
-                    front.keys.add(key)
-                    front.num_streams = place.num_streams
-                if place.source is None:
-                    super()._carry_out(place.submit)
+            case Place(Submit(key) as submit, source=source, num_streams=num_streams):
+                self._places[key], self._front_of[key] = command, self._speaking
+                self._speaking.num_streams = num_streams
+                if source is None:
+                    super()._carry_out(submit)
                 else:
-                    threading.Thread(target=self._fetch, args=(place,), daemon=True).start()
+                    threading.Thread(target=self._fetch, args=(command, source), daemon=True).start()
             case Watch(is_on):
-                if front is not None:
-                    front.is_watching = is_on
+                self._speaking.is_watching = is_on
                 self._set_watched()
             case Abort(key):
                 super()._carry_out(command)
                 self._forget(key)
+            case Ask(number) | AskTasks(number):
+                self._front_of[number] = self._speaking
+                super()._carry_out(command)
             case _:
-                if front is not None and not isinstance(command, Withdraw):
-                    self._front_of[command.number] = front
                 super()._carry_out(command)
 
     def _set_watched(self) -> None:
@@ -305,12 +269,11 @@ class ReplicaEngine(EngineServer):
 
     # Hand-overs
 
-    def _fetch(self, place: Place) -> None:
+    def _fetch(self, place: Place, source: Source) -> None:
         """On a thread of its own: get what another engine has computed. Without it the prompt is computed here."""
         handoff = None
         try:
-            assert place.source is not None, "it is fetched from somewhere"
-            handoff = fetch(place.source.address, place.source.key, self._secret)
+            handoff = fetch(source.address, source.key, self._secret)
         except (ForgeError, OSError) as error:
             logger.warning("no hand-over for %s: %s", place.submit.request_id, error)
         self._tell((place, handoff))
@@ -371,14 +334,14 @@ class ReplicaEngine(EngineServer):
 
     def _send(self) -> None:
         """Give each front its part of what has happened, if that is due, and send what its socket takes."""
+        if self._is_due():
+            self._share()
+            self._urgent, self._last_sent = False, time.perf_counter()
         for front in list(self._fronts.values()):
-            self._flush(front)
-        if not self._is_due():
-            return
-        self._share()
-        self._urgent, self._last_sent = False, time.perf_counter()
-        for front in list(self._fronts.values()):
-            self._put(front)
+            try:
+                self._put(front)
+            except OSError:
+                self._drop(front)
 
     def _num_paced(self) -> int:
         """Return what `EngineServer` does; a front with streams at several engines passes on no more for that. One that
@@ -418,24 +381,14 @@ class ReplicaEngine(EngineServer):
             front_of.pop(answer.number, None)
 
     def _put(self, front: _Front) -> None:
+        """Send what a front's socket takes of its last update, and then the next one if it has news."""
+        front.outbox.flush()
         update = front.update
         has_news = update.is_awaited or update.failed_in_a_row or update.tokens or update.steps or update.events
         if front.outbox.is_empty and (has_news or update.gauges is not None):
             front.update = ReplicaUpdate()
             update.clock = time.perf_counter()
-            try:
-                front.outbox.put(update)
-            except OSError:
-                self._drop(front)
-
-    def _flush(self, front: _Front) -> None:
-        if not front.outbox.is_empty:
-            try:
-                front.outbox.flush()
-            except OSError:
-                self._drop(front)
-                return
-            self._put(front)
+            front.outbox.put(update)
 
 
 def _is_running(pid: int) -> bool:
@@ -469,9 +422,8 @@ def main() -> None:
     logging.basicConfig(format="%(levelname)s %(message)s")
     logger.setLevel(logging.INFO)
     control = socket.socket(fileno=int(sys.argv[1]))
-    length = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
-    host, secret, raylet, model, options = pickle.loads(control.recv(length, socket.MSG_WAITALL))
-    try:
+    host, secret, raylet, model, options = next(received(control))
+    with reporting_failures(control):
         llm = LLM(model, **options)
         llm.trust_grammars()
         listening = listen(host)
@@ -479,12 +431,6 @@ def main() -> None:
         control.sendall(frame((address, ready_message(llm))))
         gc.freeze()  # as `engine_process` does: a model's objects stay
         ReplicaEngine(llm, control, listening, secret, raylet).run()
-    except ForgeError as error:
-        control.sendall(frame(LoadFailed(str(error), error.exit_code)))
-    except MemoryError:
-        control.sendall(frame(LoadFailed("out of memory: take a smaller model, or a smaller --max-model-len", 1)))
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the actor has ended
     os._exit(0)  # threads that wait for connections do not hold it up
 
 

@@ -119,26 +119,16 @@ class PrefixRouter(Router):
         usable = fleet.candidates_mask(request.avoid, request.version)
         blocks, mask = fleet.prefixes.longest(request.keys, usable)
         if not blocks:
-            return self._decision(request, least, "no_prefix", candidates, least)
+            return RouteRecord(
+                request.request_id, self.name, least.name, "no_prefix", len(candidates), least.tokens, least.tokens
+            )
         start = self.random.randrange(mask.bit_length())
         holder = least_busy(islice(fleet.replicas_of(mask, start), COMPARED))
-        held = blocks * request.block_size
         if holder.tokens - least.tokens <= self.threshold:
-            return self._decision(request, holder, "prefix", candidates, least, held, holder, held)
-        has, _ = fleet.prefixes.longest(request.keys, 1 << least.index)
-        return self._decision(request, least, "holder_busy", candidates, least, has * request.block_size, holder, held)
-
-    def _decision(
-        self,
-        request: RouteRequest,
-        chosen: Replica,
-        why: str,
-        candidates: Sequence[Replica],
-        least: Replica,
-        cached: int = 0,
-        holder: Replica | None = None,
-        held: int = 0,
-    ) -> RouteRecord:
+            chosen, why, cached_blocks = holder, "prefix", blocks
+        else:
+            chosen, why = least, "holder_busy"
+            cached_blocks, _ = fleet.prefixes.longest(request.keys, 1 << least.index)
         return RouteRecord(
             request.request_id,
             self.name,
@@ -147,10 +137,10 @@ class PrefixRouter(Router):
             len(candidates),
             chosen.tokens,
             least.tokens,
-            max(0, min(cached, request.num_prompt_tokens - 1)),
-            None if holder is None else holder.name,
-            held,
-            0 if holder is None else holder.tokens,
+            max(0, min(cached_blocks * request.block_size, request.num_prompt_tokens - 1)),
+            holder.name,
+            blocks * request.block_size,
+            holder.tokens,
         )
 
 

@@ -16,7 +16,7 @@ from forge.server.errors import ApiError, install_handlers
 from forge.server.exchange import Exchange, Exchanges
 from forge.server.messages import Ready
 from forge.server.messages_api import add_messages
-from forge.server.metrics import CONTENT_TYPE, grammar_family, process_families, text_of
+from forge.server.metrics import CONTENT_TYPE, family, process_families, text_of
 from forge.server.middleware import Gate
 from forge.server.requests import DEFAULT_TOKENS, LONG_WORK, beside_the_loop, special_of
 from forge.server.responses import Answer, CompletionShape, usage_object
@@ -30,18 +30,15 @@ from forge.server.strict_json import BodyParser, JsonAnswer, StrictRoute, to_jso
 from forge.tokenizer import Tokenizer
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text}
-    for status, text in (
-        (400, "The request is wrong; the error says where"),
-        (401, "The key is missing or wrong"),
-        (403, "The server is not known by the name in Host"),
-        (404, "There is no such thing"),
-        (413, "The body is too large"),
-        (415, "The body is of another kind than JSON"),
-        (429, "The queue is full; come back later"),
-        (500, "The engine could not finish the request"),
-        (503, "The server is closing, or its engine has stopped"),
-    )
+    400: {"description": "The request is wrong; the error says where"},
+    401: {"description": "The key is missing or wrong"},
+    403: {"description": "The server is not known by the name in Host"},
+    404: {"description": "There is no such thing"},
+    413: {"description": "The body is too large"},
+    415: {"description": "The body is of another kind than JSON"},
+    429: {"description": "The queue is full; come back later"},
+    500: {"description": "The engine could not finish the request"},
+    503: {"description": "The server is closing, or its engine has stopped"},
 }
 
 
@@ -187,7 +184,9 @@ def _add_watching(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Report everything that is counted, for Prometheus."""
         families = [*service.http.families(app.state.exchanges.num_open), *process_families(service.processes())]
-        families.append(grammar_family(service.reader.grammars.num_waiting))
+        help_text = "Grammars that wait to be compiled, or are being compiled."
+        compiling = {"": service.reader.grammars.num_waiting}
+        families.append(family("forge:num_grammars_compiling", "gauge", help_text, compiling))
         text = service.metrics.text(service.client.gauges) + text_of(families)
         return Response(text, media_type=CONTENT_TYPE)
 

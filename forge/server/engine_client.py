@@ -243,6 +243,8 @@ class EngineClient(ABC):
         self._streams: set[Generation] = set()
         self._last_flush = 0.0
         self._flush_timer: asyncio.TimerHandle | None = None
+        self.pid: int | None = None
+        """The id of the engine's process, if it is this server's own."""
         self.dead = False
         """True while no request would ever be answered."""
         self._is_leaving = False
@@ -255,18 +257,14 @@ class EngineClient(ABC):
     def disconnect(self) -> None:
         """Leave the loop."""
 
-    @abstractmethod
     def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
         """Create the counters of the engine's work."""
+        return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
 
-    @abstractmethod
     def check_ready(self) -> None:
         """Raise `EngineDead` if no engine would answer a request."""
-
-    @property
-    @abstractmethod
-    def pid(self) -> int | None:
-        """The id of the engine's process, if it runs on this machine."""
+        if self.dead:
+            raise EngineDead
 
     @abstractmethod
     def probe(self, patience: float) -> bool:
@@ -303,15 +301,23 @@ class EngineClient(ABC):
         if self.dead:
             raise EngineDead
         generation = Generation(request_id, prompts, params, stream)
+        for command in self._follow(generation, priority, salt):
+            self._send(command)
+        return generation
+
+    def _follow(self, generation: Generation, priority: int, salt: str) -> list[messages.Submit]:
+        """Follow a generation from now on; return the commands that queue its prompts."""
+        request_id, params, stream = generation.request_id, generation.params, generation.stream
+        commands = []
         for index, prompt in enumerate(generation.prompts):
             key = next(self._keys)
             own_id = request_id if len(generation.prompts) == 1 else messages.prompt_id(request_id, index)
             generation.keys.append(key)
             self._generations[key] = generation, index
-            self._send(messages.Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
+            commands.append(messages.Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
         if stream:
             self._streams.add(generation)
-        return generation
+        return commands
 
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
         """Abort a generation. What it holds is free before the next step."""
@@ -504,23 +510,19 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
             target=engine_process.main, args=(theirs, self._model, self._options), name="forge-engine", daemon=True
         )
         self.process.start()
+        self.pid = self.process.pid
         theirs.close()
         self._inbox = messages.Inbox()
 
     def wait_until_ready(self) -> messages.Ready:
         """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
-        while True:
-            data = self._socket.recv(1 << 20)
-            if not data:
-                raise EngineDead
-            for message in self._inbox.feed(data):
-                if isinstance(message, messages.LoadFailed):
-                    error = ForgeError(message.message)
-                    error.exit_code = message.exit_code
-                    raise error
-                ready: messages.Ready = message
-                self._device = ready.device
-                return ready
+        message: messages.Ready | messages.LoadFailed | None = next(messages.received(self._socket), None)
+        if message is None:
+            raise EngineDead
+        if isinstance(message, messages.LoadFailed):
+            raise message.error()
+        self._device = message.device
+        return message
 
     async def connect(self) -> None:
         """Let the running loop receive updates from now on."""
@@ -565,20 +567,6 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
             os._exit(0)
 
         Thread(target=end, daemon=True).start()
-
-    def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
-        """Create the counters of this engine's work."""
-        return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
-
-    def check_ready(self) -> None:
-        """Raise `EngineDead` if no engine would answer a request."""
-        if self.dead:
-            raise EngineDead
-
-    @property
-    def pid(self) -> int | None:
-        """The id of the engine's process, if it runs on this machine."""
-        return self.process.pid
 
     def probe(self, patience: float) -> bool:
         """Ask whether the engine's loop turns: False when it is gone, or has not answered such a question between two

@@ -12,9 +12,10 @@ import select
 import signal
 import socket
 import time
-from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any
@@ -38,7 +39,7 @@ _MOST_SECONDS = 0.05
 _TOKENS_BETWEEN_STEPS = 1 << 17
 """Prompt tokens that are queued between two steps, at most. Each takes some 0.1 µs: a question may have millions of
 them."""
-_COMPILER_POLL = 0.002
+COMPILER_POLL = 0.002
 """Seconds between two looks at the grammars that are being compiled, while there is nothing else to do."""
 
 
@@ -47,21 +48,26 @@ def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None
     for number in (signal.SIGINT, signal.SIGTERM):  # the other process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(message)s")
-    try:
+    with connection, reporting_failures(connection):
         llm = LLM(model, **options)
         connection.sendall(messages.frame(ready_message(llm)))
         llm.trust_grammars()  # while the other process makes its application
         gc.freeze()  # a model's objects stay: no collection has to look at them
         EngineServer(llm, connection).run()
+
+
+@contextmanager
+def reporting_failures(connection: socket.socket) -> Iterator[None]:
+    """Send `LoadFailed` if the model cannot be loaded within this context. The other process may have ended."""
+    try:
+        yield
     except ForgeError as error:
         connection.sendall(messages.frame(messages.LoadFailed(str(error), error.exit_code)))
     except MemoryError:
         message = "out of memory: take a smaller model, or a smaller --max-model-len"
-        connection.sendall(messages.frame(messages.LoadFailed(message, ForgeError.exit_code)))
+        connection.sendall(messages.frame(messages.LoadFailed(message)))
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the server has ended
-    finally:
-        connection.close()
+        pass
 
 
 def ready_message(llm: LLM) -> messages.Ready:
@@ -133,7 +139,7 @@ class EngineServer:
         """Whether a client waits for what the update has."""
         self._last_sent = 0.0
         self._num_streams = 0
-        self._requests: OrderedDict[int, _Request] = OrderedDict()
+        self._requests: dict[int, _Request] = {}
         self._keys: dict[str, int] = {}
         self._samples: dict[int, tuple[_Request, int]] = {}
         """A sequence's id → its request, and which sample it is."""
@@ -171,22 +177,30 @@ class EngineServer:
         """Carry out the commands that have come. `wait` until there is one, or until the socket takes more."""
         if wait:
             writing = [] if self._outbox.is_empty else [self._socket]
-            select.select([self._socket], writing, [], _COMPILER_POLL if self._compiling else None)
+            select.select([self._socket], writing, [], COMPILER_POLL if self._compiling else None)
+        if not self._read(self._socket, self._inbox):
+            self._open = False
+
+    def _read(self, connection: socket.socket, inbox: messages.Inbox) -> bool:
+        """Carry out the commands that have come on a connection; return whether it is still open."""
         while True:
             try:
-                data = self._socket.recv(_RECEIVE)
+                data = connection.recv(_RECEIVE)
             except BlockingIOError:
-                return
-            except ConnectionResetError:
+                return True
+            except OSError:
                 data = b""
             if not data:
-                self._open = False
-                return
-            for command in self._inbox.feed(data):
-                try:
-                    self._carry_out(command)
-                except Exception as error:
-                    self._answer_for(command, fault_of(error))
+                return False
+            for command in inbox.feed(data):
+                self._obey(command)
+
+    def _obey(self, command: Any) -> None:
+        """Carry out a command, or answer why it fails."""
+        try:
+            self._carry_out(command)
+        except Exception as error:
+            self._answer_for(command, fault_of(error))
 
     def _answer_for(self, command: Any, fault: messages.Fault) -> None:
         """Report a failed command to the client that waits for its result."""
@@ -212,7 +226,8 @@ class EngineServer:
             if command.number in self._groups:
                 self._end_group(self._groups[command.number], messages.Fault("the client has left"))
         else:
-            self._update.answers.append(self._answer(command))
+            value = getattr(self, f"_answer_{command.subject}")(*command.arguments)
+            self._update.answers.append(messages.Answer(command.number, value, None))
 
     def _submit(self, command: messages.Submit) -> None:
         params = command.params
@@ -246,21 +261,15 @@ class EngineServer:
         """Queue the requests whose grammars are compiled, which the engine then finds in the compiler's cache."""
         for command, compiled in [pair for pair in self._compiling if pair[1].done()]:
             self._compiling.remove((command, compiled))
-            error = compiled.exception()
-            if error is None:
+            try:
+                compiled.result()
                 self._queue(command)
-            else:
-                self._update.refused.append(
-                    messages.Refusal(command.key, messages.Fault(str(error), not isinstance(error, ForgeError)))
-                )
+            except Exception as error:
+                self._answer_for(command, fault_of(error))
 
     def _queue(self, command: messages.Submit) -> None:
         key, request_id, token_ids, params, prompt, priority, salt, stream = command
-        try:
-            seq_ids = self._add_request(key, request_id, token_ids, params, prompt=prompt, priority=priority, salt=salt)
-        except ForgeError as error:
-            self._update.refused.append(messages.Refusal(key, messages.Fault(str(error))))
-            return
+        seq_ids = self._add_request(key, request_id, token_ids, params, prompt=prompt, priority=priority, salt=salt)
         self._update.accepted.append(key)
         request = self._requests[key] = _Request(key, request_id, stream, set(range(params.n)) if stream else set())
         self._num_streams += stream
@@ -271,13 +280,6 @@ class EngineServer:
 
     def _add_request(self, key: int, *arguments: Any, **options: Any) -> tuple[int, ...]:
         return self.engine.add_request(*arguments, **options)
-
-    def _answer(self, question: messages.Ask) -> messages.Answer:
-        try:
-            value = getattr(self, f"_answer_{question.subject}")(*question.arguments)
-            return messages.Answer(question.number, value, None)
-        except ForgeError as error:
-            return messages.Answer(question.number, None, messages.Fault(str(error)))
 
     def _answer_alive(self) -> bool:
         return True

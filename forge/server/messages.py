@@ -8,7 +8,7 @@ socket.
 
 import pickle
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Logprobs
+from forge.errors import ForgeError
 from forge.reasons import Pooling
 from forge.tokenizer import Tokenizer, TokenizerSpec
 from forge.trace.records import StepRecord
@@ -123,7 +124,12 @@ class LoadFailed(NamedTuple):
     """From the engine's process: the model could not be loaded."""
 
     message: str
-    exit_code: int
+    exit_code: int = ForgeError.exit_code
+
+    def error(self) -> ForgeError:
+        error = ForgeError(self.message)
+        error.exit_code = self.exit_code
+        return error
 
 
 TokenDelta = tuple[int, int, int, str, Logprobs | None]
@@ -249,6 +255,13 @@ class Inbox:
             start = end
         del self._bytes[:start]
         return messages
+
+
+def received(connection: socket.socket) -> Iterator[Any]:
+    """Yield the messages that come on a blocking socket, until it closes."""
+    inbox = Inbox()
+    while data := connection.recv(1 << 20):
+        yield from inbox.feed(data)
 
 
 class Outbox:

@@ -230,7 +230,7 @@ class Metrics:
             }
             help_text = f"{which.capitalize()} tokens by their position in a cycle."
             yield self._family(f"spec_decode_num_{which}_tokens_per_pos_total", "counter", help_text, values)
-        yield _family("vllm:cache_config_info", "gauge", "How the KV cache is divided.", {self._cache: 1})
+        yield family("vllm:cache_config_info", "gauge", "How the KV cache is divided.", {self._cache: 1})
         reasons = {f',finished_reason="{reason}"': number for reason, number in self.finished.items()}
         yield self._family("request_success_total", "counter", "Choices that have ended, by reason.", reasons)
         for name, histogram in self.histograms.items():
@@ -240,7 +240,7 @@ class Metrics:
     def _family(self, name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
         """Build a metric with its lines. values: by their further labels."""
         labelled = {f"{self._labels}{further}": value for further, value in values.items()}
-        return _family(f"vllm:{name}", kind, help_text, labelled)
+        return family(f"vllm:{name}", kind, help_text, labelled)
 
 
 class HttpMetrics:
@@ -261,10 +261,10 @@ class HttpMetrics:
 
     def families(self, num_open: int) -> Iterator[Family]:
         """Return the metrics. num_open: requests that are being answered."""
-        yield _family("http_requests_total", "counter", "Requests that have ended, by status.", self._requests)
-        yield _family("http_requests_in_progress", "gauge", "Requests that are being answered.", {"": num_open})
+        yield family("http_requests_total", "counter", "Requests that have ended, by status.", self._requests)
+        yield family("http_requests_in_progress", "gauge", "Requests that are being answered.", {"": num_open})
         refused = {"": self._num_refused}
-        yield _family("http_connections_refused_total", "counter", "Answered with 503, as all are in use.", refused)
+        yield family("http_connections_refused_total", "counter", "Answered with 503, as all are in use.", refused)
         lines = [line for labels, histogram in self._durations.items() for line in histogram.lines(_DURATION, labels)]
         yield _header(_DURATION, "histogram", "From a request's head to the end of its answer."), lines
 
@@ -278,7 +278,7 @@ def process_families(processes: Mapping[str, int]) -> Iterator[Family]:
                 values[metric][f'process="{name}"'] = value
     for name, (kind, text) in _PROCESS.items():
         if values[name]:
-            yield _family(name, kind, text, values[name])
+            yield family(name, kind, text, values[name])
 
 
 def _read_process(folder: Path) -> dict[str, float]:
@@ -297,12 +297,6 @@ def _read_process(folder: Path) -> dict[str, float]:
     }
 
 
-def grammar_family(num_compiling: int) -> Family:
-    """Return the metrics of the grammars that wait to be compiled before their requests are queued."""
-    help_text = "Grammars that wait to be compiled, or are being compiled."
-    return _family("forge:num_grammars_compiling", "gauge", help_text, {"": num_compiling})
-
-
 def text_of(families: Iterable[Family]) -> str:
     """Write Prometheus' text format: each name once, with the values of all its families under it."""
     by_header: dict[str, list[str]] = {}
@@ -316,7 +310,7 @@ def _bounds_of_tokens(most: int) -> list[int]:
     return [bound for power in range(len(str(most))) for digit in (1, 2, 5) if (bound := digit * 10**power) <= most]
 
 
-def _family(name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
+def family(name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
     """Build a metric with its lines. values: by their labels."""
     lines = [f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in values.items()]
     return _header(name, kind, help_text), lines

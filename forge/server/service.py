@@ -5,8 +5,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -34,7 +33,7 @@ class Service:
     """The state that the endpoints share."""
 
     def __init__(self, client: EngineClient, ready: Ready, settings: Settings):
-        self.client, self.ready, self.settings = client, ready, settings
+        self.client, self.ready = client, ready
         self.limits = settings.limits
         self.started = int(time.time())
         self.draining = asyncio.Event()
@@ -73,16 +72,15 @@ class Service:
         if params.structured is not None:
             async with leaving_client(request):
                 params = await self.reader.compiled(params, body)
-        event_id = request.headers.get("last-event-id")
-        is_resumable = stream and isinstance(body, OpenAiRequest) and isinstance(self.client, ResumableClient)
-        seen = parse_event_id(event_id) if event_id and is_resumable else None
         self.check_queue(len(prompts))
+        client, event_id = self.client, request.headers.get("last-event-id")
         priority, salt = body.priority or 0, body.cache_salt or ""
-        if seen is not None and isinstance(self.client, ResumableClient):
+        if event_id and stream and isinstance(body, OpenAiRequest) and isinstance(client, ResumableClient):
+            seen = parse_event_id(event_id)
             request_id = shown_id(seen)
-            generation = await self.client.resume(seen, prompts, params, priority=priority, salt=salt)
+            generation = await client.resume(seen, prompts, params, priority=priority, salt=salt)
         else:
-            generation = self.client.submit(request_id, prompts, params, stream=stream, priority=priority, salt=salt)
+            generation = client.submit(request_id, prompts, params, stream=stream, priority=priority, salt=salt)
         if (exchange := current_exchange()) is not None:
             exchange.generations.append(generation)
         return request_id, generation
@@ -144,19 +142,13 @@ class Service:
             self.metrics.take_abort()
             self.client.abort(generation)
 
-    @asynccontextmanager
-    async def followed(self, generation: Generation, request: Request) -> AsyncIterator[None]:
-        """End the generation if the client leaves while this context is open, or when it closes."""
+    async def whole(self, generation: Generation, request: Request) -> list[RequestOutput]:
+        """Wait until all outputs have ended and return them. The client's leaving ends the generation."""
         try:
             async with leaving_client(request):
-                yield
+                return await generation.finished()
         finally:
             self.give_up(generation)
-
-    async def whole(self, generation: Generation, request: Request) -> list[RequestOutput]:
-        """Wait until all outputs have ended and return them."""
-        async with self.followed(generation, request):
-            return await generation.finished()
 
     async def respond(
         self, generation: Generation, request: Request, answer: Answer, stream: bool | None = None

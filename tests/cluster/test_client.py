@@ -336,8 +336,8 @@ async def test_an_engine_that_stands_still_is_given_up_and_its_stream_goes_on():
                 stopped.append(client.replica_of("r"))
                 engines["b" if stopped == ["a"] else "a"].go_on()
                 link = client._links[stopped[0]][1]
-                link._pulse.last_seen -= 10.0  # and no pulse came
-                link._pulse.data_received = lambda data: None
+                link.pulse.last_seen -= 10.0  # and no pulse came
+                link.pulse.data_received = lambda data: None
 
         assert await read(generation, stop) == expected(SEEDED, 7)
         assert stopped and client.num_resumed == 1
