@@ -6,7 +6,6 @@ the engine, so any module may import them, and writing one as JSON loses nothing
 """
 
 from dataclasses import dataclass, fields
-from statistics import fmean, median
 from typing import Literal, NamedTuple
 
 from forge.reasons import (
@@ -451,22 +450,6 @@ class EndRecord:
     """Why each sample ended."""
     metrics: tuple[RequestMetrics, ...]
     """The metrics of each sample."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Five numbers that describe a list of milliseconds."""
-
-    minimum: float
-    median: float
-    maximum: float
-    mean: float
-    count: int
-
-    @classmethod
-    def of(cls, values: tuple[float, ...] | list[float]) -> "Spread":
-        """Describe a list of milliseconds. Raises ValueError for an empty list."""
-        return cls(min(values), median(values), max(values), fmean(values), len(values))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from forge.engine.outputs import CompletionOutput
 from forge.engine.task import Logprobs
 from forge.trace.explain import explain_undrafted
-from forge.trace.records import Spread, StepRecord
+from forge.trace.records import StepRecord
 from forge.trace.speculation_summary import draft_totals, undrafted_counts
 from forge.views.history import TextStreams
 from forge.views.summary import Forward, RunResult
@@ -55,7 +55,7 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
         "stop_reason": first.stop_reason,
         "time_to_first_token_ms": output.metrics.time_to_first_token_ms,
         "decode_tokens_per_second": result.decode_tokens_per_second,
-        "per_forward_ms": spread_object(result.spread),
+        "per_forward_ms": result.spread and result.spread._asdict(),
         **picked(result, "tokens_computed", "kv_bytes_held"),
         "forwards": forward_objects(result.records),
         **speculation_object(result.records),
@@ -87,13 +87,6 @@ def cycles_object(record: StepRecord) -> dict[str, Any]:
             for undrafted in record.undrafted
         ],
     }
-
-
-def spread_object(spread: Spread | None) -> dict[str, Any] | None:
-    if spread is None:
-        return None
-    names = {"min": "minimum", "median": "median", "max": "maximum", "mean": "mean", "n": "count"}
-    return {name: getattr(spread, field) for name, field in names.items()}
 
 
 ENDS = 5
