@@ -22,17 +22,13 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
-def rate(value: float | None) -> str:
+def rate(value: float) -> str:
     """Format tokens per second: `1,540`, `24.6`."""
-    if value is None:
-        return NOTHING
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def size(num_bytes: int | None) -> str:
+def size(num_bytes: int) -> str:
     """Format bytes: `0`, `812 B`, `34.8 kB`, `1.1 MB`."""
-    if num_bytes is None:
-        return NOTHING
     if num_bytes == 0:
         return "0"
     if num_bytes < 1000:
@@ -45,9 +41,9 @@ def size(num_bytes: int | None) -> str:
     return f"{value / 1000:,.1f} TB"
 
 
-def times(value: float | None) -> str:
+def times(value: float) -> str:
     """Format a ratio: `3.8 x`."""
-    return NOTHING if value is None else f"{value:,.1f} x"
+    return f"{value:,.1f} x"
 
 
 def percent(share: float) -> str:
