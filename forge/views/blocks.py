@@ -23,7 +23,6 @@ from forge.trace.records import (
     BlockSplit,
     CacheRecord,
     ItemRecord,
-    PreemptRecord,
     PrefixHit,
     StepRecord,
     TableRecord,
@@ -58,7 +57,7 @@ class BlockStory:
 
     def __init__(self, names: SequenceNames, keeps: bool = False):
         """keeps: sequences that end retain their blocks, for a continuation."""
-        self._names, self._keeps = names, keeps
+        self._label, self._keeps = names.label, keeps
         self._before: dict[int, TableRecord] = {}
         self._steps = 0
 
@@ -73,8 +72,9 @@ class BlockStory:
         return sentences
 
     def _beginnings(self, record: StepRecord) -> Iterator[str]:
-        for preemption in record.preempted:
-            yield self._preemption(preemption)
+        for victim in record.preempted:
+            why = explain_preemption(victim, self._label)
+            yield f"{self._label(victim.seq_id)} freed {_count(victim.blocks_freed)}, {why}"
         hits = {event.seq_id: event for event in record.events if isinstance(event, PrefixHit)}
         for admission in record.admitted:
             yield self._admission(admission, hits.get(admission.seq_id), _tables(record.blocks))
@@ -165,10 +165,6 @@ class BlockStory:
         where = f": {_blocks(table.blocks)}" if table is not None else ""
         return f"{label} began{again}{where}"
 
-    def _preemption(self, preemption: PreemptRecord) -> str:
-        blocks = _count(preemption.blocks_freed)
-        return f"{self._label(preemption.seq_id)} freed {blocks}, {explain_preemption(preemption, self._label)}"
-
     def _write(self, item: ItemRecord, table: TableRecord, block_size: int) -> str:
         first, last = item.start, item.start + item.num_tokens - 1
         if first == last:
@@ -178,9 +174,6 @@ class BlockStory:
             blocks = table.blocks[first // block_size : last // block_size + 1]
             where = f"tokens {count(first + 1)} to {count(last + 1)} into {_blocks(blocks)}"
         return f"{self._label(item.seq_id)} wrote {where}"
-
-    def _label(self, seq_id: int) -> str:
-        return self._names.label(seq_id)
 
 
 def _tables(block_map: BlockMap | None) -> dict[int, TableRecord]:
