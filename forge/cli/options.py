@@ -175,13 +175,6 @@ def parse_numbers(text: str, flag: str, example: str, what: str = "numbers", lea
     return [int(part) for part in parts]
 
 
-def model_label(model: str) -> str:
-    """Return a short name for a model that is being loaded."""
-    from forge.model.catalog import model_name
-
-    return model_name(Path(model)) or model
-
-
 def shown_path(path: Path) -> str:
     """`path` from the current folder if it lies in it, otherwise as it is."""
     try:
