@@ -24,6 +24,7 @@ from forge.book.session import Session
 from forge.cli import completion, options
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
+from forge.cli.parsing import is_whole
 from forge.cli.run_control import INTERRUPTED, Found
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -290,13 +291,9 @@ def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
     if texts.get("prompt") == "":
         raise UsageError("the prompt is empty: give it at least one word")
     for name in _COUNTS:
-        if _is_whole(texts.get(name, "")) and int(texts[name]) < 1:
+        if is_whole(texts.get(name, "")) and int(texts[name]) < 1:
             named = name if name == "max_tokens" else flag_of(name)  # which is an argument of some chapters
             raise UsageError(f"{named} must be at least 1, got {texts[name]}")
-
-
-def _is_whole(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
 
 
 def _as_written(value: object) -> str | tuple[str, ...]:

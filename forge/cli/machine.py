@@ -97,9 +97,5 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _words(path: Path) -> list[str]:
-    return " ".join(_lines(path)).split()
-
-
 def _first_word(path: Path) -> str | None:
-    return next(iter(_words(path)), None)
+    return next(iter(" ".join(_lines(path)).split()), None)

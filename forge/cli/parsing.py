@@ -103,7 +103,7 @@ class Command(TyperCommand):
             return
         numbers = [argument for argument in arguments if argument not in texts]
         at_end = words[len(texts) : len(arguments)]
-        not_whole = next((word.text for word in at_end if not _is_whole(word.text)), None)
+        not_whole = next((word.text for word in at_end if not is_whole(word.text)), None)
         if not_whole is not None:
             mistake = f"{numbers[0].metavar} is a whole number, and {not_whole!r} is none"
         elif too_many > 0:
@@ -119,7 +119,7 @@ class Command(TyperCommand):
     @staticmethod
     def _quoted_line(path: str, args: Sequence[str], words: Sequence[Word], num_texts: int, with_number: bool) -> str:
         """Return the command line with its words in quotes, as `num_texts` texts and, if the last is one, a number."""
-        number = [word.text for word in words[-1:] if with_number and _is_whole(word.text)]
+        number = [word.text for word in words[-1:] if with_number and is_whole(word.text)]
         spoken = [word.text for word in words[: len(words) - len(number)]]
         first = len(spoken) - num_texts + 1
         texts = [" ".join(spoken[:first]), *spoken[first:]]
@@ -168,5 +168,5 @@ def adopt(commands: Iterable[Any]) -> None:
             command.cls = Command
 
 
-def _is_whole(text: str) -> bool:
+def is_whole(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
