@@ -6,7 +6,6 @@ are command lines with `--only run`, run in this process.
 """
 
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -30,6 +29,7 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import flag_of, option
 from forge.views.formatting import plural
+from forge.views.keys import is_listening
 from forge.views.screen import Report, draw, report
 from forge.views.terminal import open_console
 
@@ -304,7 +304,7 @@ def _read(entry: "Entry", *, pause: bool, overrides: "Given | None" = None, page
     """Read a chapter. page: where to go on, with what an earlier session found; None to begin."""
     console = open_console()
     session, progress = new_session(entry.chapter, overrides), load_progress()
-    waits = pause and console.is_terminal and sys.stdin.isatty()
+    waits = pause and console.is_terminal and is_listening()
     if waits or not pause:
         session.goes_on = _goes_on(entry, progress)
     if overrides is not None and overrides.values:
