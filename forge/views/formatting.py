@@ -7,7 +7,7 @@ in powers of 1000.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forge.trace.explain import two_digits
+from forge.trace.explain import plural, two_digits
 
 NOTHING = "–"
 """Stands where there is no figure: a run without a first token has no time to it."""
@@ -61,11 +61,6 @@ def parameters(value: int) -> str:
         if value >= limit:
             return f"{value / limit:.1f} {unit}"
     return str(value)
-
-
-def plural(value: int, noun: str, several: str = "") -> str:
-    """Format a count of things: `1 token`, `32 tokens`; `several` is the plural if an s will not do."""
-    return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {several or noun + 's'}"
 
 
 def ratio(value: float) -> str:
