@@ -270,13 +270,11 @@ class BlockScreen:
 
     def story_lines(self, width: int) -> list[Text]:
         """Return the sentences of the run: the first ones and the last ones where there are many."""
-        every = list(self.sentences)
-        if len(every) > PICTURE_SENTENCES:
+        lines = [_sentence(sentence, width) for sentence in self.sentences]
+        if len(lines) > PICTURE_SENTENCES:
             half = PICTURE_SENTENCES // 2
-            left_out = Text(f"… {count(len(every) - 2 * half)} more", QUIET)
-            lines = [_sentence(sentence, width) for sentence in (*every[:half], *every[-half:])]
-            return [*lines[:half], left_out, *lines[half:]]
-        return [_sentence(sentence, width) for sentence in every]
+            lines[half:-half] = [Text(f"… {count(len(lines) - 2 * half)} more", QUIET)]
+        return lines
 
     def _log(self, width: int, rows: int) -> list[Text]:
         """Return the latest sentences, the last step's at the bottom and bright."""
@@ -284,9 +282,8 @@ class BlockScreen:
         if len(now) > rows:
             now = [sentence for sentence in now if not sentence.routine][:rows]
         before = [sentence for sentence in self.sentences if sentence.step < self.steps][-rows:][len(now) :]
-        lines = [_sentence(sentence, width, QUIET) for sentence in before] + [
-            _sentence(sentence, width) for sentence in now
-        ]
+        lines = [_sentence(sentence, width, QUIET) for sentence in before]
+        lines += [_sentence(sentence, width) for sentence in now]
         return lines + [Text("")] * (rows - len(lines))
 
     def _texts(self, width: int, rows: int) -> list[Text]:
