@@ -117,20 +117,14 @@ def forward_objects(records: tuple[StepRecord, ...]) -> list[dict[str, Any]]:
     for number, record in enumerate(records, start=1):
         streams.feed(record)
         tokens = [
-            {
-                "sample": streams.index_of(token.seq_id),
-                "token_id": token.token_id,
-                "text": token.text,
-                "probability": token.probability,
-            }
+            {"sample": streams.index_of(token.seq_id), **picked(token, "token_id", "text", "probability")}
             for token in record.tokens
         ]
         first = tokens[0] if tokens else {}
         objects.append(
             {
                 "step": number,
-                "phase": record.phase,
-                "tokens_computed": record.tokens_computed,
+                **picked(record, "phase", "tokens_computed"),
                 "milliseconds": record.forward_ms,
                 **{name: first.get(name) for name in ("token_id", "text", "probability")},
                 "tokens": tokens,
