@@ -57,7 +57,7 @@ class Stepper:
         if len(self._history):
             self._console.print()
 
-    def asks_for_another(self, interrupted: Callable[[], bool] = lambda: False) -> bool:
+    def asks_for_another(self, interrupted: Callable[[], bool]) -> bool:
         """Show the step that the history ends with, and return whether the reader wants another.
 
         `interrupted` is called now and then; once it is true the answer is no.
