@@ -94,11 +94,6 @@ class OutputArgs:
         if not 0 <= self.pace < float("inf"):
             raise UsageError(f"--pace is a number of steps per second, or 0 not to wait, and {self.pace} is neither")
 
-    @property
-    def shows_blocks(self) -> bool:
-        """Whether `--show blocks` was given."""
-        return self.show is not None
-
 
 @dataclass(frozen=True)
 class FormArgs:
