@@ -6,9 +6,10 @@ forge generate Once upon a time 32         the shell makes five words of it, and
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import typer
 from typer.core import TyperCommand, TyperOption
 
 from forge.errors import UsageError
@@ -159,6 +160,15 @@ def asks_for_help(args: Sequence[str]) -> bool:
 def quoted(text: str) -> str:
     """`text` in the quotation marks that a reader expects, where a shell leaves it alone in them."""
     return f'"{text}"' if not set(text) & set('"$`\\!') else shlex.quote(text)
+
+
+def command_of(function: Callable[..., Any], name: str, parser: type[Command] = Command, **more: Any) -> TyperCommand:
+    """Make a function the command `name`, with this parser or one of its kind. more: what typer takes of a command."""
+    alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    alone.command(name, cls=parser, **more)(function)
+    command = typer.main.get_command(alone)
+    assert isinstance(command, TyperCommand)
+    return command
 
 
 def adopt(commands: Iterable[Any]) -> None:
