@@ -187,10 +187,9 @@ def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
             runs.append(run_requests(llm.engine, prompts, max_tokens, concurrency))
             labels.append(run_label(llm))
             tokens = sum(map(len, prompts))
-    question = _JUDGING_QUESTIONS[versus.option]
     return report(
         {"option": versus.option, **judging_object(labels[0], versus.names, runs, tokens)},
-        lambda: judging_screen(question, labels[0], versus.names, runs, tokens, concurrency),
+        lambda: judging_screen(_JUDGING_QUESTIONS[versus.option], labels[0], versus.names, runs, tokens, concurrency),
         0 if same_answers(runs) else DIFFERENT,
     )
 
