@@ -52,7 +52,7 @@ def scheduler(console: ForgeConsole) -> None:
     workload = make_workload(
         llm.tokenizer, 64, Range.parse("16:64", ""), Range.parse("64", ""), Arrival.parse("all"), seed=0
     )
-    history = new_history(llm, llm.engine)
+    history = new_history(llm)
     advance(llm, llm.engine, WorkloadRun(llm.engine, workload), lambda record: None, history=history)
     draw_busiest_step(console, history)
 

@@ -227,12 +227,12 @@ def _draw_check(console: Console, check: Check, session: Session) -> None:
     for judged in session.judge(check.claims):
         sentence = Text.assemble(symbols[judged.holds], session.fill(judged.claim.sentence))
         print_hanging(console, sentence, _MARK, MAX_WIDTH)
+        if judged.holds:
+            continue
+        why = session.fill(judged.claim.unclaimed) if judged.unclaimed else UNKNOWN
         if judged.holds is False:
             why = session.fill(judged.claim.otherwise) or REFUTED
-            print_hanging(console, Text(f"{' ' * _MARK}{why}", QUIET), _MARK, MAX_WIDTH)
-        elif judged.holds is None:
-            why = session.fill(judged.claim.unclaimed) if judged.unclaimed else UNKNOWN
-            print_hanging(console, Text(f"{' ' * _MARK}{why}", QUIET), _MARK, MAX_WIDTH)
+        print_hanging(console, Text(f"{' ' * _MARK}{why}", QUIET), _MARK, MAX_WIDTH)
 
 
 def _draw_recap(console: Console, recap: Recap, session: Session) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from forge.cache.kv_storage import DEFAULT_KV_DTYPE, KV_ITEM_BYTES, vector_bytes
 from forge.model.catalog import DEFAULT_MODEL, is_hash_model, model_name, resolve_model
+from forge.views.json_output import picked
 
 BUSY_SHARE = 0.25
 """Other programs' share of all processors from which on a run counts as disturbed."""
@@ -89,13 +90,9 @@ def model_facts(name: str = DEFAULT_MODEL, kv_dtype: str | None = None) -> dict[
         return _facts(
             model_name(path),
             kv_dtype or DEFAULT_KV_DTYPE,
-            num_layers=config.num_layers,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            num_attention_heads=config.num_attention_heads,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            **picked(config, "num_layers", "head_dim", "vocab_size"),
+            **picked(config, "num_attention_heads", "hidden_size", "intermediate_size"),
             weight_bytes=source.nbytes,
         )
 

@@ -24,7 +24,7 @@ from forge.book.progress import Progress, save_progress
 from forge.book.review import note_answers
 from forge.book.session import Session, parse_guess
 from forge.errors import ForgeError
-from forge.views.keys import EOF, Keys, open_keys, read_line
+from forge.views.keys import BACK_KEYS, EOF, NEXT_KEYS, Keys, open_keys, read_line
 from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE
 from forge.views.terminal import can_redraw, print_hanging
 from forge.views.text import one_line
@@ -34,8 +34,6 @@ AROUND = 4
 LEAST = 4
 MOST_CUT = 4
 """Source loses up to so many lines if it then fits below the text that leads to it."""
-_NEXT = ("enter", "space", "right", "down", "page-down", "n")
-_BACK = ("backspace", "left", "up", "page-up", "b")
 _QUIT = (EOF, "q")
 _HELP = ("?", "h")
 _KEYS = (
@@ -103,10 +101,10 @@ class Pager:
             self._console.print(Text("  ").join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in choices))
             while True:
                 key = keys.read_key()
-                if key in _NEXT:
+                if key in NEXT_KEYS:
                     self.resume()
                     return left
-                if key in _BACK:
+                if key in BACK_KEYS:
                     return 0
                 if key in _QUIT:
                     return None
@@ -238,9 +236,9 @@ class Pager:
             return True
         if key in _HELP:
             self._help(keys)
-        if key in _NEXT:
+        if key in NEXT_KEYS:
             return self._forward(num_screens)
-        if key in _BACK:
+        if key in BACK_KEYS:
             self._back()
         elif key == "a" and self._runs():
             self._again(keys, self._runs()[0])
@@ -291,7 +289,7 @@ class Pager:
             self._typed += key
         elif key == "space" and self._typed:
             self._typed += " "
-        elif key in _NEXT and not passes:
+        elif key in NEXT_KEYS and not passes:
             self._passed, self._objection = True, _PASSES
         else:
             return False

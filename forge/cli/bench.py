@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from forge import bench as benchmarks
-from forge.cli.parsing import Command
+from forge.cli.parsing import command_of
 from forge.drop_ins import first_lines
 
 _FIRST = "`forge bench "
@@ -42,11 +42,8 @@ class Benchmarks(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands and cmd_name in names():
             name = cmd_name.replace("-", "_")
-            alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-            alone.command(cmd_name, cls=Command)(
-                getattr(import_module(f"{benchmarks.__name__}.{name}"), f"bench_{name}")
-            )
-            self.commands[cmd_name] = typer.main.get_command(alone)
+            function = getattr(import_module(f"{benchmarks.__name__}.{name}"), f"bench_{name}")
+            self.commands[cmd_name] = command_of(function, cmd_name)
         return self.commands.get(cmd_name)
 
 

@@ -6,7 +6,6 @@ are command lines with `--only run`, run in this process.
 """
 
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -24,11 +23,13 @@ from forge.book.session import Session
 from forge.cli import completion, options
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
+from forge.cli.parsing import is_whole
 from forge.cli.run_control import INTERRUPTED, Found
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import flag_of, option
 from forge.views.formatting import plural
+from forge.views.keys import is_listening
 from forge.views.screen import Report, draw, report
 from forge.views.terminal import open_console
 
@@ -290,13 +291,9 @@ def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
     if texts.get("prompt") == "":
         raise UsageError("the prompt is empty: give it at least one word")
     for name in _COUNTS:
-        if _is_whole(texts.get(name, "")) and int(texts[name]) < 1:
+        if is_whole(texts.get(name, "")) and int(texts[name]) < 1:
             named = name if name == "max_tokens" else flag_of(name)  # which is an argument of some chapters
             raise UsageError(f"{named} must be at least 1, got {texts[name]}")
-
-
-def _is_whole(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
 
 
 def _as_written(value: object) -> str | tuple[str, ...]:
@@ -307,7 +304,7 @@ def _read(entry: "Entry", *, pause: bool, overrides: "Given | None" = None, page
     """Read a chapter. page: where to go on, with what an earlier session found; None to begin."""
     console = open_console()
     session, progress = new_session(entry.chapter, overrides), load_progress()
-    waits = pause and console.is_terminal and sys.stdin.isatty()
+    waits = pause and console.is_terminal and is_listening()
     if waits or not pause:
         session.goes_on = _goes_on(entry, progress)
     if overrides is not None and overrides.values:

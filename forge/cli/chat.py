@@ -31,9 +31,9 @@ def chat(
     """
     from forge.views.chat import ChatView
 
-    blocks, subscriber = output.shows_blocks, StepSubscriber(output.trace, output.step)
+    subscriber = StepSubscriber(output.trace, output.step)
     llm = create_llm(engine_args)
-    llm.engine.scheduler.keep_block_map = blocks
+    llm.engine.scheduler.keep_block_map = output.show == "blocks"
     view = ChatView(open_console(), run_label(llm))
     view.welcome()
     _converse(llm, llm.chat_session(system), sampling, view, subscriber)

@@ -25,7 +25,7 @@ from forge.views.comparison import (
     interrupted_screen,
     question_for,
 )
-from forge.views.screen import Report, draw, report
+from forge.views.screen import draw, report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
@@ -109,14 +109,14 @@ def compare(
     versus = versus_of(ctx)
     runs_many = any(options.was_given(ctx, option) for option in _OF_MANY)
     _settle(ctx, versus, runs_many)
-    if _is_judging(versus):
+    if versus.option in _JUDGING_QUESTIONS:
         return _compare_judging(ctx, versus)
     if runs_many:
         return _compare_many(ctx, versus)
     if prompts is None:
         texts = [options.read_prompt(prompt)]
     else:
-        texts, max_tokens = options.read_prompts(prompts), _number_alone(ctx, prompt, max_tokens)
+        texts, max_tokens = options.read_prompts(prompts), _number_alone(ctx, max_tokens)
     question = question_for(versus.option)
     console = open_console()
     sides: list[Side] = []
@@ -141,7 +141,7 @@ def compare(
 def _settle(ctx: typer.Context, versus: Versus, runs_many: bool) -> None:
     """Give both sides the cache that they need, unless one was given, and take an option from the side where it means
     nothing. Raises `UsageError` for one that means nothing on both."""
-    left, right, judges = ctx.params, versus.right, _is_judging(versus)
+    left, right, judges = ctx.params, versus.right, versus.option in _JUDGING_QUESTIONS
     more = {"planned": judges, "many": runs_many or judges}
     more["prompted"] = options.was_given(ctx, "prompt") and not _is_number_alone(ctx)
     speculates = any(side["speculate"] not in (None, "off") for side in (left, right))
@@ -157,31 +157,20 @@ def _settle(ctx: typer.Context, versus: Versus, runs_many: bool) -> None:
 
 
 def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
-    """Requests that come all at once: a file's, judge requests, or the prompt that was given. By default they
-    have answers of one token."""
-    stated = {name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)}
-    params, texts = ctx.params, None
-    max_tokens = params["max_tokens"] if stated & {"prompt", "max_tokens"} else 1
-    if params["prompts"] is not None or params["requests"] is not None:
-        max_tokens = _number_alone(ctx, params["prompt"], max_tokens)
-        texts = options.read_prompts(params["prompts"]) if params["prompts"] is not None else None
-    elif "prompt" in stated:
-        texts = [options.read_prompt(params["prompt"])]
-    return _judge(params, versus, texts, max_tokens)
-
-
-def _is_judging(versus: Versus) -> bool:
-    """Return whether a comparison is one of requests that begin alike."""
-    return versus.option in _JUDGING_QUESTIONS
-
-
-def _judge(left: Mapping[str, Any], versus: Versus, texts: Sequence[str] | None, max_tokens: int) -> Report:
-    """Run the texts, or `--requests` judge requests, on both sides: all at once, or a few at a time where the question
-    is what stays cached between them."""
+    """Requests that begin alike: a file's, judge requests, or the prompt that was given. They come all at once, or a
+    few at a time where the question is what stays cached between them. By default they have answers of one token."""
     from forge.views.progress import progress_line
     from forge.views.request_sets import judging_object, judging_screen, same_answers
     from forge.workload.judging import judge_prompts, returning_prompts, run_requests
 
+    left, texts = ctx.params, None
+    has_prompt = options.was_given(ctx, "prompt")
+    max_tokens = left["max_tokens"] if has_prompt or options.was_given(ctx, "max_tokens") else 1
+    if left["prompts"] is not None or left["requests"] is not None:
+        max_tokens = _number_alone(ctx, max_tokens)
+        texts = options.read_prompts(left["prompts"]) if left["prompts"] is not None else None
+    elif has_prompt:
+        texts = [options.read_prompt(left["prompt"])]
     for side in (left, versus.right):  # before anything is loaded
         _config(side)
     runs, labels, tokens = [], [], 0
@@ -199,11 +188,10 @@ def _judge(left: Mapping[str, Any], versus: Versus, texts: Sequence[str] | None,
             runs.append(run_requests(llm.engine, prompts, max_tokens, concurrency))
             labels.append(run_label(llm))
             tokens = sum(map(len, prompts))
-    question = _JUDGING_QUESTIONS[versus.option]
     return report(
         {"option": versus.option, **judging_object(labels[0], versus.names, runs, tokens)},
-        lambda: judging_screen(question, labels[0], versus.names, runs, tokens, concurrency),
-        0 if same_answers(runs) else 1,
+        lambda: judging_screen(_JUDGING_QUESTIONS[versus.option], labels[0], versus.names, runs, tokens, concurrency),
+        0 if same_answers(runs) else DIFFERENT,
     )
 
 
@@ -215,17 +203,17 @@ def _config(side: Mapping[str, Any]) -> dict[str, bool]:
     return {"prefill_only": CLASSES[value]}
 
 
-def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
+def _number_alone(ctx: typer.Context, max_tokens: int) -> int:
     """MAX_TOKENS where the prompts are not on the command line: what stands in their place can only be that.
 
     Raises `UsageError` for a prompt beside them.
     """
-    stated = [name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)]
-    if not stated:
-        return max_tokens
+    prompt = ctx.params["prompt"]
     if _is_number_alone(ctx):
         return int(prompt)
-    raise UsageError(f"--prompts or --requests says what is asked: leave out {prompt!r}, and give MAX_TOKENS alone")
+    if options.was_given(ctx, "prompt") or options.was_given(ctx, "max_tokens"):
+        raise UsageError(f"--prompts or --requests says what is asked: leave out {prompt!r}, and give MAX_TOKENS alone")
+    return max_tokens
 
 
 def _is_number_alone(ctx: typer.Context) -> bool:

@@ -45,7 +45,7 @@ class Finding:
 @command
 def doctor() -> Report:
     """Look over this machine: Python, CPU, memory, libraries, GPU, models. Exit status 1 if something needs mending."""
-    findings = list(_examine())
+    findings = [*_system(), *_libraries(), *_devices(), *_models(), *_tokenizer()]
     facts = {"healthy": is_healthy(findings), "findings": findings}
     return report(facts, lambda: screen(findings), 0 if is_healthy(findings) else NEEDS_MENDING)
 
@@ -72,14 +72,6 @@ def _cells(finding: Finding) -> list[Text]:
     sign, style = _SIGNS[finding.level]
     text = Text(one_line(finding.text), TROUBLE if finding.level == "trouble" else "")
     return [Text(sign, style), Text(one_line(finding.name), QUIET), text]
-
-
-def _examine() -> Iterator[Finding]:
-    yield from _system()
-    yield from _libraries()
-    yield from _devices()
-    yield from _models()
-    yield from _tokenizer()
 
 
 def _system() -> Iterator[Finding]:
@@ -244,26 +236,18 @@ def _tokenizer() -> Iterator[Finding]:
 
 
 def _requirements() -> "list[Requirement]":
-    """Return the requirements of pyproject.toml for this machine, and those of its extras that are installed."""
+    """Return the requirements of pyproject.toml for this machine, and those of its extra cuda that are installed."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement
 
-    declared = [Requirement(line) for line in requires(PACKAGE) or ()]
-    needed = [
-        requirement
-        for requirement in declared
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    ]
-    extras = [
-        requirement
-        for requirement in declared
-        if requirement not in needed
-        and requirement.marker is not None
-        and any(requirement.marker.evaluate({"extra": extra}) for extra in ("cuda", "serve"))
-        and _version(requirement.name) is not None
-    ]
-    return needed + extras
+    def applies(requirement: Requirement) -> bool:
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"extra": ""}):
+            return True
+        return marker.evaluate({"extra": "cuda"}) and _version(requirement.name) is not None
+
+    return [requirement for requirement in map(Requirement, requires(PACKAGE) or ()) if applies(requirement)]
 
 
 def _version(package: str) -> str | None:

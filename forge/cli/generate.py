@@ -52,14 +52,13 @@ def generate(
 
     [dim]forge generate --choice happy --choice sad "The fox had lost his lantern. He was"[/dim]
     """
-    blocks, text = output.shows_blocks, options.read_prompt(prompt)
-    prompt_logprobs = sampling.prompt_logprobs
+    text, prompt_logprobs = options.read_prompt(prompt), sampling.prompt_logprobs
     if prompt_logprobs is None and echo and max_tokens == 0:
         sampling = replace(sampling, prompt_logprobs=0)
     params = replace(sampling, max_tokens=max_tokens, structured=form.structured_output())
     subscriber = StepSubscriber(output.trace, output.step)
     llm = create_llm(engine_args)
-    llm.engine.scheduler.keep_block_map = blocks
+    llm.engine.scheduler.keep_block_map = output.show == "blocks"
     llm.engine.report_probabilities = output.json or subscriber.is_on
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
 

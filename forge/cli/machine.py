@@ -36,13 +36,9 @@ def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
 
 def memory_bytes(root: Path = Path("/")) -> tuple[int | None, int | None]:
     """(in all, available), the machine's or the container's, whichever is less."""
-    total = available = None
-    for line in _lines(root / "proc/meminfo"):
-        name, _, rest = line.partition(":")
-        if name == "MemTotal":
-            total = int(rest.split()[0]) * 1024
-        elif name == "MemAvailable":
-            available = int(rest.split()[0]) * 1024
+    amounts = [line.partition(":") for line in _lines(root / "proc/meminfo")]
+    known = {name: int(kilobytes.split()[0]) * 1024 for name, _, kilobytes in amounts if name.startswith("Mem")}
+    total, available = known.get("MemTotal"), known.get("MemAvailable")
     if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit, used in _memory_limits(root):
@@ -97,9 +93,5 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _words(path: Path) -> list[str]:
-    return " ".join(_lines(path)).split()
-
-
 def _first_word(path: Path) -> str | None:
-    return next(iter(_words(path)), None)
+    return next(iter(" ".join(_lines(path)).split()), None)

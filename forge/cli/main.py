@@ -121,10 +121,10 @@ class _Commands(TyperGroup):
 
 
 def _loaded(name: str) -> TyperCommand | TyperGroup:
-    from forge.cli.parsing import Command, adopt
+    from forge.cli.parsing import Command, adopt, command_of
     from forge.cli.versus import VersusCommand
 
-    help, alone = None, typer.Typer(add_completion=False, rich_markup_mode="rich")
+    help = None
     if name in experiments.summaries():
         defined, help = experiments.load(name)
     else:
@@ -134,10 +134,7 @@ def _loaded(name: str) -> TyperCommand | TyperGroup:
         adopt(defined.registered_commands)
         return typer.main.get_group(defined)
     parser = VersusCommand if name == "compare" else Command
-    alone.command(name, help=help, cls=parser, **_SETTINGS.get(name, {}))(defined)
-    command = typer.main.get_command(alone)
-    assert isinstance(command, TyperCommand)
-    return command
+    return command_of(defined, name, parser, help=help, **_SETTINGS.get(name, {}))
 
 
 app = typer.Typer(

@@ -94,11 +94,6 @@ class OutputArgs:
         if not 0 <= self.pace < float("inf"):
             raise UsageError(f"--pace is a number of steps per second, or 0 not to wait, and {self.pace} is neither")
 
-    @property
-    def shows_blocks(self) -> bool:
-        """Whether `--show blocks` was given."""
-        return self.show is not None
-
 
 @dataclass(frozen=True)
 class FormArgs:
@@ -173,13 +168,6 @@ def parse_numbers(text: str, flag: str, example: str, what: str = "numbers", lea
     if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
         raise UsageError(f"{flag} takes {what} from {least} with commas, such as {example}, and not {text!r}")
     return [int(part) for part in parts]
-
-
-def model_label(model: str) -> str:
-    """Return a short name for a model that is being loaded."""
-    from forge.model.catalog import model_name
-
-    return model_name(Path(model)) or model
 
 
 def shown_path(path: Path) -> str:

@@ -6,9 +6,10 @@ forge generate Once upon a time 32         the shell makes five words of it, and
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import typer
 from typer.core import TyperCommand, TyperOption
 
 from forge.errors import UsageError
@@ -103,7 +104,7 @@ class Command(TyperCommand):
             return
         numbers = [argument for argument in arguments if argument not in texts]
         at_end = words[len(texts) : len(arguments)]
-        not_whole = next((word.text for word in at_end if not _is_whole(word.text)), None)
+        not_whole = next((word.text for word in at_end if not is_whole(word.text)), None)
         if not_whole is not None:
             mistake = f"{numbers[0].metavar} is a whole number, and {not_whole!r} is none"
         elif too_many > 0:
@@ -119,7 +120,7 @@ class Command(TyperCommand):
     @staticmethod
     def _quoted_line(path: str, args: Sequence[str], words: Sequence[Word], num_texts: int, with_number: bool) -> str:
         """Return the command line with its words in quotes, as `num_texts` texts and, if the last is one, a number."""
-        number = [word.text for word in words[-1:] if with_number and _is_whole(word.text)]
+        number = [word.text for word in words[-1:] if with_number and is_whole(word.text)]
         spoken = [word.text for word in words[: len(words) - len(number)]]
         first = len(spoken) - num_texts + 1
         texts = [" ".join(spoken[:first]), *spoken[first:]]
@@ -161,6 +162,15 @@ def quoted(text: str) -> str:
     return f'"{text}"' if not set(text) & set('"$`\\!') else shlex.quote(text)
 
 
+def command_of(function: Callable[..., Any], name: str, parser: type[Command] = Command, **more: Any) -> TyperCommand:
+    """Make a function the command `name`, with this parser or one of its kind. more: what typer takes of a command."""
+    alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    alone.command(name, cls=parser, **more)(function)
+    command = typer.main.get_command(alone)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
 def adopt(commands: Iterable[Any]) -> None:
     """Give the commands of a `typer.Typer` this parser."""
     for command in commands:
@@ -168,5 +178,5 @@ def adopt(commands: Iterable[Any]) -> None:
             command.cls = Command
 
 
-def _is_whole(text: str) -> bool:
+def is_whole(text: str) -> bool:
     return text.removeprefix("-").isdecimal()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import typer
 
-from forge.cli.options import model_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import INTERRUPTED, ForgeError, UsageError
@@ -27,11 +26,10 @@ from forge.views.terminal import open_console, open_error_console
 if TYPE_CHECKING:
     import numpy as np
 
-    from forge.engine.engine import Engine
     from forge.engine.outputs import RequestOutput
     from forge.llm import LLM, Prompt
     from forge.trace.pauses import Pauses
-    from forge.trace.recorder import TraceHeader, TraceWriter
+    from forge.trace.recorder import TraceHeader
     from forge.trace.records import StepRecord
     from forge.views.block_map import CacheFigures
     from forge.views.blocks import BlockScreen
@@ -45,9 +43,10 @@ Found = Any
 def create_llm(engine_args: EngineArgs | str, **changed: Any) -> "LLM":
     """Load the model, with some options changed. Standard error shows the progress."""
     from forge.llm import LLM
+    from forge.model.catalog import model_name
 
     args = EngineArgs(engine_args) if isinstance(engine_args, str) else engine_args
-    with LoadingBar(open_error_console(), model_label(str(args.model))) as bar:
+    with LoadingBar(open_error_console(), model_name(Path(str(args.model))) or str(args.model)) as bar:
         return LLM.from_engine_args(replace(args, on_load_progress=bar, on_compile_progress=bar.compiling, **changed))
 
 
@@ -95,21 +94,19 @@ class StepSubscriber:
             from forge.views.stepper import require_terminal
 
             require_terminal(open_console())
-        self._writer = self._new_writer(trace) if trace is not None else None
+        self._writer = None
+        if trace is not None:
+            from forge.trace.recorder import TraceWriter
 
-    @staticmethod
-    def _new_writer(trace: Path) -> "TraceWriter":
-        from forge.trace.recorder import TraceWriter
-
-        return TraceWriter(trace)
+            self._writer = TraceWriter(trace)
 
     @property
     def is_on(self) -> bool:
         return self.steps or self._writer is not None
 
-    def begin(self, llm: "LLM", engine: "Engine") -> None:
+    def begin(self, llm: "LLM") -> None:
         if self._writer is not None:
-            self._writer.begin(trace_header(llm, engine))
+            self._writer.begin(trace_header(llm))
 
     def record(self, record: "StepRecord | EndRecord") -> None:
         if self._writer is not None:
@@ -127,7 +124,7 @@ def drive(
     subscriber: StepSubscriber = NO_SUBSCRIBER,
 ) -> RunResult:
     """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
-    return replace(advance(llm, llm.engine, run, on_step, subscriber), sampled=not params.greedy)
+    return replace(advance(llm, run, on_step, subscriber), sampled=not params.greedy)
 
 
 REPEATS, REPEAT_SECONDS = 3, 10.0
@@ -178,7 +175,6 @@ class RepeatedRun:
 
 def advance(
     llm: "LLM",
-    engine: "Engine",
     run: AnyRun,
     on_step: "Callable[[StepRecord], None]",
     subscriber: StepSubscriber = NO_SUBSCRIBER,
@@ -189,14 +185,14 @@ def advance(
     `ForgeError` if a sample ended as an `error`."""
     from forge.trace.pauses import Pauses
 
-    subscriber.begin(llm, engine)
+    subscriber.begin(llm)
     pauses, stepper = Pauses(), None
     records: list[StepRecord] = []
     steps: Iterable[StepRecord] = run
     if subscriber.steps:
         from forge.views.stepper import Stepper
 
-        history = history if history is not None else new_history(llm, engine)
+        history = history if history is not None else new_history(llm)
         stepper, steps = Stepper(open_console(), history), map(pauses.step, run)
     ended_early = False
     with interruption() as requested, stepper or nullcontext():
@@ -240,31 +236,28 @@ def _without_pauses(output: "RequestOutput", pauses: "Pauses") -> "RequestOutput
     return replace(output, outputs=samples)
 
 
-def new_history(llm: "LLM", engine: "Engine") -> "History":
+def new_history(llm: "LLM") -> "History":
     from forge.views.history import History
 
-    config = engine.scheduler.config
+    config = llm.engine.scheduler.config
     return History(run_label(llm), config.max_num_seqs, config.order_name)
 
 
-def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
+def trace_header(llm: "LLM") -> "TraceHeader":
     """Describe a run for the first line of its trace."""
     from forge.trace.recorder import TraceHeader
 
-    label, config = run_label(llm), engine.scheduler.config
+    config = llm.engine.scheduler.config
     return TraceHeader(
-        label.model,
-        label.kv,
-        label.device,
-        label.device_description,
-        config.max_num_seqs,
-        config.token_budget,
-        config.chunked_prefill,
-        config.order_name,
-        config.preempt_name,
-        config.preemption,
-        config.num_host_blocks,
-        tuple(sys.argv[1:]),
+        **vars(run_label(llm)),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.token_budget,
+        chunked_prefill=config.chunked_prefill,
+        order=config.order_name,
+        preempt=config.preempt_name,
+        preemption=config.preemption,
+        num_host_blocks=config.num_host_blocks,
+        command=tuple(sys.argv[1:]),
     )
 
 
@@ -323,7 +316,7 @@ def drive_arrivals(
     if keep_logits:
         llm.engine.on_logits.append(lambda seq_id, row: logits.setdefault(seq_id, []).append(row))
     try:
-        driven = advance(llm, llm.engine, run, on_step)
+        driven = advance(llm, run, on_step)
     finally:
         llm.engine.on_logits.clear()
         run.abort()

@@ -144,12 +144,9 @@ def watch(
 
     [dim]forge watch http://127.0.0.1:8080[/dim]
     """
-
-    def say() -> None:
-        open_error_console().print(f"{url}: its steps as they happen; Ctrl-C ends the watching", style=QUIET)
-
+    told = f"{url}: its steps as they happen; Ctrl-C ends the watching"
     with Traffic(open_console(), RunLabel(url, "", "", "")) as traffic:
-        for record in steps_of(url, api_key, say):
+        for record in steps_of(url, api_key, lambda: open_error_console().print(told, style=QUIET)):
             traffic.step(record)
     return 0
 

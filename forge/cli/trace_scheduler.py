@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Annotated
 
 from forge.cli.arguments import Takes, command
@@ -58,15 +59,14 @@ def trace_scheduler(
     llm, console = create_llm(engine_args), open_console()
     planned = asked.made(llm.tokenizer, priorities=engine_args.order == "priority")
     if limits:
-        given = [limits[number % len(limits)] for number in range(len(planned.requests))]
-        of_tenants = zip(planned.requests, given, strict=True)
+        of_tenants = zip(planned.requests, cycle(limits), strict=False)
         planned = replace(
             planned, requests=tuple(replace(request, num_speculative_tokens=limit) for request, limit in of_tenants)
         )
-    history, run = new_history(llm, llm.engine), WorkloadRun(llm.engine, planned)
+    history, run = new_history(llm), WorkloadRun(llm.engine, planned)
     quiet = output.json or subscriber.steps or not (output.lines or can_redraw(console))
     with ServingView(console, history, quiet) as view:
-        driven = advance(llm, llm.engine, run, view.step, subscriber, history)
+        driven = advance(llm, run, view.step, subscriber, history)
     if not history.records and run.refused:
         raise UsageError(f"no request can run: {run.refused[0][1]}")
     history.end([end_record(output) for output in run.outputs])

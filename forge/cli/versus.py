@@ -10,7 +10,6 @@ command can vary, each value is checked like any other, and an option added to t
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from typer import Context
@@ -99,9 +98,7 @@ def versus_of(ctx: Context) -> Versus:
     return ctx.meta[_META]
 
 
-def split_versus(
-    args: Sequence[str], value_options: Mapping[str, str], switches: Mapping[str, Switch] = MappingProxyType({})
-) -> SplitLine:
+def split_versus(args: Sequence[str], value_options: Mapping[str, str], switches: Mapping[str, Switch]) -> SplitLine:
     """Find the one `OPTION A vs B` (or `OPTION=A vs B`, or `--switch vs --no-switch`) among `args`, wherever it stands.
 
     `value_options` maps the spellings of options that take a value to their first spelling. Raises `UsageError` if

@@ -11,6 +11,7 @@ would have to derive from their classes, and importing either takes 100 ms.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -36,8 +37,6 @@ def codec_of(annotation: Any) -> Codec:
     origin = get_origin(annotation)
     if annotation in _PLURAL:
         return _plain(annotation)
-    if annotation is NoneType:
-        return Codec(lambda value: value, _decode_none)
     if origin is Literal:
         return _literal(get_args(annotation))
     if origin is tuple:
@@ -73,11 +72,6 @@ def _is_plain(value: Any, kind: type) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _decode_none(value: Any, where: str) -> None:
-    if value is not None:
-        raise ValueError(f"{where} is {value!r} and should be null")
-
-
 def _literal(allowed: tuple[Any, ...]) -> Codec:
     def decode(value: Any, where: str) -> Any:
         if value not in allowed:
@@ -109,42 +103,36 @@ def _tuple(members: tuple[Any, ...]) -> Codec:
 
 
 def _union(members: tuple[Any, ...]) -> Codec:
-    records = [member for member in members if _is_record(member)]
-    if len(records) > 1:
-        return _tagged(records, NoneType in members)
-    plain_types = [member for member in members if member not in (NoneType, *records)]
-    codecs = [codec_of(member) for member in (*records, *plain_types)]
-
-    def encode(value: Any) -> Any:
-        if value is None or not (records or len(plain_types) == 1):
-            return value
-        return codecs[0].encode(value)
+    kinds = [member for member in members if member is not NoneType]
+    present = _tagged(kinds) if len(kinds) > 1 and _is_record(kinds[0]) else _any_of(kinds)
 
     def decode(value: Any, where: str) -> Any:
-        if value is None and NoneType in members:
-            return None
+        return None if value is None and NoneType in members else present.decode(value, where)
+
+    return Codec(lambda value: None if value is None else present.encode(value), decode)
+
+
+def _any_of(kinds: Sequence[Any]) -> Codec:
+    """Return the codec of a single type, or of plain types, such as text and whole numbers, that JSON tells apart."""
+    codecs = [codec_of(kind) for kind in kinds]
+
+    def decode(value: Any, where: str) -> Any:
         for codec in codecs[:-1]:
-            try:
+            with suppress(ValueError):
                 return codec.decode(value, where)
-            except ValueError:
-                continue
         return codecs[-1].decode(value, where)
 
-    return Codec(encode, decode)
+    return Codec(codecs[0].encode, decode)
 
 
-def _tagged(records: Sequence[type], optional: bool) -> Codec:
+def _tagged(records: Sequence[type]) -> Codec:
     by_name = {record.__name__: codec_of(record) for record in records}
 
     def encode(value: Any) -> Any:
-        if value is None:
-            return None
         name = type(value).__name__
         return {TAG: name} | by_name[name].encode(value)
 
     def decode(value: Any, where: str) -> Any:
-        if value is None and optional:
-            return None
         name = _require(value, dict, where).get(TAG)
         if name not in by_name:
             raise ValueError(f"{where} is {name!r} and should be one of {', '.join(by_name)}")
@@ -186,10 +174,7 @@ def _record(kind: type) -> Codec:
 def _defaults(kind: Any) -> dict[str, Any]:
     """Return each field of a record with its default value, or MISSING."""
     if is_dataclass(kind):
-        return {
-            field.name: field.default if field.default_factory is MISSING else field.default_factory()
-            for field in fields(kind)
-        }
+        return {field.name: field.default for field in fields(kind)}
     return {name: kind._field_defaults.get(name, MISSING) for name in kind._fields}
 
 

@@ -48,6 +48,11 @@ def class_name(phase: Phase | ExecutionClass) -> str:
     return "prefill-only" if phase == "prefill_only" else phase
 
 
+def plural(number: int, noun: str, several: str = "") -> str:
+    """Format a count of things: `1 token`, `32 tokens`; `several` is the plural if an s will not do."""
+    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+
+
 def two_digits(value: float) -> str:
     """Format with one decimal, and two significant digits below 1: `12.3`, `2.1`, `0.21`, `0.021`."""
     size = abs(value)
@@ -70,16 +75,16 @@ def explain(reason: Reason, name: NameOf = _seq) -> str:
         case Deferred(owner, num_tokens):
             return f"deferred: {name(owner)} computes the same {num_tokens}-token prefix"
         case HostPoolFull(needed, free):
-            return f"no swap: needs {_plural(needed, 'host block')}, free {free}"
+            return f"no swap: needs {plural(needed, 'host block')}, free {free}"
         case PoolExhausted(num_tokens):
-            return f"the pool holds {_plural(num_tokens, 'token')}"
+            return f"the pool holds {plural(num_tokens, 'token')}"
         case _:
             assert_never(reason)
 
 
 def explain_admission(admission: AdmitRecord) -> str:
     """Explain an admission: `6 blocks; 32 tokens from the cache`."""
-    blocks, cached = _plural(admission.num_blocks, "block"), _plural(admission.num_cached, "token")
+    blocks, cached = plural(admission.num_blocks, "block"), plural(admission.num_cached, "token")
     match admission.how:
         case "new":
             text = blocks
@@ -98,9 +103,9 @@ def explain_preemption(record: PreemptRecord, name: NameOf = _seq) -> str:
     """Explain a preemption: `victim of seq 12: needed 1, free 0; lifo; 37 tokens to recompute`."""
     match record.preemption:
         case "recompute":
-            cost = f"{_plural(record.tokens_lost, 'token')} to recompute"
+            cost = f"{plural(record.tokens_lost, 'token')} to recompute"
         case "swap":
-            cost = f"{_plural(record.blocks_freed, 'block')} to the host's pool"
+            cost = f"{plural(record.blocks_freed, 'block')} to the host's pool"
         case _:
             assert_never(record.preemption)
     return f"{_victim_of(record, name)}; {cost}{_fallback(record)}"
@@ -126,7 +131,7 @@ def explain_undrafted(undrafted: Undrafted) -> str:
     x); again in 63 …`."""
     match undrafted.reason:
         case "measures":
-            return f"{_plural(undrafted.left or 0, 'plain step')} to go, to know what one takes"
+            return f"{plural(undrafted.left or 0, 'plain step')} to go, to know what one takes"
         case "off":
             return f"{why_off(undrafted.decision)}{_again(undrafted)}"
         case "no_proposal":
@@ -153,7 +158,7 @@ def why_off(decision: SpecDecision | None) -> str:
 
 
 def _again(undrafted: Undrafted) -> str:
-    return "" if undrafted.left is None else f"; again in {_plural(undrafted.left, 'token')}"
+    return "" if undrafted.left is None else f"; again in {plural(undrafted.left, 'token')}"
 
 
 def explain_finish(finish: FinishRecord) -> str:
@@ -191,11 +196,11 @@ def explain_wait(wait: Wait, seq_id: int) -> str:
     """Explain a wait: `waited 12 steps (31.0 ms): queued behind seq 32, which needed 8 blocks and 2 were free`."""
     again = "" if wait.preemption is None else " again"
     verb = "waited" if wait.ended else "has waited"
-    begin = f"{verb}{again} {_plural(wait.num_steps, 'step')} ({two_digits(wait.seconds * 1e3)} ms)"
+    begin = f"{verb}{again} {plural(wait.num_steps, 'step')} ({two_digits(wait.seconds * 1e3)} ms)"
     texts = [_because(cause, seq_id) for cause in wait.causes]
     if len(texts) > 1:
         pairs = zip(wait.causes, texts, strict=True)
-        texts = [f"for {_plural(cause.num_steps, 'step')} {text}" for cause, text in pairs]
+        texts = [f"for {plural(cause.num_steps, 'step')} {text}" for cause, text in pairs]
     return f"{begin}: {'; '.join(texts)}" if texts else begin
 
 
@@ -209,9 +214,9 @@ def explain_preempted(wait: Wait) -> str:
     elif record.tokens_lost == 0:
         cost = "no token had been computed"
     elif wait.tokens_recomputed == record.tokens_lost:
-        cost = f"{_plural(record.tokens_lost, 'token')} recomputed"
+        cost = f"{plural(record.tokens_lost, 'token')} recomputed"
     else:
-        cost = f"{_plural(record.tokens_lost, 'token')} lost, {wait.tokens_recomputed} recomputed"
+        cost = f"{plural(record.tokens_lost, 'token')} lost, {wait.tokens_recomputed} recomputed"
     return f"preempted at step {wait.first_step}, {_victim_of(record, _seq)}; {cost}{_fallback(record)}"
 
 
@@ -223,9 +228,9 @@ def _because(cause: Cause, seq_id: int) -> str:
         case NoBlocks(needed, free):
             who = f"{behind}the last, {front}," if cause.others_before else f"queued behind {front}, which"
             who = "it" if is_own else who
-            return f"{who} needed {_plural(needed, 'block')} and {free} {'was' if free == 1 else 'were'} free"
+            return f"{who} needed {plural(needed, 'block')} and {free} {'was' if free == 1 else 'were'} free"
         case MaxNumSeqs(limit):
-            return f"{behind}{_plural(limit, 'sequence')} ran, the limit (--max-num-seqs)"
+            return f"{behind}{plural(limit, 'sequence')} ran, the limit (--max-num-seqs)"
         case NoBudget(limit, option):
             return f"{behind}other sequences had the step's {_budget(limit, option)} (--{option.replace('_', '-')})"
         case Deferred(owner, num_tokens):
@@ -238,11 +243,11 @@ def _budget(limit: int, option: BudgetOption) -> str:
     """Format a budget: `512 tokens`, `2048 prefill-only tokens`."""
     match option:
         case "max_num_batched_tokens":
-            return _plural(limit, "token")
+            return plural(limit, "token")
         case "prefill_only_tokens":
-            return _plural(limit, "prefill-only token")
+            return plural(limit, "prefill-only token")
         case "prefill_only_memory":
-            return f"{_plural(limit, 'byte')} for prefill-only requests"
+            return f"{plural(limit, 'byte')} for prefill-only requests"
         case _:
             assert_never(option)
 
@@ -257,19 +262,15 @@ def _fallback(record: PreemptRecord) -> str:
     return f" ({explain(record.fallback)})" if record.fallback is not None else ""
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def explain_route(route: RouteRecord) -> str:
     """Explain a route: `has 240 tokens of it; load 80, the least busy 40`."""
     match route.why:
         case "prefix":
-            held = _plural(route.cached_tokens, "token")
+            held = plural(route.cached_tokens, "token")
             return f"has {held} of it; load {route.load}, the least busy {route.least_load}"
         case "holder_busy":
             return (
-                f"engine {route.holder} has {_plural(route.holder_tokens, 'token')}, but its load is "
+                f"engine {route.holder} has {plural(route.holder_tokens, 'token')}, but its load is "
                 f"{route.holder_load}, here {route.load}"
             )
         case "no_prefix":

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from forge.trace.records import RequestMetrics, StepRecord
 
@@ -35,13 +36,6 @@ class Pauses:
         return replace(record, started=self.without(record.started), ended=self.without(record.ended), arrived=arrived)
 
     def metrics(self, metrics: RequestMetrics) -> RequestMetrics:
-        return replace(
-            metrics,
-            arrived=self.without(metrics.arrived),
-            admitted=self._without(metrics.admitted),
-            first_token=self._without(metrics.first_token),
-            last_token=self._without(metrics.last_token),
-        )
-
-    def _without(self, moment: float | None) -> float | None:
-        return None if moment is None else self.without(moment)
+        moments = {name: getattr(metrics, name) for name in ("arrived", "admitted", "first_token", "last_token")}
+        moved: dict[str, Any] = {name: self.without(moment) for name, moment in moments.items() if moment is not None}
+        return replace(metrics, **moved)

@@ -115,5 +115,5 @@ def _counter(name: str, at: float, /, **values: int) -> Event:
 
 
 def _instant(seq_id: int, name: str, at: float, /, **args: Any) -> Event:
-    event = {"ph": "i", "s": "t", "name": name, "cat": "forge", "pid": SEQUENCES, "tid": seq_id + 1, "ts": at}
-    return event | ({"args": args} if args else {})
+    track = {"pid": SEQUENCES, "tid": seq_id + 1}
+    return {"ph": "i", "s": "t", "name": name, "cat": "forge", **track, "ts": at, "args": args}

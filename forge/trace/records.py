@@ -5,8 +5,7 @@ the engine, so any module may import them, and writing one as JSON loses nothing
 `forge.trace.explain` puts them into words.
 """
 
-from dataclasses import dataclass, field, fields
-from statistics import fmean, median
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 from forge.reasons import (
@@ -372,11 +371,6 @@ class StepRecord:
         return sum([item.num_tokens + item.num_draft_tokens for item in self.items])
 
     @property
-    def prefill_tokens(self) -> int:
-        """The number of prompt rows, those of prefill-only requests included."""
-        return sum(item.num_tokens for item in self.items if item.phase != "decode")
-
-    @property
     def phase(self) -> Phase:
         """`decode` if every sequence in the step was decoding."""
         return "decode" if all(item.phase == "decode" for item in self.items) else "prefill"
@@ -414,12 +408,6 @@ class RequestTimes:
         """The time from arrival to the last token."""
         return _milliseconds(self.arrived, self.last_token)
 
-    @property
-    def decode_tokens_per_second(self) -> float | None:
-        """The rate of tokens after the first, between the first and the last; None with fewer than two."""
-        per_token = self.time_per_output_token_ms
-        return 1e3 / per_token if per_token else None
-
 
 def _milliseconds(begun: float | None, ended: float | None) -> float | None:
     return None if begun is None or ended is None else (ended - begun) * 1e3
@@ -435,9 +423,9 @@ class RequestMetrics(RequestTimes):
     """Seconds on the engine's monotonic clock, as for the two below."""
     first_token: float | None
     last_token: float | None
-    forward_ms: tuple[float, ...] = field(default=())
+    forward_ms: tuple[float, ...] = ()
     """Milliseconds of each forward pass that this request took part in."""
-    forward_tokens: tuple[int, ...] = field(default=())
+    forward_tokens: tuple[int, ...] = ()
     """This request's rows in each of those passes, draft tokens included."""
     admitted: float | None = None
     """Seconds on the same clock when it first began to run."""
@@ -462,22 +450,6 @@ class EndRecord:
     """Why each sample ended."""
     metrics: tuple[RequestMetrics, ...]
     """The metrics of each sample."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Five numbers that describe a list of milliseconds."""
-
-    minimum: float
-    median: float
-    maximum: float
-    mean: float
-    count: int
-
-    @classmethod
-    def of(cls, values: tuple[float, ...] | list[float]) -> "Spread":
-        """Describe a list of milliseconds. Raises ValueError for an empty list."""
-        return cls(min(values), median(values), max(values), fmean(values), len(values))
 
 
 @dataclass(frozen=True)

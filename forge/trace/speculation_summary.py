@@ -236,11 +236,6 @@ class SpeculationSummary:
     def measured(self) -> float:
         return self.plain.ms_per_token / self.speculative.ms_per_token
 
-    @property
-    def other_ms(self) -> tuple[float, float]:
-        """Return the mean milliseconds of a step outside the models: of a plain step, and of one with draft tokens."""
-        return self.plain.other_ms, self.speculative.other_ms
-
 
 def cycles_of(records: Sequence[StepRecord]) -> list[SpecCycle]:
     """Return the cycles of all steps, in order."""

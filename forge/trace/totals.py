@@ -92,9 +92,7 @@ class Totals:
 
 
 def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) -> Totals:
-    """Add up a run. Raises ValueError without a step."""
-    if not steps:
-        raise ValueError("no step, no totals")
+    """Add up a run of one step or more."""
     preempted = [preemption for step in steps for preemption in step.preempted]
     batches = [len(step.items) for step in steps]
     overtakers = times_overtaken(requests)
@@ -144,10 +142,7 @@ def times_overtaken(requests: Sequence[RequestTimeline]) -> list[int]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which `share` of all lie, interpolated between neighbours. Raises ValueError for no
-    values."""
-    if not values:
-        raise ValueError("no values, no percentile")
+    """Return the value below which `share` of one value or more lie, interpolated between neighbours."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     below = int(place)

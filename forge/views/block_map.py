@@ -7,6 +7,7 @@ more to know. Where the pool is too large for that, a character is several neigh
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rich.text import Text
@@ -96,7 +97,7 @@ def pool_lines(
     every = cells(block_map, names)
     margin = len(str(len(every))) + 2
     per_row, gap, per_cell = _map_shape(len(every), width - margin, max_rows)
-    shown = [max(every[start : start + per_cell], key=_state) for start in range(0, len(every), per_cell)]
+    shown = [max(every[start : start + per_cell], key=attrgetter("state")) for start in range(0, len(every), per_cell)]
     lines, hidden = [], 0
     if hide_free:
         used = max((place + 1 for place, cell in enumerate(shown) if cell.state != FREE), default=1)
@@ -113,10 +114,6 @@ def pool_lines(
     if per_cell > 1:
         lines.append(Text(f"each character is {per_cell} blocks and shows the most telling one", QUIET))
     return lines
-
-
-def _state(cell: Cell) -> int:
-    return cell.state
 
 
 def _map_shape(num_blocks: int, room: int, max_rows: int) -> tuple[int, int, int]:

@@ -23,7 +23,6 @@ from forge.trace.records import (
     BlockSplit,
     CacheRecord,
     ItemRecord,
-    PreemptRecord,
     PrefixHit,
     StepRecord,
     TableRecord,
@@ -58,7 +57,7 @@ class BlockStory:
 
     def __init__(self, names: SequenceNames, keeps: bool = False):
         """keeps: sequences that end retain their blocks, for a continuation."""
-        self._names, self._keeps = names, keeps
+        self._label, self._keeps = names.label, keeps
         self._before: dict[int, TableRecord] = {}
         self._steps = 0
 
@@ -73,8 +72,9 @@ class BlockStory:
         return sentences
 
     def _beginnings(self, record: StepRecord) -> Iterator[str]:
-        for preemption in record.preempted:
-            yield self._preemption(preemption)
+        for victim in record.preempted:
+            why = explain_preemption(victim, self._label)
+            yield f"{self._label(victim.seq_id)} freed {_count(victim.blocks_freed)}, {why}"
         hits = {event.seq_id: event for event in record.events if isinstance(event, PrefixHit)}
         for admission in record.admitted:
             yield self._admission(admission, hits.get(admission.seq_id), _tables(record.blocks))
@@ -165,10 +165,6 @@ class BlockStory:
         where = f": {_blocks(table.blocks)}" if table is not None else ""
         return f"{label} began{again}{where}"
 
-    def _preemption(self, preemption: PreemptRecord) -> str:
-        blocks = _count(preemption.blocks_freed)
-        return f"{self._label(preemption.seq_id)} freed {blocks}, {explain_preemption(preemption, self._label)}"
-
     def _write(self, item: ItemRecord, table: TableRecord, block_size: int) -> str:
         first, last = item.start, item.start + item.num_tokens - 1
         if first == last:
@@ -178,9 +174,6 @@ class BlockStory:
             blocks = table.blocks[first // block_size : last // block_size + 1]
             where = f"tokens {count(first + 1)} to {count(last + 1)} into {_blocks(blocks)}"
         return f"{self._label(item.seq_id)} wrote {where}"
-
-    def _label(self, seq_id: int) -> str:
-        return self._names.label(seq_id)
 
 
 def _tables(block_map: BlockMap | None) -> dict[int, TableRecord]:
@@ -277,13 +270,11 @@ class BlockScreen:
 
     def story_lines(self, width: int) -> list[Text]:
         """Return the sentences of the run: the first ones and the last ones where there are many."""
-        every = list(self.sentences)
-        if len(every) > PICTURE_SENTENCES:
+        lines = [_sentence(sentence, width) for sentence in self.sentences]
+        if len(lines) > PICTURE_SENTENCES:
             half = PICTURE_SENTENCES // 2
-            left_out = Text(f"… {count(len(every) - 2 * half)} more", QUIET)
-            lines = [_sentence(sentence, width) for sentence in (*every[:half], *every[-half:])]
-            return [*lines[:half], left_out, *lines[half:]]
-        return [_sentence(sentence, width) for sentence in every]
+            lines[half:-half] = [Text(f"… {count(len(lines) - 2 * half)} more", QUIET)]
+        return lines
 
     def _log(self, width: int, rows: int) -> list[Text]:
         """Return the latest sentences, the last step's at the bottom and bright."""
@@ -291,9 +282,8 @@ class BlockScreen:
         if len(now) > rows:
             now = [sentence for sentence in now if not sentence.routine][:rows]
         before = [sentence for sentence in self.sentences if sentence.step < self.steps][-rows:][len(now) :]
-        lines = [_sentence(sentence, width, QUIET) for sentence in before] + [
-            _sentence(sentence, width) for sentence in now
-        ]
+        lines = [_sentence(sentence, width, QUIET) for sentence in before]
+        lines += [_sentence(sentence, width) for sentence in now]
         return lines + [Text("")] * (rows - len(lines))
 
     def _texts(self, width: int, rows: int) -> list[Text]:

@@ -6,7 +6,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, repeat
+from itertools import chain, repeat, takewhile
+from operator import eq
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -308,10 +309,8 @@ def legend(comparison: Comparison) -> list[Text]:
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    for position, (our_token, their_token) in enumerate(zip(left, right, strict=False), start=1):
-        if our_token != their_token:
-            return position
-    return None if len(left) == len(right) else min(len(left), len(right)) + 1
+    common = sum(takewhile(bool, map(eq, left, right)))
+    return None if common == len(left) == len(right) else common + 1
 
 
 def _logit_difference(pairs: "Sequence[tuple[np.ndarray, np.ndarray]]") -> LogitDifference | None:

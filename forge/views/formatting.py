@@ -7,7 +7,7 @@ in powers of 1000.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forge.trace.explain import two_digits
+from forge.trace.explain import plural, two_digits
 
 NOTHING = "–"
 """Stands where there is no figure: a run without a first token has no time to it."""
@@ -22,17 +22,13 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
-def rate(value: float | None) -> str:
+def rate(value: float) -> str:
     """Format tokens per second: `1,540`, `24.6`."""
-    if value is None:
-        return NOTHING
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def size(num_bytes: int | None) -> str:
+def size(num_bytes: int) -> str:
     """Format bytes: `0`, `812 B`, `34.8 kB`, `1.1 MB`."""
-    if num_bytes is None:
-        return NOTHING
     if num_bytes == 0:
         return "0"
     if num_bytes < 1000:
@@ -45,9 +41,9 @@ def size(num_bytes: int | None) -> str:
     return f"{value / 1000:,.1f} TB"
 
 
-def times(value: float | None) -> str:
+def times(value: float) -> str:
     """Format a ratio: `3.8 x`."""
-    return NOTHING if value is None else f"{value:,.1f} x"
+    return f"{value:,.1f} x"
 
 
 def percent(share: float) -> str:
@@ -65,11 +61,6 @@ def parameters(value: int) -> str:
         if value >= limit:
             return f"{value / limit:.1f} {unit}"
     return str(value)
-
-
-def plural(value: int, noun: str, several: str = "") -> str:
-    """Format a count of things: `1 token`, `32 tokens`; `several` is the plural if an s will not do."""
-    return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {several or noun + 's'}"
 
 
 def ratio(value: float) -> str:

@@ -16,6 +16,8 @@ from forge.views.summary import Forward
 from forge.views.text import short_name
 
 MAX_BAR = 48
+_FIRST, _LAST = 4, 3
+"""Rows at either end of a compact chart."""
 _CHART_OUTLIER = 6.0
 """A forward that takes longer than this many of the decodes' ninth decile is cut at the edge of the chart."""
 
@@ -43,13 +45,13 @@ def chart_rows(forwards: Sequence[Forward], scale: float, width: int, note: Note
     ]
 
 
-def compact_chart(forwards: Sequence[Forward], width: int, head: int = 4, last: int = 3) -> list[Text]:
+def compact_chart(forwards: Sequence[Forward], width: int) -> list[Text]:
     """Return the first and the last rows, and between them one line that draws all the rows left out."""
     scale = chart_scale(forwards)
-    if len(forwards) <= head + last + 2:
+    if len(forwards) <= _FIRST + _LAST + 2:
         return chart_rows(forwards, scale, width)
-    rows = chart_rows([*forwards[:head], *forwards[-last:]], scale, width)
-    return [*rows[:head], _elided(forwards[head:-last], scale, width), *rows[head:]]
+    rows = chart_rows([*forwards[:_FIRST], *forwards[-_LAST:]], scale, width)
+    return [*rows[:_FIRST], _elided(forwards[_FIRST:-_LAST], scale, width), *rows[_FIRST:]]
 
 
 def spaced(forwards: Sequence[Forward], most: int) -> list[Forward]:

@@ -61,7 +61,6 @@ class PlainGeneration(RunView):
 
     def __init__(self, console: Console, label: RunLabel, prompt: str = "", echo: bool = False):
         self._console = console
-        self._label = label
         self._prompt = prompt if echo else ""
         self._steps = 0
 

@@ -79,15 +79,14 @@ class TextStreams:
         self.texts: list[str] = []
         self._index: dict[int, int] = {}
 
-    def feed(self, record: StepRecord) -> list[tuple[int, str]]:
-        """Take in one step; returns what it added, as (sample, text) with nothing empty."""
+    def feed(self, record: StepRecord) -> None:
+        """Take in one step."""
         for item in record.items:
             self.index_of(item.seq_id)
-        added = [(self.index_of(token.seq_id), token.text) for token in record.tokens]
-        added += [(self.index_of(finish.seq_id), finish.text) for finish in record.finished]
-        for sample, text in added:
-            self.texts[sample] += text
-        return [(sample, text) for sample, text in added if text]
+        said = [(token.seq_id, token.text) for token in record.tokens]
+        said += [(finish.seq_id, finish.text) for finish in record.finished]
+        for seq_id, text in said:
+            self.texts[self.index_of(seq_id)] += text
 
     def index_of(self, seq_id: int) -> int:
         if seq_id not in self._index:

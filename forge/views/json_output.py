@@ -11,7 +11,7 @@ from typing import Any
 from forge.engine.outputs import CompletionOutput
 from forge.engine.task import Logprobs
 from forge.trace.explain import explain_undrafted
-from forge.trace.records import Spread, StepRecord
+from forge.trace.records import StepRecord
 from forge.trace.speculation_summary import draft_totals, undrafted_counts
 from forge.views.history import TextStreams
 from forge.views.summary import Forward, RunResult
@@ -55,7 +55,7 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
         "stop_reason": first.stop_reason,
         "time_to_first_token_ms": output.metrics.time_to_first_token_ms,
         "decode_tokens_per_second": result.decode_tokens_per_second,
-        "per_forward_ms": spread_object(result.spread),
+        "per_forward_ms": result.spread and result.spread._asdict(),
         **picked(result, "tokens_computed", "kv_bytes_held"),
         "forwards": forward_objects(result.records),
         **speculation_object(result.records),
@@ -89,13 +89,6 @@ def cycles_object(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def spread_object(spread: Spread | None) -> dict[str, Any] | None:
-    if spread is None:
-        return None
-    names = {"min": "minimum", "median": "median", "max": "maximum", "mean": "mean", "n": "count"}
-    return {name: getattr(spread, field) for name, field in names.items()}
-
-
 ENDS = 5
 """Forwards at either end of a run whose median stands for it, so that one disturbed forward does not."""
 
@@ -124,20 +117,14 @@ def forward_objects(records: tuple[StepRecord, ...]) -> list[dict[str, Any]]:
     for number, record in enumerate(records, start=1):
         streams.feed(record)
         tokens = [
-            {
-                "sample": streams.index_of(token.seq_id),
-                "token_id": token.token_id,
-                "text": token.text,
-                "probability": token.probability,
-            }
+            {"sample": streams.index_of(token.seq_id), **picked(token, "token_id", "text", "probability")}
             for token in record.tokens
         ]
         first = tokens[0] if tokens else {}
         objects.append(
             {
                 "step": number,
-                "phase": record.phase,
-                "tokens_computed": record.tokens_computed,
+                **picked(record, "phase", "tokens_computed"),
                 "milliseconds": record.forward_ms,
                 **{name: first.get(name) for name in ("token_id", "text", "probability")},
                 "tokens": tokens,

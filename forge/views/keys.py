@@ -19,11 +19,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from rich.console import Console
 
 RESIZE, EOF, TIMEOUT = "resize", "eof", ""
+NEXT_KEYS = ("n", "enter", "space", "right", "down", "page-down")
+BACK_KEYS = ("b", "backspace", "left", "up", "page-up")
+"""Keys that go on and back, wherever there are pages or steps."""
 
 _CONTROLS = {"\r": "enter", "\n": "enter", " ": "space", "\t": "tab", "\x7f": "backspace", "\x08": "backspace"}
 _SEQUENCES = {
@@ -58,14 +62,18 @@ class Keys(Protocol):
         """Return a context in which typed keys are neither echoed nor kept. Ctrl-C works."""
 
 
+def is_listening() -> bool:
+    """Return whether standard input is a terminal."""
+    try:
+        return sys.stdin.isatty()
+    except ValueError:  # it is closed
+        return False
+
+
 def open_keys(console: Console) -> Keys:
     """Return the keys of the terminal that `console` draws on."""
-    try:
-        import termios  # noqa: F401 (absent on Windows)
-
-        usable = sys.stdin.isatty() and not console.is_dumb_terminal
-    except (ImportError, ValueError):  # ValueError: standard input is closed
-        usable = False
+    has_termios = find_spec("termios") is not None  # absent on Windows
+    usable = has_termios and is_listening() and not console.is_dumb_terminal
     return TerminalKeys(sys.stdin.fileno()) if usable else LineKeys()
 
 

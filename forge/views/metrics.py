@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from forge.trace.records import Spread, StepRecord
+from forge.trace.records import StepRecord
 from forge.trace.speculation_summary import draft_totals, undrafted_counts
-from forge.views.formatting import count, ms, percent, plural, rate, size
+from forge.views.formatting import count, formatted, ms, percent, plural, size
 from forge.views.palette import GOOD, QUIET, TROUBLE
-from forge.views.summary import RunLabel, RunResult
+from forge.views.summary import RunLabel, RunResult, Spread
 from forge.views.text import one_line
 
 Fact = tuple[str, str]
@@ -24,8 +24,8 @@ def run_facts(result: RunResult) -> list[Fact]:
     """Return what a run cost, in the order in which a reader asks."""
     seed = [("seed", str(result.output.seed))] if result.sampled else []
     return [
-        ("time to first token", with_unit(ms(result.output.metrics.time_to_first_token_ms), "ms")),
-        ("decode", with_unit(rate(result.decode_tokens_per_second), "tok/s")),
+        ("time to first token", formatted(result.output.metrics.time_to_first_token_ms, "ms ms")),
+        ("decode", formatted(result.decode_tokens_per_second, "rate tok/s")),
         ("forwards", count(len(result.records))),
         ("tokens computed", count(result.tokens_computed)),
         ("KV held", size(result.kv_bytes_held)),
@@ -71,15 +71,8 @@ def spread_text(spread: Spread | None) -> str:
     """Format a spread: `min 0.6  median 0.6  max 1.9  mean 0.7  (n=32)`."""
     if spread is None:
         return "no forward ran"
-    figures = [f"{name} {ms(getattr(spread, attribute))}" for name, attribute in _SPREAD]
-    return "  ".join([*figures, f"(n={spread.count})"])
-
-
-_SPREAD = (("min", "minimum"), ("median", "median"), ("max", "maximum"), ("mean", "mean"))
-
-
-def with_unit(figure: str, unit: str) -> str:
-    return f"{figure} {unit}" if figure[-1].isdigit() else figure
+    *times, number = spread._asdict().items()
+    return "  ".join([*(f"{name} {ms(value)}" for name, value in times), f"(n={number[1]})"])
 
 
 def flowing(facts: Sequence[Fact], width: int) -> list[Text]:

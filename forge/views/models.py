@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -108,12 +109,8 @@ def _as_one(group: list[tuple[int, TensorLine]]) -> TensorLine:
 
 def _ranges(numbers: list[int]) -> str:
     """Format numbers as ranges: `0-3,7`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    groups = groupby(enumerate(numbers), key=lambda at: at[1] - at[0])
+    runs = [[number for _, number in group] for _, group in groups]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

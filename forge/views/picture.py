@@ -23,12 +23,12 @@ _FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.
 """rich's own, with the fonts that a reader has in place of one that a browser would have to fetch."""
 
 
-def picture_console(width: int = WIDTH) -> ForgeConsole:
+def picture_console() -> ForgeConsole:
     """Return a console that remembers what is drawn on it, for `save_picture`."""
     return ForgeConsole(
         file=io.StringIO(),
         record=True,
-        width=width,
+        width=WIDTH,
         force_terminal=True,
         color_system="truecolor",
         markup=False,

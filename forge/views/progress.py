@@ -63,9 +63,7 @@ LARGE_FILE = 100_000_000
 """Bytes above which a file shows its progress."""
 COMPILING = "compiling kernels for this machine, once"
 _STEPS = 200
-"""Redraws over the whole loading, at most."""
-
-
+"""Redraws of a bar, at most."""
 FEW_INPUTS = 4
 """Inputs from which on a bar is shown."""
 
@@ -100,22 +98,36 @@ class _Bars:
             self._progress.refresh()
 
 
-class LoadingBar(_Bars):
-    """A callback `(done bytes, total bytes)` of a model that is loaded."""
+class CountingBar(_Bars):
+    """A callback `(done, in all)` of work on many inputs, or with another `column` on as much of something else as
+    `least`."""
 
-    def __init__(self, console: Console, name: str):
+    def __init__(
+        self,
+        console: Console,
+        title: str,
+        least: int = FEW_INPUTS,
+        column: type[ProgressColumn] = MofNCompleteColumn,
+    ):
         super().__init__(console)
-        self._name, self._drawn = one_line(name), -1
+        self._title, self._least, self._column, self._drawn = title, least, column, -1
 
     def __call__(self, done: int, total: int) -> None:
-        if total <= LARGE_FILE or not can_redraw(self._console):
+        if total < self._least or not can_redraw(self._console):
             return
         if self._progress is None:
-            self._task = self._start(DownloadColumn()).add_task(f"loading {self._name}", total=total)
+            self._task = self._start(self._column()).add_task(self._title, total=total)
         step = done * _STEPS // total
         if step != self._drawn:
             self._drawn = step
             self._show(done, total)
+
+
+class LoadingBar(CountingBar):
+    """A callback `(done bytes, total bytes)` of a model that is loaded."""
+
+    def __init__(self, console: Console, name: str):
+        super().__init__(console, f"loading {one_line(name)}", LARGE_FILE + 1, DownloadColumn)
 
     def compiling(self, done: int, total: int) -> None:
         """Show that `done` of `total` kernels are compiled; called before each and after the last. One kernel can take
@@ -128,21 +140,6 @@ class LoadingBar(_Bars):
             self.__exit__()
             progress = self._start(MofNCompleteColumn(), TimeElapsedColumn(), width=20, moves=True)
             self._task = progress.add_task(COMPILING, total=total)
-        self._show(done, total)
-
-
-class CountingBar(_Bars):
-    """A callback `(done, in all)` of work on many inputs."""
-
-    def __init__(self, console: Console, title: str):
-        super().__init__(console)
-        self._title = title
-
-    def __call__(self, done: int, total: int) -> None:
-        if total < FEW_INPUTS or not can_redraw(self._console):
-            return
-        if self._progress is None:
-            self._task = self._start(MofNCompleteColumn()).add_task(self._title, total=total)
         self._show(done, total)
 
 

@@ -14,7 +14,7 @@ from forge.trace.records import StepRecord
 from forge.trace.request_timeline import RequestTimeline
 from forge.trace.totals import STARVED, Percentiles, Totals, totals_of
 from forge.views.charts import sparkline, throughput_plot
-from forge.views.formatting import NOTHING, count, percent, plural, rate
+from forge.views.formatting import NOTHING, count, formatted, percent, plural, rate
 from forge.views.history import History
 from forge.views.json_output import as_object, cycles_object, picked, speculation_object
 from forge.views.metrics import draft_facts, flowing
@@ -29,13 +29,13 @@ _MOST_TOLD = 3
 _CHART_WIDTH = 60
 _WIDE = 64
 """Columns from which the table of times has room for whole names."""
-_SHORT = {"queue": "queue", "first_token": "TTFT", "per_token": "TPOT", "end_to_end": "E2E"}
-_TIMES = (
-    ("queue time", "queue"),
-    ("time to first token", "first_token"),
-    ("time per output token", "per_token"),
-    ("end to end", "end_to_end"),
-)
+_TIMES = {
+    "queue": ("queue time", "queue"),
+    "first_token": ("time to first token", "TTFT"),
+    "per_token": ("time per output token", "TPOT"),
+    "end_to_end": ("end to end", "E2E"),
+}
+"""The times of `Totals`, each with its name on a wide screen and on a narrow one."""
 
 
 def serving_object(
@@ -57,7 +57,7 @@ def totals_object(totals: Totals) -> dict[str, Any]:
     for name in ("utilization", "fragmentation", "sharing", "batch"):
         mean, most = facts.pop(name)
         facts |= {f"{name}_mean": mean, f"{name}_max": most}
-    for _, name in _TIMES:
+    for name in _TIMES:
         facts[f"{name}_ms"] = facts.pop(name)
     return facts
 
@@ -149,7 +149,7 @@ def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str
     facts = [
         ("steps", f"{count(totals.num_steps)} ({classes})"),
         ("seconds", f"{totals.seconds:.2f}"),
-        ("throughput", f"{rate(totals.tokens_per_second)} tok/s"),
+        ("throughput", formatted(totals.tokens_per_second, "rate tok/s")),
         ("output tokens", count(totals.output_tokens)),
         ("tokens computed", count(totals.tokens_computed)),
         ("batch", f"{totals.batch[0]:.1f} on average, {totals.batch[1]} at most"),
@@ -192,10 +192,11 @@ def preemptions_text(totals: Totals) -> str:
 def times_table(totals: Totals, width: int) -> Table:
     """Build a table of percentiles of the requests' times; on a narrow screen with short names."""
     narrow = width < _WIDE
-    names = {name: _SHORT[name] if narrow else long for long, name in _TIMES}
     heading, room = ("ms", 5) if narrow else ("milliseconds", 8)
     columns = (f"{f'p{share}':>{room}}: {{times.p{share}:ms}}" for share in (50, 90, 99))
-    rows = [{"name": shown, "times": getattr(totals, name)} for name, shown in names.items()]
+    rows = [
+        {"name": short if narrow else long, "times": getattr(totals, time)} for time, (long, short) in _TIMES.items()
+    ]
     return Table.of(rows, f"{heading}: {{name}}", *columns, f"{'max':>{room}}: {{times.maximum:ms}}", styles={0: QUIET})
 
 

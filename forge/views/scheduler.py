@@ -4,7 +4,7 @@ step computes, a line for each decision with its reason, and how the run has gon
 Drawn from records alone, so the same picture shows a step that has just ended and one of a recorded run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -19,7 +19,7 @@ from forge.trace.explain import (
     explain_preemption,
     explain_undrafted,
 )
-from forge.trace.records import Execution, FinishRecord, ItemRecord, StepRecord
+from forge.trace.records import FinishRecord, ItemRecord, StepRecord
 from forge.trace.totals import percentile
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
@@ -122,15 +122,12 @@ def work_texts(record: StepRecord) -> list[str]:
 
 
 def launch_texts(record: StepRecord) -> list[str]:
-    """Return how the step was launched on a device that works asynchronously; nothing on a CPU."""
-    texts = [execution_text(record.execution)] if record.execution is not None else []
+    """Return how the step was launched on a device that works asynchronously, such as `graph (captured for 4 rows)`;
+    nothing on a CPU."""
+    execution = record.execution
+    texts = [f"{execution.mode} ({execution.reason})"] if execution is not None else []
     texts += ["planned ahead"] if record.planned_ahead else []
     return texts + ([f"{plural(record.discarded, 'row')} wasted"] if record.discarded else [])
-
-
-def execution_text(execution: Execution) -> str:
-    """Format how a step was launched: `graph (captured for 4 rows)`."""
-    return f"{execution.mode} ({execution.reason})"
 
 
 def prefill_text(item: ItemRecord) -> str:
@@ -186,21 +183,20 @@ def reason_lines(record: StepRecord, width: int) -> list[Text]:
 def wait_texts(record: StepRecord) -> list[tuple[int | str, str]]:
     """Return which sequences wait, and why; those with the same reason together, as the peers of one prefix owner
     are."""
-    together: dict[WaitReason, list[int]] = {}
-    for wait in record.waiting:
-        together.setdefault(wait.reason, []).append(wait.seq_id)
-    return [
-        (seq_ids[0] if len(seq_ids) == 1 else _several(seq_ids), explain(reason) + _judged(reason, record))
-        for reason, seq_ids in together.items()
-    ]
+    return _together((wait.seq_id, explain(wait.reason) + _judged(wait.reason, record)) for wait in record.waiting)
 
 
 def undrafted_texts(record: StepRecord) -> list[tuple[int | str, str]]:
     """Return which sequences were decoded without draft tokens, and why; those with the same reason together."""
-    together: dict[str, list[int]] = {}
-    for undrafted in record.undrafted:
-        together.setdefault(explain_undrafted(undrafted), []).append(undrafted.seq_id)
-    return [(seq_ids[0] if len(seq_ids) == 1 else _several(seq_ids), text) for text, seq_ids in together.items()]
+    return _together((undrafted.seq_id, explain_undrafted(undrafted)) for undrafted in record.undrafted)
+
+
+def _together(texts: Iterable[tuple[int, str]]) -> list[tuple[int | str, str]]:
+    """Join the sequences that have the same text."""
+    by_text: dict[str, list[int]] = {}
+    for seq_id, text in texts:
+        by_text.setdefault(text, []).append(seq_id)
+    return [(seq_ids[0] if len(seq_ids) == 1 else _several(seq_ids), text) for text, seq_ids in by_text.items()]
 
 
 def _judged(reason: WaitReason, record: StepRecord) -> str:

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from forge.views.formatting import formatted, times
+from forge.views.formatting import formatted
 from forge.views.json_output import to_json
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
-from forge.views.terminal import new_table, print_hanging, print_table
+from forge.views.terminal import new_table, print_hanging, print_lines, unpadded
 from forge.views.text import one_line, short_name
 
 
@@ -132,7 +132,7 @@ def sides(names: Sequence[str], items: Sequence[Any], *rows: str, gains: Mapping
     table.add_column("")
     for row in rows:
         heading, _, template = row.partition(": ")
-        gain = times(gains[heading]) if heading in gains else ""
+        gain = formatted(gains[heading], "times") if heading in gains else ""
         table.add_row(Text(heading, QUIET), *(fill(template, item) for item in items), gain)
     return table
 
@@ -185,7 +185,7 @@ def check(holds: bool, claim: str, otherwise: str = "") -> Text:
 def draw(console: Console, parts: "Iterable[Part]") -> None:
     for part in parts:
         if isinstance(part, Table | RichTable):
-            print_table(console, part.rich() if isinstance(part, Table) else part)
+            print_lines(console, unpadded(console, part.rich() if isinstance(part, Table) else part))
         elif isinstance(part, Fitting):
             draw(console, part.parts(console))
         elif isinstance(part, Hanging):

@@ -13,13 +13,11 @@ from rich.text import Text
 from forge.errors import UsageError
 from forge.trace.records import StepRecord
 from forge.views.history import History
-from forge.views.keys import EOF, RESIZE, TIMEOUT, Keys, open_keys
+from forge.views.keys import BACK_KEYS, EOF, NEXT_KEYS, RESIZE, TIMEOUT, Keys, is_listening, open_keys
 from forge.views.palette import ACCENT, QUIET
 from forge.views.scheduler import scheduler_lines
 from forge.views.terminal import can_redraw
 
-_NEXT = ("n", "enter", "space", "right", "down", "page-down")
-_BACK = ("b", "backspace", "left", "up", "page-up")
 _QUIT = ("q", "escape", EOF)
 _GOALS: dict[str, Callable[[StepRecord], bool]] = {
     "p": lambda record: bool(record.preempted),
@@ -34,13 +32,7 @@ _LISTEN_SECONDS = 0.2
 
 def require_terminal(console: Console) -> None:
     """Raise `UsageError` where no key can be pressed or nothing can be drawn."""
-    import sys
-
-    try:
-        listening = sys.stdin.isatty()
-    except ValueError:  # it is closed
-        listening = False
-    if not (listening and can_redraw(console)):
+    if not (is_listening() and can_redraw(console)):
         raise UsageError("--step needs a terminal to draw on and to read keys from; --trace records a run for later")
 
 
@@ -65,7 +57,7 @@ class Stepper:
         if len(self._history):
             self._console.print()
 
-    def asks_for_another(self, interrupted: Callable[[], bool] = lambda: False) -> bool:
+    def asks_for_another(self, interrupted: Callable[[], bool]) -> bool:
         """Show the step that the history ends with, and return whether the reader wants another.
 
         `interrupted` is called now and then; once it is true the answer is no.
@@ -112,11 +104,11 @@ class Stepper:
                 continue
             if key in _QUIT:
                 return False
-            if key in _BACK or key == "home":
+            if key in BACK_KEYS or key == "home":
                 self._at = 0 if key == "home" else max(0, self._at - 1)
             elif key == "end":
                 self._at = len(self._history) - 1
-            elif key in _NEXT:
+            elif key in NEXT_KEYS:
                 if self._at == len(self._history) - 1:
                     if not at_end:
                         return True

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from statistics import median
-from typing import TYPE_CHECKING
+from statistics import fmean, median
+from typing import TYPE_CHECKING, NamedTuple
 
 from forge.engine.outputs import RequestOutput
 from forge.reasons import Phase
 from forge.trace.explain import explain_finish
-from forge.trace.records import Spread, StepRecord
+from forge.trace.records import StepRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +51,16 @@ class Forward:
         return cls(number, record.phase, record.tokens_computed, record.forward_ms, num_draft_tokens)
 
 
+class Spread(NamedTuple):
+    """What describes `n` times in milliseconds, by the names that screens and JSON have for it."""
+
+    min: float
+    median: float
+    max: float
+    mean: float
+    n: int
+
+
 @dataclass(frozen=True)
 class RunResult:
     """Requests that ran in one engine and are over, in most commands a single one: their steps in order."""
@@ -85,7 +95,8 @@ class RunResult:
     @property
     def spread(self) -> Spread | None:
         """The spread of the forwards' milliseconds; None if there was no forward."""
-        return Spread.of(self.forward_ms) if self.records else None
+        times = self.forward_ms
+        return Spread(min(times), median(times), max(times), fmean(times), len(times)) if times else None
 
     @property
     def time_to_first_token_ms(self) -> float | None:

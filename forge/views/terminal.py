@@ -81,7 +81,3 @@ def unpadded(console: Console, renderable: RenderableType, width: int | None = N
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments), no_wrap=True)
         line.rstrip()
         yield line
-
-
-def print_table(console: Console, table: Table) -> None:
-    print_lines(console, unpadded(console, table))

@@ -109,35 +109,28 @@ class Traffic:
 
     def __init__(self, console: Console, label: RunLabel, max_num_seqs: int | None = None, order: str = "fcfs"):
         self._console, self._new = console, lambda: History(label, max_num_seqs, order)
-        self._history, self._view = self._begin()
-        self._replicas: ReplicasView | None = None
-        """The view of replicas, which replaces the other once a step of one of several engines has come."""
-
-    def _begin(self) -> tuple[History, ServingView]:
-        history = self._new()
-        return history, ServingView(self._console, history)
+        self._history = self._new()
+        self._view: ServingView | ReplicasView = ServingView(console, self._history)
+        """The view of one engine, until a step of one of several has come."""
 
     def __enter__(self) -> "Traffic":
         self._view.__enter__()
         return self
 
     def __exit__(self, *exception) -> None:
-        (self._replicas or self._view).__exit__(*exception)
+        self._view.__exit__(*exception)
 
     def step(self, record: StepRecord) -> None:
         """Show a step that has just ended."""
-        if record.replica:
-            self._of_replicas().step(record)
-            return
-        if len(self._history) == MAX_STEPS:
-            self._view.__exit__(None, None, None)
-            self._history, self._view = self._begin()
-            self._view.__enter__()
-        self._history.feed(record)
+        if not record.replica:
+            if len(self._history) == MAX_STEPS:
+                self._history = self._new()
+                self._change_to(ServingView(self._console, self._history))
+            self._history.feed(record)
+        elif not isinstance(self._view, ReplicasView):
+            self._change_to(ReplicasView(self._console))
         self._view.step(record)
 
-    def _of_replicas(self) -> ReplicasView:
-        if self._replicas is None:
-            self._view.__exit__(None, None, None)
-            self._replicas = ReplicasView(self._console).__enter__()
-        return self._replicas
+    def _change_to(self, view: ServingView | ReplicasView) -> None:
+        self._view.__exit__()
+        self._view = view.__enter__()

@@ -55,7 +55,7 @@ def test_who_is_admitted_first_is_a_function():
     run = llm.start(["a" * 9, "a" * 3, "a" * 6], SamplingParams(max_tokens=4, **UNENDING))
     admitted = [one.seq_id for record in run for one in record.admitted]
     assert admitted == [1, 2, 0]
-    assert trace_header(llm, llm.engine).order == "shortest"
+    assert trace_header(llm).order == "shortest"
 
 
 def test_who_gives_way_is_a_function_and_the_record_says_its_name():
@@ -66,7 +66,7 @@ def test_who_gives_way_is_a_function_and_the_record_says_its_name():
     records = list(llm.start(["a" * 8, "b" * 8, "c" * 8], SamplingParams(max_tokens=20, **UNENDING)))
     lost = [one for record in records for one in record.preempted]
     assert lost and {one.preempt for one in lost} == {"the-first"} and lost[0].seq_id == 0
-    assert trace_header(llm, llm.engine).preempt == "the-first"
+    assert trace_header(llm).preempt == "the-first"
 
 
 def test_a_policy_by_name_is_called_by_it():

@@ -19,15 +19,11 @@ def test_the_totals_of_a_run():
     assert totals.preemptions == sum(one.times_preempted for one in requests) > 0
     assert totals.tokens_recomputed > 0 and totals.swaps == 0
     assert totals.end_to_end.count == 6 and totals.end_to_end.p50 <= totals.end_to_end.p99 <= totals.end_to_end.maximum
-    with pytest.raises(ValueError):
-        totals_of([], [])
 
 
 def test_percentiles_lie_between_neighbours():
     assert percentile([4, 1, 3, 2], 0.5) == 2.5
     assert percentile([5], 0.99) == 5
-    with pytest.raises(ValueError):
-        percentile([], 0.5)
     assert percentile(range(101), 0.9) == 90
 
 

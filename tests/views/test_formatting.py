@@ -14,7 +14,6 @@ def test_milliseconds_have_one_decimal_and_below_1_two_significant_digits(value,
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (None, "–"),
         (0, "0"),
         (812, "812 B"),
         (1000, "1.0 kB"),
@@ -27,7 +26,7 @@ def test_sizes_are_in_powers_of_1000(value, shown):
     assert formatting.size(value) == shown
 
 
-@pytest.mark.parametrize(("value", "shown"), [(None, "–"), (24.56, "24.6"), (1540.2, "1,540")])
+@pytest.mark.parametrize(("value", "shown"), [(24.56, "24.6"), (1540.2, "1,540")])
 def test_rates_lose_their_decimal_when_it_says_nothing(value, shown):
     assert formatting.rate(value) == shown
 

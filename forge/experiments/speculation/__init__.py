@@ -343,10 +343,10 @@ def figures_lines(result: SpeculationResult, width: int) -> list[Text]:
 def difference_sentence(summary: SpeculationSummary) -> str:
     """Say why the formula and the clock differ."""
     rows = summary.mean_k + 1
-    plain_other, with_drafts = summary.other_ms
     return (
         f"The formula takes a verification for one forward; of {rows:.1f} rows it took {summary.verify_cost:.2f}. "
-        f"Outside the models a plain step spends {ms(plain_other)} ms and one with draft tokens {ms(with_drafts)} ms."
+        f"Outside the models a plain step spends {ms(summary.plain.other_ms)} ms and one with draft tokens "
+        f"{ms(summary.speculative.other_ms)} ms."
     )
 
 
