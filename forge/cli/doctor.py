@@ -230,11 +230,11 @@ def _tokenizer() -> Iterator[Finding]:
     """Return which tokenizer the default model gets, and why not the fast one if it does not."""
     from forge.gguf import GGUFFile
     from forge.model.catalog import DEFAULT_MODEL, resolve_model
-    from forge.tokenizer import Tokenizer
+    from forge.tokenizer import Tokenizer, spec_from_gguf
 
     try:
         with GGUFFile.open(resolve_model(DEFAULT_MODEL)) as file:
-            tokenizer = Tokenizer.from_gguf(file)
+            tokenizer = Tokenizer(spec_from_gguf(file))
         used = tokenizer.prepare()
     except ForgeError as error:
         yield Finding("tokenizer", "trouble", str(error))

@@ -155,8 +155,6 @@ class FastEncoder:
     """fastokens over the reference's vocabulary. Raises whatever the package raises, ImportError where it is not
     installed."""
 
-    name = "fast"
-
     def __init__(self, reference: ReferenceEncoder) -> None:
         from fastokens._native import Tokenizer  # type: ignore[import-untyped]
 
