@@ -129,13 +129,13 @@ class Arena:
         self._piece = np.empty(0, np.uint8)
         self._used = 0
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype | type, alignment: int = LINE) -> np.ndarray:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
         """Return an uninitialized array that starts on a cache line."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        start = self._used + -(self._piece.ctypes.data + self._used) % alignment
+        start = self._used + -(self._piece.ctypes.data + self._used) % LINE
         if start + size > len(self._piece):
-            self._piece = huge_pages(max(size, self.PIECE) + alignment)
-            start = -self._piece.ctypes.data % alignment
+            self._piece = huge_pages(max(size, self.PIECE) + LINE)
+            start = -self._piece.ctypes.data % LINE
         self._used = start + size
         return self._piece[start : start + size].view(dtype).reshape(shape)
 

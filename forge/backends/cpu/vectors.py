@@ -151,12 +151,6 @@ def store_i8(builder, address, a):
     store(builder, address, builder.trunc(a, ir.VectorType(I8, LANES)))
 
 
-@emits(types.void, types.int64, i32x16)
-def store_i16(builder, address, a):
-    """Store 16 int32 lanes as 16 int16, which they must fit."""
-    store(builder, address, builder.trunc(a, ir.VectorType(I16, LANES)))
-
-
 @emits(types.void, types.int64, f32x16)
 def scatter_bf16(builder, address, a):
     """Round each lane to bfloat16, and store pairs of them 64 bytes apart."""
