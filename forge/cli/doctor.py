@@ -194,9 +194,9 @@ def _cuda(torch_version: str) -> Finding:
 
 
 def _models() -> Iterator[Finding]:
-    from forge.model.catalog import bundled_models, sha256
+    from forge.model.catalog import BUNDLED_MODELS, sha256
 
-    for model in bundled_models():
+    for model in BUNDLED_MODELS:
         if not model.present:
             yield Finding(
                 model.name, "trouble", f"{options.shown_path(model.path)} is missing; make models trains it again"
