@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from forge.backends.cuda.shapes import next_power_of_2
 from forge.cache.kv_storage import BlockCopy, KvLayout, KvStorage
 from forge.model.rope import Rope
 
@@ -38,9 +39,7 @@ class TorchKvStorage(KvStorage):
         try:
             self.keys = torch.zeros(shape, dtype=dtype, device=device)
             self.values = torch.zeros(shape, dtype=dtype, device=device)
-        except (
-            RuntimeError
-        ) as error:  # `torch.OutOfMemoryError` is one; the CPU, and sizes past 64 bits, raise it plain
+        except RuntimeError as error:  # also `torch.OutOfMemoryError`; the CPU, and sizes past 64 bits, raise it plain
             if not any(word in str(error).lower() for word in ("memory", "overflow")):
                 raise
             raise MemoryError(str(error).splitlines()[0]) from None
@@ -116,7 +115,7 @@ class HostBuffer:
 
 
 LEAST_POSITIONS = 4096
-"""Positions that the table has at first; doubled as longer contexts come."""
+"""Positions that the table has at least: always a power of two, so that it rarely grows."""
 
 
 class Rotations:
@@ -133,9 +132,7 @@ class Rotations:
         """Make the table cover positions below `length`. Returns whether it moved in memory."""
         if length <= len(self.cos):
             return False
-        positions = max(LEAST_POSITIONS, len(self.cos))
-        while positions < length:
-            positions *= 2
+        positions = max(LEAST_POSITIONS, next_power_of_2(length))
         angles = torch.arange(positions, dtype=torch.float64)[:, None] * torch.from_numpy(rope.frequencies())
         cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
         self.cos, self.sin = cos.float().to(self._device), sin.float().to(self._device)

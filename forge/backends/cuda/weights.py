@@ -98,11 +98,10 @@ class Matrix:
         assert self.dense is not None
         return self.dense
 
-    def make_dense(self, dtype: torch.dtype) -> torch.Tensor:
+    def make_dense(self, dtype: torch.dtype) -> None:
         if self.dense is None:
             assert self.packed is not None
             self.dense = self.packed.dense(dtype)
-        return self.dense
 
 
 def load_matrix(

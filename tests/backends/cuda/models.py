@@ -38,6 +38,7 @@ def launches(
     tuning: Tuning = DEFAULT_TUNING,
 ) -> Launches:
     """The steps without a model around them. dependent: None for where the device has dependent launches."""
+    network = network or Network(None, (), None, heads, kv_heads, head_dim=1, rope=None)
     policy = Policy(heads, kv_heads, multiprocessors, invariant, buckets=False, tuning=tuning)
     where = torch.device(device)
     exact = INTERPRETED or dtype == "float32"
