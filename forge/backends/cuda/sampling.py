@@ -142,19 +142,14 @@ class SamplingRows:
         return self.words.view(torch.float64)[:, column : column + 1]
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows, launch: "Launcher") -> torch.Tensor:
-    """Return the token of each row, int64 `[R]`; of equals the lowest. logits: float32 `[R, vocabulary]`, not changed.
-
-    Rows are drawn each by itself: what is beside them changes none of their tokens.
-    """
-    samples = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
-    sample_into(logits, rows, samples, launch)
-    return samples[:, 0].long()
-
-
 def sample_into(logits: torch.Tensor, rows: SamplingRows, samples: torch.Tensor, launch: "Launcher") -> None:
-    """Leave each row's token and the bits of its logit in `samples`, int32 `[R or more, 2]`, as kernel `argmax_rows`
-    does. A row whose maximum is not finite gets that for its logit: so the host recognizes broken logits."""
+    """Leave each row's token (of equals the lowest) and the bits of its logit in `samples`, int32 `[R or more, 2]`, as
+    kernel `argmax_rows` does. A row whose maximum is not finite gets that for its logit: so the host recognizes broken
+    logits.
+
+    logits: float32 `[R, vocabulary]`, not changed. Rows are drawn each by itself: what is beside them changes none of
+    their tokens.
+    """
     scored = rows.penalties.applied(logits) if rows.penalties is not None else logits
     maxima = torch.stack([scored.amax(1), logits.amax(1)], dim=1)
     allowed = None
