@@ -73,8 +73,8 @@ _OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down
 """Tensors that are one per expert here, and in GGUF one for all experts."""
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _BYTES_COMPARED = 16 << 20
-_POOLINGS: dict[Pooling, tuple[str, ...]] = {"last": ("lasttoken",), "mean": ("mean_tokens", "mean")}
-"""sentence-transformers' names."""
+_POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
+"""What sentence-transformers' names mean."""
 
 
 class ModelFolderError(ModelFileError):
@@ -437,11 +437,10 @@ def _pooling(path: Path) -> Pooling:
         return "last"
     values = _read_json(path)
     modes = [name.removeprefix("pooling_mode_") for name in values if name.startswith("pooling_mode_") and values[name]]
-    stated = "+".join(modes) or values.get("pooling_mode", "lasttoken")
-    for pooling, names in _POOLINGS.items():
-        if stated in names:
-            return pooling
-    raise ModelFolderError(path, "pooling_mode", f"{printable(stated)} is not supported: forge pools last or mean")
+    stated = "+".join(modes) or str(values.get("pooling_mode", "lasttoken"))
+    if stated not in _POOLINGS:
+        raise ModelFolderError(path, "pooling_mode", f"{printable(stated)} is not supported: forge pools last or mean")
+    return _POOLINGS[stated]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge.gguf import GGUFFile
-from forge.model.backend import Array, Backend, Tensor
+from forge.model.backend import Array, Backend
 from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
 from forge.model.hf_directory import HuggingFaceDirectory
@@ -107,14 +107,13 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
 
 def _load(source: WeightSource, backend: Backend, on_progress: LoadProgress | None) -> Qwen3:
     config, done = source.config, 0
+    load_by_dimensions = {1: backend.load_vector, 2: backend.load_matrix, 3: backend.load_experts}
 
-    def load(name: str, rows: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Array:
+    def load(name: str) -> Array:
         nonlocal done
         tensor = source.tensor(f"{name}.weight")
-        if len(tensor.shape) == 3:
-            loaded = backend.load_experts(tensor)
-        else:
-            loaded = backend.load_matrix(rows(tensor)) if len(tensor.shape) == 2 else backend.load_vector(tensor)
+        values = classifier_rows(tensor) if name == "cls.output" else tensor
+        loaded = load_by_dimensions[len(tensor.shape)](values)
         source.release(f"{name}.weight")
         done += tensor.nbytes
         if on_progress is not None:
@@ -133,7 +132,7 @@ def _load(source: WeightSource, backend: Backend, on_progress: LoadProgress | No
     )
     output_norm = load("output_norm")
     if config.labels:
-        head = load("cls.output", classifier_rows)
+        head = load("cls.output")
     elif config.generates:
         head = embedding if config.tie_word_embeddings else load("output")
     else:

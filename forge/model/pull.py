@@ -44,6 +44,7 @@ from forge.model.catalog import (
     sha256,
 )
 from forge.model.config import why_unsupported
+from forge.model.hf_directory import CONFIG, GENERATION_CONFIG, INDEX, POOLING, TOKENIZER, check_supported
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -52,14 +53,7 @@ if TYPE_CHECKING:
 PullProgress = Callable[[str, int, int], None]
 """Called with (file name, bytes of it that are here, bytes in all)."""
 
-BESIDE_WEIGHTS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "1_Pooling/config.json",
-)
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+BESIDE_WEIGHTS = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG, POOLING)
 TIMEOUT_SECONDS = 15.0
 _CHUNK = 1 << 16
 _NEVER = 1 << 62
@@ -167,8 +161,6 @@ def _choose(repository: _Repository, pull_name: PullName) -> list[_RemoteFile]:
 
 def _check_config(repository: _Repository, file: _RemoteFile, target: Path) -> None:
     """Look at config.json before the weights are downloaded. It gets its name last all the same."""
-    from forge.model.hf_directory import check_supported
-
     if _is_here(file, target):
         return
     partial = _partial(repository, file, target)
