@@ -13,14 +13,7 @@ expert's rows cannot be seen in a tile's result. So a row has the same bits in a
 import numba
 import numpy as np
 
-from forge.backends.cpu.kernels import (
-    float_tile,
-    multiply_rows,
-    quants_of,
-    scales_of,
-    sums_of,
-    values_of,
-)
+from forge.backends.cpu.kernels import float_tile, multiply_rows, quants_of, scales_of, sums_of, values_of
 from forge.backends.cpu.thread_pool_code import next_item
 from forge.backends.cpu.vectors import (
     exp_f32,
