@@ -108,7 +108,7 @@ class HuggingFaceDirectory(WeightSource):
 
     def tensor(self, name: str) -> SafetensorsTensor | StackedTensor:
         parts = [self._files[stored].tensors[stored] for stored in self._stored(name)]
-        return StackedTensor(name, parts) if _is_of_experts(name) else parts[0].renamed(name)
+        return StackedTensor(name, parts) if _is_of_experts(name) else replace(parts[0], name=name)
 
     def release(self, name: str) -> None:
         for stored in self._stored(name):

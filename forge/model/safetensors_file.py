@@ -24,7 +24,7 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -89,10 +89,6 @@ class SafetensorsTensor:
     def dequantize(self) -> np.ndarray:
         """Convert the values to a new float32 array of `shape`."""
         return block_formats.dequantize(self.ggml_type, self.raw(), self.shape)
-
-    def renamed(self, name: str) -> "SafetensorsTensor":
-        """Return the same data under another name."""
-        return replace(self, name=name)
 
 
 class _DuplicateKey(ValueError):

@@ -140,9 +140,8 @@ class TokenizerSpec:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """Every id that ends a generation: those the file names, and the control tokens that Qwen ends a turn with."""
-        named = [self.tokens[i] for i in self.control_ids]
-        by_name = (i for i, token in zip(self.control_ids, named, strict=True) if token in _END_OF_GENERATION_NAMES)
-        return frozenset(by_name) | frozenset((self.special_ids or {}).values())
+        by_name = (i for i in self.control_ids if self.tokens[i] in _END_OF_GENERATION_NAMES)
+        return frozenset((*by_name, *(self.special_ids or {}).values()))
 
     @cached_property
     def control_ids(self) -> list[int]:
