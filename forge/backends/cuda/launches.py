@@ -123,16 +123,14 @@ class Launches:
     def products(self, x: torch.Tensor, norm: Norm, matrices: tuple[Matrix, ...]) -> torch.Tensor:
         """Return norm(x) times each of `matrices`, side by side: `[T, rows of all]`."""
         out = self._empty(len(x), sum(matrix.out_features for matrix in matrices))
-        start = 0
-        normed = self.normed(x, norm) if any(self._by_cublas(len(x), matrix) for matrix in matrices) else None
-        for matrix in matrices:
-            part = out[:, start : start + matrix.out_features]
+        parts = out.split([matrix.out_features for matrix in matrices], dim=1)
+        normed = None
+        for matrix, part in zip(matrices, parts, strict=True):
             if self._by_cublas(len(x), matrix):
-                assert normed is not None
+                normed = self.normed(x, norm) if normed is None else normed
                 torch.mm(normed, self._dense(matrix).t(), out=part)
             else:
                 self._multiply(x, matrix, part, norm=norm)
-            start += matrix.out_features
         return out
 
     def add_product(self, stream: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
