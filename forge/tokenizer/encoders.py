@@ -287,7 +287,7 @@ class Encoders:
         with self._lock:
             if self._prefer != "auto" and self._fast_if_due() is not None:
                 return "fast"
-            if self._prefer == "auto" and self._may_cut():
+            if self._may_cut():
                 return PromptCutEncoder.name
             self._load_reference()
             return ReferenceEncoder.name

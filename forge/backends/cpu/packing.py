@@ -31,31 +31,23 @@ from forge.gguf import GGMLType, SuperblockScales, superblock_scales, unpack
 Q8 = TileLayout(bits=8, bias=128, group=32, scale_kind="f16", has_minimum=False)
 Q6K = TileLayout(bits=6, bias=32, group=16, scale_kind="k", has_minimum=False)
 Q5M = TileLayout(bits=8, bias=0, group=32, scale_kind="f16", has_minimum=True)
-Q5KM = TileLayout(bits=8, bias=0, group=32, scale_kind="k", has_minimum=True)
-Q8K = TileLayout(bits=8, bias=128, group=32, scale_kind="k", has_minimum=False)
-Q6G32 = TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False)
-Q6HALF = TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False, unit=0.5)
-Q3K = TileLayout(bits=3, bias=4, group=16, scale_kind="k", has_minimum=False)
-Q2KM = TileLayout(bits=2, bias=0, group=16, scale_kind="k", has_minimum=True)
 Q4 = TileLayout(bits=4, bias=8, group=32, scale_kind="f16", has_minimum=False)
-Q4M = TileLayout(bits=4, bias=0, group=32, scale_kind="f16", has_minimum=True)
-Q4KM = TileLayout(bits=4, bias=0, group=32, scale_kind="k", has_minimum=True)
 
 LAYOUT_OF_TYPE = {
     GGMLType.Q8_0: Q8,
     GGMLType.Q5_0: Q8,
     GGMLType.Q6_K: Q6K,
     GGMLType.Q5_1: Q5M,
-    GGMLType.Q5_K: Q5KM,
+    GGMLType.Q5_K: TileLayout(bits=8, bias=0, group=32, scale_kind="k", has_minimum=True),
     GGMLType.Q4_0: Q4,
-    GGMLType.Q4_1: Q4M,
-    GGMLType.Q4_K: Q4KM,
-    GGMLType.Q3_K: Q3K,
-    GGMLType.Q2_K: Q2KM,
+    GGMLType.Q4_1: TileLayout(bits=4, bias=0, group=32, scale_kind="f16", has_minimum=True),
+    GGMLType.Q4_K: TileLayout(bits=4, bias=0, group=32, scale_kind="k", has_minimum=True),
+    GGMLType.Q3_K: TileLayout(bits=3, bias=4, group=16, scale_kind="k", has_minimum=False),
+    GGMLType.Q2_K: TileLayout(bits=2, bias=0, group=16, scale_kind="k", has_minimum=True),
     GGMLType.IQ4_NL: Q8,
-    GGMLType.IQ4_XS: Q8K,
-    GGMLType.IQ3_S: Q6G32,
-    GGMLType.IQ3_XXS: Q6HALF,
+    GGMLType.IQ4_XS: TileLayout(bits=8, bias=128, group=32, scale_kind="k", has_minimum=False),
+    GGMLType.IQ3_S: TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False),
+    GGMLType.IQ3_XXS: TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False, unit=0.5),
 }
 """The layout of each quantized type. The float types keep their own numbers (`FLOAT_KIND_OF_TYPE`)."""
 
