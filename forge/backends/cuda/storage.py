@@ -3,7 +3,6 @@ every position and frequency, for rotary position embedding).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,15 +12,6 @@ from forge.cache.kv_storage import BlockCopy, KvLayout, KvStorage
 from forge.model.rope import Rope
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class HostBlocks:
-    """The contents of some blocks, swapped out to host memory."""
-
-    keys: torch.Tensor
-    """`[num_layers, len(blocks), block_size, num_kv_heads, head_dim]` in the storage's dtype; values likewise."""
-    values: torch.Tensor
 
 
 class TorchKvStorage(KvStorage):
@@ -52,16 +42,17 @@ class TorchKvStorage(KvStorage):
             for array in (self.keys, self.values):
                 array.index_copy_(1, destinations, array.index_select(1, sources))
 
-    def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
-        """Copy `blocks` to host memory, for `write_blocks` into any equal number of blocks."""
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy `blocks` to host memory, for `write_blocks` into any equal number of blocks: keys and values, each
+        `[num_layers, len(blocks), block_size, num_kv_heads, head_dim]` in the storage's dtype."""
         numbers = self._numbers(blocks)
-        return HostBlocks(self.keys.index_select(1, numbers).cpu(), self.values.index_select(1, numbers).cpu())
+        return self.keys.index_select(1, numbers).cpu(), self.values.index_select(1, numbers).cpu()
 
-    def write_blocks(self, blocks: Sequence[int], data: HostBlocks) -> None:
+    def write_blocks(self, blocks: Sequence[int], data: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Write into `blocks` what `read_blocks` returned."""
         numbers = self._numbers(blocks)
-        self.keys.index_copy_(1, numbers, data.keys.to(self.keys.device))
-        self.values.index_copy_(1, numbers, data.values.to(self.values.device))
+        for array, stored in zip((self.keys, self.values), data, strict=True):
+            array.index_copy_(1, numbers, stored.to(array.device))
 
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = self.of_sequence(layer, self._numbers(block_table), length)
