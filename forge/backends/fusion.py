@@ -34,8 +34,9 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The weights of a routed feed-forward, and how many experts a row uses."""
+    """A routed feed-forward: what it reads, its weights, and how many experts a row uses."""
 
+    source: Norm
     router: Array
     gate: Array
     up: Array
@@ -75,7 +76,7 @@ class FusedOperations(ABC):
     def add_product(self, x: Array, source: Source, matrix: Array) -> Array:
         """Return x + source · matrixᵀ."""
 
-    def add_experts(self, x: Array, source: Norm, experts: Experts) -> Array:
+    def add_experts(self, x: Array, experts: Experts) -> Array:
         """Return x + the weighted sum of each row's experts."""
         raise UsageError(NO_EXPERTS)
 
@@ -110,12 +111,6 @@ class _Gated:
     source: Source
     gate: Array
     up: Array
-
-
-@dataclass(frozen=True, eq=False)
-class _Routed:
-    source: Norm
-    experts: Experts
 
 
 class Fusion(Operations):
@@ -166,12 +161,12 @@ class Fusion(Operations):
 
     def experts(
         self, x: Norm, router: Array, gate: Array, up: Array, down: Array, num_used: int, normalize: bool
-    ) -> _Routed:
-        return _Routed(x, Experts(router, gate, up, down, num_used, normalize))
+    ) -> Experts:
+        return Experts(x, router, gate, up, down, num_used, normalize)
 
-    def add(self, x: Array, y: _Product | _Routed) -> Array:
-        if isinstance(y, _Routed):
-            return self._fused.add_experts(x, y.source, y.experts)
+    def add(self, x: Array, y: _Product | Experts) -> Array:
+        if isinstance(y, Experts):
+            return self._fused.add_experts(x, y)
         return self._fused.add_product(x, self._source(y), y.matrix)
 
     def logit_rows(self, x: Array, batch: Batch) -> _LogitRows:

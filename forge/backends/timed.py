@@ -5,7 +5,7 @@ model says is unchanged too. Those on NumPy arrays are also counted: which bytes
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ class OperationClock:
     def begin_layer(self, index: int) -> None:
         self._layer, self._place = index, 0
 
-    def add(self, name: str, seconds: float, reads: Sequence[Operand], writes: Sequence[Operand]) -> None:
+    def add(self, name: str, seconds: float, reads: Iterable[Operand], writes: Iterable[Operand]) -> None:
         """Count one run of the operation at the next place of the layer."""
         key = self._layer, self._place, name
         self._place += 1

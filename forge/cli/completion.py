@@ -11,9 +11,9 @@ import typer
 
 def models(incomplete: str) -> list[str]:
     """Bundled and pulled models, and the one without a file."""
-    from forge.model.catalog import HASH_MODEL, bundled_models, pulled_models
+    from forge.model.catalog import BUNDLED_MODELS, HASH_MODEL, pulled_models
 
-    names = [name for model in bundled_models() if model.present for name in (*model.aliases, model.name)]
+    names = [name for model in BUNDLED_MODELS if model.present for name in (*model.aliases, model.name)]
     names += [model.name for model in pulled_models()] + [HASH_MODEL]
     return _beginning(names, incomplete)
 

@@ -186,9 +186,9 @@ def _cuda(torch_version: str) -> Finding:
 
 
 def _models() -> Iterator[Finding]:
-    from forge.model.catalog import bundled_models, sha256
+    from forge.model.catalog import BUNDLED_MODELS, sha256
 
-    for model in bundled_models():
+    for model in BUNDLED_MODELS:
         if not model.present:
             yield Finding(
                 model.name, "trouble", f"{options.shown_path(model.path)} is missing; make models trains it again"
@@ -222,11 +222,11 @@ def _tokenizer() -> Iterator[Finding]:
     """Return which tokenizer the default model gets, and why not the fast one if it does not."""
     from forge.gguf import GGUFFile
     from forge.model.catalog import DEFAULT_MODEL, resolve_model
-    from forge.tokenizer import Tokenizer
+    from forge.tokenizer import Tokenizer, spec_from_gguf
 
     try:
         with GGUFFile.open(resolve_model(DEFAULT_MODEL)) as file:
-            tokenizer = Tokenizer.from_gguf(file)
+            tokenizer = Tokenizer(spec_from_gguf(file))
         used = tokenizer.prepare()
     except ForgeError as error:
         yield Finding("tokenizer", "trouble", str(error))

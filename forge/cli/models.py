@@ -12,7 +12,7 @@ from forge.cli import completion, options
 from forge.cli.arguments import command
 from forge.errors import UsageError
 from forge.gguf import GGUFError, GGUFFile
-from forge.model.catalog import HASH_MODEL, bundled_models, pulled_models, resolve_model
+from forge.model.catalog import BUNDLED_MODELS, HASH_MODEL, pulled_models, resolve_model
 from forge.model.config import why_unsupported
 from forge.model.synth import SHAPES, default_file_name, find_quantization, synth, synthetic_config
 from forge.option import option
@@ -76,7 +76,7 @@ class WritingArgs:
 @command
 def list_models() -> Report:
     """The models that come with forge, and those that were pulled."""
-    listed = [_listed(model, model.aliases, model.description) for model in bundled_models()]
+    listed = [_listed(model, model.aliases, model.description) for model in BUNDLED_MODELS]
     computes = "computes a hash of the text and nothing else: for watching the scheduler"
     listed += [ListedModel(HASH_MODEL, (), "no file", 0, computes, True, type="none", parameters=0)]
     listed += [_listed(model, (), "pulled") for model in pulled_models()]

@@ -4,9 +4,9 @@ Nothing here knows a model; what a Qwen3 file must hold is `forge.model.config`.
 nothing heavier: `forge.gguf.writer`, which needs the gguf package, is imported where files are written.
 """
 
-from forge.gguf.block_formats import QuantizedGroups, SuperblockScales, dequantize, superblock_scales, unpack
+from forge.gguf.block_formats import SuperblockScales, dequantize, superblock_scales, unpack
 from forge.gguf.ggml_types import FLOAT_TYPES, QUANTIZED_TYPES, SUPPORTED_TYPES, GGMLType, GGUFValueType, row_nbytes
-from forge.gguf.header import MAX_HEADER_BYTES, GGUFError, MetadataField, TensorEntry, parse_beginning
+from forge.gguf.header import MAX_HEADER_BYTES, GGUFError, TensorEntry, parse_beginning
 from forge.gguf.reader import GGUFFile, GGUFTensor
 from forge.mapped_file import printable
 
@@ -20,8 +20,6 @@ __all__ = [
     "GGUFFile",
     "GGUFTensor",
     "GGUFValueType",
-    "MetadataField",
-    "QuantizedGroups",
     "SuperblockScales",
     "TensorEntry",
     "dequantize",

@@ -78,11 +78,9 @@ def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> Quan
     scales = np.empty((rows, groups), dtype=np.float32)
     minimums = np.empty((rows, groups), dtype=np.float32) if layout.minimum_at is not None else None
 
-    quants_by_block, scales_by_block = quants.reshape(-1, elements), scales.reshape(len(blocks), -1)
-    minimums_by_block = None if minimums is None else minimums.reshape(len(blocks), -1)
+    by_block = [array.reshape(len(blocks), -1) for array in (quants, scales, minimums) if array is not None]
     for span in _passes(len(blocks), elements):
-        minimums_span = None if minimums_by_block is None else minimums_by_block[span]
-        _decode(layout, blocks[span], quants_by_block[span], scales_by_block[span], minimums_span)
+        _decode(layout, blocks[span], *(array[span] for array in by_block))
     return QuantizedGroups(quants, scales, minimums, layout.group_size)
 
 
@@ -161,7 +159,7 @@ def _multiply_out(layout: _Format, blocks: np.ndarray, values: np.ndarray) -> No
 
 
 def _decode(
-    layout: _Format, blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: np.ndarray | None
+    layout: _Format, blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: np.ndarray | None = None
 ) -> None:
     """Fill the last three from `blocks`, a row of each per block; scales and minimums are float32, one per group."""
     layout.decode(blocks, quants)

@@ -57,7 +57,6 @@ _SMALLEST_TENSOR_ENTRY = 8 + 1 + 4 + 8 + 4 + 8  # a name of one byte and one dim
 _SMALLEST_STRING = 8
 _SMALLEST_ARRAY = 4 + 8
 
-_U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
 _NOT_NUMBERS = (GGUFValueType.BOOL, GGUFValueType.STRING, GGUFValueType.ARRAY)
@@ -164,10 +163,10 @@ class _Cursor:
         return GGUFError(self.path, field, problem, self.position if offset is None else offset)
 
     def u32(self, field: str) -> int:
-        return int(_U32.unpack(self.take(4, field))[0])
+        return int.from_bytes(self.take(4, field), "little")
 
     def u64(self, field: str) -> int:
-        return int(_U64.unpack(self.take(8, field))[0])
+        return int.from_bytes(self.take(8, field), "little")
 
     def member(self, kind: type[Member], field: str, kind_name: str) -> Member:
         """Read a number that stands for a member of `kind`."""
@@ -185,14 +184,14 @@ class _Cursor:
         self.position += nbytes
         return bytes(self.buffer[start : self.position])
 
-    def count(self, field: str, smallest: int, maximum: int | None = None) -> int:
+    def count(self, field: str, smallest: int, maximum: int | None = None, unit: str = "entries") -> int:
         """Read a number of entries that each take at least `smallest` bytes of what follows."""
         offset = self.position
         value = self.u64(field)
         if value * smallest > self.remaining:
-            raise self.error(field, f"{value} entries cannot fit in {self.room}", offset)
+            raise self.error(field, f"{value} {unit} cannot fit in {self.room}", offset)
         if maximum is not None and value > maximum:
-            raise self.error(field, f"{value} entries; at most {maximum} are allowed", offset)
+            raise self.error(field, f"{value} {unit}; at most {maximum} are allowed", offset)
         return value
 
     def nested_count(self, field: str) -> int:
@@ -205,13 +204,9 @@ class _Cursor:
         return value
 
     def string(self, field: str, maximum: int | None = None) -> str:
+        length = self.count(f"{field} length", 1, maximum, "bytes")
         offset = self.position
-        length = self.u64(f"{field} length")
-        if length > self.remaining:
-            raise self.error(f"{field} length", f"{length} bytes cannot fit in {self.room}", offset)
-        if maximum is not None and length > maximum:
-            raise self.error(f"{field} length", f"{length} bytes; at most {maximum} are allowed", offset)
-        return self.decoded(self.take(length, field), field, offset + 8)
+        return self.decoded(self.take(length, field), field, offset)
 
     def decoded(self, data: bytes, field: str, offset: int) -> str:
         try:

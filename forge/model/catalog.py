@@ -182,7 +182,7 @@ class BundledModel:
         return self.path.stat().st_size if self.present else 0
 
 
-BUNDLED = (
+BUNDLED_MODELS = (
     BundledModel("tales-q8_0", ("tales",), "tales-q8_0.gguf", "tells short stories and answers questions about them"),
     BundledModel("tales-q4_0", (), "tales-q4_0.gguf", "the same model in 4 bits"),
     BundledModel("tales-draft-q8_0", ("tales-draft",), "tales-draft-q8_0.gguf", "a small model that drafts for it"),
@@ -195,10 +195,6 @@ def models_folder() -> Path:
     package = Path(__file__).resolve().parents[1]
     installed = package / "_data" / "models"
     return installed if installed.is_dir() else package.parent / "models"
-
-
-def bundled_models() -> tuple[BundledModel, ...]:
-    return BUNDLED
 
 
 def is_hash_model(name: str | Path) -> bool:
@@ -217,18 +213,17 @@ def resolve_model(name_or_path: str | Path) -> Path:
         raise UsageError(f"the model's name is empty: give a .gguf file, or a bundled model: {_names()}")
     if is_hash_model(text):
         raise UsageError(f"{text}: this model is computed from the text so far: there is no file of it")
-    for model in BUNDLED:
+    for model in BUNDLED_MODELS:
         if text in (model.name, *model.aliases):
             if not model.present:
                 raise UsageError(f"{model.path}: the bundled model is missing; `make models` trains it again")
             return model.path
     try:
         path = Path(text).expanduser()
-        is_folder, exists = path.is_dir(), path.exists()
-        is_model_folder = is_folder and (path / "config.json").is_file()
+        is_folder, exists, holds_model = path.is_dir(), path.exists(), is_model_folder(path)
     except (OSError, RuntimeError) as error:  # a folder that may not be entered, a name too long, an unknown ~user
         raise UsageError(f"{text}: {getattr(error, 'strerror', None) or error}") from None
-    if exists and (is_model_folder or not is_folder):
+    if exists and (holds_model or not is_folder):
         return path
     pulled = find_pulled(text)
     if pulled is not None:
@@ -250,14 +245,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _known_names() -> list[str]:
-    return [name for model in BUNDLED for name in (*model.aliases, model.name)]
-
-
 def _names() -> str:
-    return ", ".join(model.aliases[0] if model.aliases else model.name for model in BUNDLED)
+    return ", ".join(model.aliases[0] if model.aliases else model.name for model in BUNDLED_MODELS)
 
 
 def _nearest(text: str) -> str:
-    close = get_close_matches(Path(text).stem, _known_names(), n=1, cutoff=0.5)
+    names = [name for model in BUNDLED_MODELS for name in (*model.aliases, model.name)]
+    close = get_close_matches(Path(text).stem, names, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -116,10 +116,6 @@ class HashModel(Model):
             self._argmax[storage] = logits.argmax(axis=1)
         return logits
 
-    def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """Return the bytes of the logits and a few words per row."""
-        return 4 * (num_rows + num_logit_rows * self.vocab_size)
-
     def _logits(self, contexts: np.ndarray) -> np.ndarray:
         """Compute logits from the hash of each context, uint32 `[R]`."""
         hashes = _mixed(contexts[:, None] ^ self._token_hashes)

@@ -10,10 +10,10 @@ moves (which is not so for Llama). Defaults are those of transformers' `Qwen3Con
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from forge.model.config import (
 )
 from forge.model.rope import Yarn
 from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor
-from forge.model.weight_source import StackedTensor, WeightSource, recommended_sampling
+from forge.model.weight_source import SAMPLING_KEYS, StackedTensor, WeightSource, recommended_sampling
 from forge.reasons import Pooling
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
@@ -50,8 +50,6 @@ MAX_SHARDS = 1024
 MAX_LAYERS = 4096
 """A malformed file cannot make us list the tensors of 4,000 million layers. The largest Qwen3 has 94."""
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The fields of generation_config.json that are sampling parameters."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _BODY = "model."
 """Prefix of all tensor names but the head's, unless a bare `Qwen3Model` was saved (Qwen3-Embedding)."""
@@ -75,8 +73,8 @@ _OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down
 """Tensors that are one per expert here, and in GGUF one for all experts."""
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _BYTES_COMPARED = 16 << 20
-_POOLINGS: dict[Pooling, tuple[str, ...]] = {"last": ("lasttoken",), "mean": ("mean_tokens", "mean")}
-"""sentence-transformers' names."""
+_POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
+"""What sentence-transformers' names mean."""
 
 
 class ModelFolderError(ModelFileError):
@@ -110,7 +108,7 @@ class HuggingFaceDirectory(WeightSource):
 
     def tensor(self, name: str) -> SafetensorsTensor | StackedTensor:
         parts = [self._files[stored].tensors[stored] for stored in self._stored(name)]
-        return StackedTensor(name, parts) if _is_of_experts(name) else parts[0].renamed(name)
+        return StackedTensor(name, parts) if _is_of_experts(name) else replace(parts[0], name=name)
 
     def release(self, name: str) -> None:
         for stored in self._stored(name):
@@ -230,7 +228,8 @@ class _Values:
         value = self.values.get(key)
         if value is None:
             return default
-        if type(value) not in (int, float) or not _is_finite(value) or not valid(value):
+        is_finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        if not is_finite or not valid(value):
             raise self.error(key, f"{printable(value)} is not a number {words}")
         return float(value)
 
@@ -428,7 +427,7 @@ def _pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
 def _recommended_sampling(path: Path) -> dict[str, float]:
     """Return what generation_config.json recommends; nothing if there is none, or if it recommends greedy decoding."""
     values = _read_json(path) if path.is_file() else {}
-    return recommended_sampling(values, {name: name for name in _SAMPLING}) if values.get("do_sample") else {}
+    return recommended_sampling(values, {name: name for name in SAMPLING_KEYS}) if values.get("do_sample") else {}
 
 
 def _pooling(path: Path) -> Pooling:
@@ -438,11 +437,10 @@ def _pooling(path: Path) -> Pooling:
         return "last"
     values = _read_json(path)
     modes = [name.removeprefix("pooling_mode_") for name in values if name.startswith("pooling_mode_") and values[name]]
-    stated = "+".join(modes) or values.get("pooling_mode", "lasttoken")
-    for pooling, names in _POOLINGS.items():
-        if stated in names:
-            return pooling
-    raise ModelFolderError(path, "pooling_mode", f"{printable(stated)} is not supported: forge pools last or mean")
+    stated = "+".join(modes) or str(values.get("pooling_mode", "lasttoken"))
+    if stated not in _POOLINGS:
+        raise ModelFolderError(path, "pooling_mode", f"{printable(stated)} is not supported: forge pools last or mean")
+    return _POOLINGS[stated]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -462,10 +460,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelFolderError(path, WHOLE_FILE, "is not a JSON object")
     return values
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return isfinite(value)
-    except OverflowError:
-        return False

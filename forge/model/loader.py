@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge.gguf import GGUFFile
-from forge.model.backend import Array, Backend, Tensor
+from forge.model.backend import Array, Backend
 from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
 from forge.model.hf_directory import HuggingFaceDirectory
@@ -74,26 +74,23 @@ def load_model(
         return name_or_path
     if is_hash_model(name_or_path):
         name = str(name_or_path)
-        description = "a hash, no weights"
         return LoadedModel(
-            name=name, model=create_hash_model(name), tokenizer=ByteTokenizer(), device_description=description
+            name=name, model=create_hash_model(name), tokenizer=ByteTokenizer(), device_description="a hash, no weights"
         )
     path = resolve_model(name_or_path)
     backend = create_backend()
     with open_weights(path) as weights:
         tokenizer = Tokenizer(weights.tokenizer_spec())
-        model = load_qwen3(weights, backend, on_progress)
-        pooling, default_sampling = weights.pooling, weights.default_sampling
-    return LoadedModel(
-        name=model_name(path),
-        model=model,
-        tokenizer=tokenizer,
-        path=path,
-        device_description=backend.description,
-        default_kv_dtype=backend.default_kv_dtype,
-        pooling=pooling,
-        default_sampling=default_sampling,
-    )
+        return LoadedModel(
+            name=model_name(path),
+            model=load_qwen3(weights, backend, on_progress),
+            tokenizer=tokenizer,
+            path=path,
+            device_description=backend.description,
+            default_kv_dtype=backend.default_kv_dtype,
+            pooling=weights.pooling,
+            default_sampling=weights.default_sampling,
+        )
 
 
 def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress | None = None) -> Qwen3:
@@ -101,20 +98,14 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
 
     So the peak of memory is what the backend keeps, with one tensor of the file beside it.
     """
-    with backend.loading(source.path, source.nbytes):
-        return _load(source, backend, on_progress)
-
-
-def _load(source: WeightSource, backend: Backend, on_progress: LoadProgress | None) -> Qwen3:
     config, done = source.config, 0
+    load_by_dimensions = {1: backend.load_vector, 2: backend.load_matrix, 3: backend.load_experts}
 
-    def load(name: str, rows: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Array:
+    def load(name: str) -> Array:
         nonlocal done
         tensor = source.tensor(f"{name}.weight")
-        if len(tensor.shape) == 3:
-            loaded = backend.load_experts(tensor)
-        else:
-            loaded = backend.load_matrix(rows(tensor)) if len(tensor.shape) == 2 else backend.load_vector(tensor)
+        values = classifier_rows(tensor) if name == "cls.output" else tensor
+        loaded = load_by_dimensions[len(tensor.shape)](values)
         source.release(f"{name}.weight")
         done += tensor.nbytes
         if on_progress is not None:
@@ -126,18 +117,19 @@ def _load(source: WeightSource, backend: Backend, on_progress: LoadProgress | No
     names = LAYER_TENSORS
     if config.num_experts:
         model_type, layer_type, names = Qwen3Moe, MoeLayerWeights, LAYER_TENSORS | MOE_TENSORS
-    embedding = load("token_embd")
-    layers = tuple(
-        layer_type(**{field: load(f"blk.{index}.{tensor}") for field, tensor in names.items()})
-        for index in range(config.num_layers)
-    )
-    output_norm = load("output_norm")
-    if config.labels:
-        head = load("cls.output", classifier_rows)
-    elif config.generates:
-        head = embedding if config.tie_word_embeddings else load("output")
-    else:
-        head = None
+    with backend.loading(source.path, source.nbytes):
+        embedding = load("token_embd")
+        layers = tuple(
+            layer_type(**{field: load(f"blk.{index}.{tensor}") for field, tensor in names.items()})
+            for index in range(config.num_layers)
+        )
+        output_norm = load("output_norm")
+        if config.labels:
+            head = load("cls.output")
+        elif config.generates:
+            head = embedding if config.tie_word_embeddings else load("output")
+        else:
+            head = None
     return model_type(config, Qwen3Weights(embedding, layers, output_norm, head), backend)
 
 

@@ -44,6 +44,7 @@ from forge.model.catalog import (
     sha256,
 )
 from forge.model.config import why_unsupported
+from forge.model.hf_directory import CONFIG, GENERATION_CONFIG, INDEX, POOLING, TOKENIZER, check_supported
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -52,14 +53,7 @@ if TYPE_CHECKING:
 PullProgress = Callable[[str, int, int], None]
 """Called with (file name, bytes of it that are here, bytes in all)."""
 
-BESIDE_WEIGHTS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "1_Pooling/config.json",
-)
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+BESIDE_WEIGHTS = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG, POOLING)
 TIMEOUT_SECONDS = 15.0
 _CHUNK = 1 << 16
 _NEVER = 1 << 62
@@ -167,8 +161,6 @@ def _choose(repository: _Repository, pull_name: PullName) -> list[_RemoteFile]:
 
 def _check_config(repository: _Repository, file: _RemoteFile, target: Path) -> None:
     """Look at config.json before the weights are downloaded. It gets its name last all the same."""
-    from forge.model.hf_directory import check_supported
-
     if _is_here(file, target):
         return
     partial = _partial(repository, file, target)
@@ -256,20 +248,22 @@ class _WatchedFile(BufferedWriter):
         super().__init__(FileIO(path, "a"))
         self._path, self._file, self._on_progress = path, file, on_progress
         self._header_expected = 0 if file.name.endswith(".gguf") else _NEVER
-        self._look_at_header()
-        self.report()
+        self._notice_growth()
 
     def write(self, data: "Buffer") -> int:
         written = super().write(data)
-        self._look_at_header()
-        self.report()
+        self._notice_growth()
         return written
 
-    def _look_at_header(self) -> None:
-        """Parse the header each time that twice as much has arrived."""
+    def _notice_growth(self) -> None:
+        """Parse the header each time that twice as much has arrived, and report the size."""
         size = self.tell()
-        if size < self._header_expected:
-            return
+        if size >= self._header_expected:
+            self._look_at_header(size)
+        if self._on_progress is not None:
+            self._on_progress(self._file.name, size, self._file.bytes)
+
+    def _look_at_header(self, size: int) -> None:
         self.flush()
         with self._path.open("rb") as beginning:
             header = parse_beginning(Path(self._file.name), beginning.read(MAX_HEADER_BYTES))
@@ -277,10 +271,6 @@ class _WatchedFile(BufferedWriter):
         problem = why_unsupported(*header) if header is not None else None
         if problem is not None:
             raise _UnsupportedModel(f"{self._file.name}: {problem}; the download was ended after its header")
-
-    def report(self) -> None:
-        if self._on_progress is not None:
-            self._on_progress(self._file.name, self.tell(), self._file.bytes)
 
 
 def _described(repository: _Repository, file: _RemoteFile) -> _RemoteFile:

@@ -24,7 +24,7 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -90,10 +90,6 @@ class SafetensorsTensor:
         """Convert the values to a new float32 array of `shape`."""
         return block_formats.dequantize(self.ggml_type, self.raw(), self.shape)
 
-    def renamed(self, name: str) -> "SafetensorsTensor":
-        """Return the same data under another name."""
-        return replace(self, name=name)
-
 
 class _DuplicateKey(ValueError):
     """Raised from inside the JSON parser."""
@@ -108,7 +104,9 @@ class SafetensorsFile(MappedFile[SafetensorsTensor]):
         self._header = self._header_bytes()
         self._data_offset = _LENGTH_BYTES + len(self._header)
         entries = self._parse()
-        self._check_metadata(entries.pop(_METADATA, {}))
+        metadata = entries.pop(_METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._entry_error(_METADATA, _METADATA, "must be an object of strings")
         tensors = {name: self._tensor(name, entry) for name, entry in entries.items()}
         if not tensors:
             raise self._error("header", "the file holds no tensors", 0)
@@ -153,10 +151,6 @@ class SafetensorsFile(MappedFile[SafetensorsTensor]):
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
             problem = "nests too deep" if isinstance(error, RecursionError) else "holds a number that is too long"
             raise self._error("header", problem, 0) from None
-
-    def _check_metadata(self, metadata: Any) -> None:
-        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise self._entry_error(_METADATA, _METADATA, "must be an object of strings")
 
     def _tensor(self, name: str, entry: Any) -> SafetensorsTensor:
         if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:

@@ -268,7 +268,8 @@ def synth(
     try:
         write_gguf(path, metadata, tensors, advance)
     except OSError as error:
-        raise SynthError(f"{path}: cannot be written: {error.strerror or error}{_hint(error)}") from None
+        hint = "; the unfinished file is removed" if error.errno == errno.ENOSPC else ""
+        raise SynthError(f"{path}: cannot be written: {error.strerror or error}{hint}") from None
     parameters = sum(map(prod, shapes.values()))
     return SyntheticFile(path, path.stat().st_size, parameters, len(shapes), dict(type_bytes))
 
@@ -442,7 +443,3 @@ def _check_place(path: Path, needed: int, force: bool) -> None:
         raise SynthError(f"{path}: needs {needed / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left")
     if not os.access(path.parent, os.W_OK):
         raise SynthError(f"{path.parent}: this folder may not be written to; give --out another")
-
-
-def _hint(error: OSError) -> str:
-    return "; the unfinished file is removed" if error.errno == errno.ENOSPC else ""

@@ -22,13 +22,14 @@ from forge.tokenizer.spec import TokenizerSpec, spec_from_gguf
 
 _MEAN = 1
 """llama.cpp's number for it."""
-_SAMPLING_KEYS = {
+SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
+"""The sampling parameters that a model may recommend, and GGUF's name of each."""
 
 
 class SizedTensor(Tensor, Protocol):
@@ -144,7 +145,7 @@ class GGUFWeights(WeightSource):
         self.nbytes = sum(file.tensors[name].nbytes for name in expected_tensors(self.config))
         architecture = file.metadata["general.architecture"]
         self.pooling: Pooling = "mean" if file.metadata.get(f"{architecture}.pooling_type") == _MEAN else "last"
-        self.default_sampling: Mapping[str, float] = recommended_sampling(file.metadata, _SAMPLING_KEYS)
+        self.default_sampling: Mapping[str, float] = recommended_sampling(file.metadata, SAMPLING_KEYS)
         self._file = file
 
     def tensor(self, name: str) -> GGUFTensor:

@@ -155,8 +155,6 @@ class FastEncoder:
     """fastokens over the reference's vocabulary. Raises whatever the package raises, ImportError where it is not
     installed."""
 
-    name = "fast"
-
     def __init__(self, reference: ReferenceEncoder) -> None:
         from fastokens._native import Tokenizer  # type: ignore[import-untyped]
 
@@ -289,7 +287,7 @@ class Encoders:
         with self._lock:
             if self._prefer != "auto" and self._fast_if_due() is not None:
                 return "fast"
-            if self._prefer == "auto" and self._may_cut():
+            if self._may_cut():
                 return PromptCutEncoder.name
             self._load_reference()
             return ReferenceEncoder.name

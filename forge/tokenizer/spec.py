@@ -17,10 +17,11 @@ GPT-2: https://cdn.openai.com/better-language-models/language_models_are_unsuper
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,19 +30,9 @@ import numpy as np
 from forge.errors import ForgeError
 
 _PRINTABLE = frozenset((*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)))
+_STAND_INS = map(chr, count(0x100))
 
-
-def _alphabet() -> Iterator[str]:
-    num_unprintable = 0
-    for byte in range(256):
-        if byte in _PRINTABLE:
-            yield chr(byte)
-        else:
-            yield chr(0x100 + num_unprintable)
-            num_unprintable += 1
-
-
-BYTE_ALPHABET: tuple[str, ...] = tuple(_alphabet())
+BYTE_ALPHABET = tuple(chr(byte) if byte in _PRINTABLE else next(_STAND_INS) for byte in range(256))
 """`BYTE_ALPHABET[byte]` is the character that stands for the byte."""
 
 _BYTE_OF_CHAR = {char: byte for byte, char in enumerate(BYTE_ALPHABET)}
@@ -149,9 +140,8 @@ class TokenizerSpec:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """Every id that ends a generation: those the file names, and the control tokens that Qwen ends a turn with."""
-        named = [self.tokens[i] for i in self.control_ids]
-        by_name = (i for i, token in zip(self.control_ids, named, strict=True) if token in _END_OF_GENERATION_NAMES)
-        return frozenset(by_name) | frozenset((self.special_ids or {}).values())
+        by_name = (i for i in self.control_ids if self.tokens[i] in _END_OF_GENERATION_NAMES)
+        return frozenset((*by_name, *(self.special_ids or {}).values()))
 
     @cached_property
     def control_ids(self) -> list[int]:
@@ -208,7 +198,7 @@ class TokenizerSpec:
         return np.flatnonzero(self.token_types == token_type).tolist()
 
     def _first_duplicate(self) -> str:
-        return next(token for token, count in Counter(self.tokens).items() if count > 1)
+        return next(token for token, number in Counter(self.tokens).items() if number > 1)
 
     def _check_structure(self) -> None:
         if self.pre != SUPPORTED_PRE:

@@ -29,13 +29,7 @@ from forge.tokenizer.chat_template import (
     up_to_content,
 )
 from forge.tokenizer.encoders import Encoders, FastEncoder, PlainEncoder, Preference, ReferenceEncoder
-from forge.tokenizer.spec import (
-    TokenizerMetadata,
-    TokenizerSpec,
-    TokenType,
-    from_byte_alphabet,
-    spec_from_gguf,
-)
+from forge.tokenizer.spec import TokenizerSpec, TokenType, from_byte_alphabet
 
 _HIDDEN_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -73,12 +67,6 @@ class Tokenizer:
         self.shown_bytes = TokenBytes(lambda token_id: b"" if self.is_hidden(token_id) else self.bytes_of[token_id])
         """The bytes of each token that are shown: none for one that `skip_special` leaves out."""
 
-    @classmethod
-    def from_gguf(cls, file: TokenizerMetadata) -> "Tokenizer":
-        """Read the tokenizer of an open GGUF file. Raises `TokenizerError` when the file has none that forge
-        supports."""
-        return cls(spec_from_gguf(file))
-
     @property
     def vocab_size(self) -> int:
         """Number of token ids, padding included."""
@@ -91,12 +79,6 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return self.spec.eos_token_id
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The token that fills up a batch of texts to one length elsewhere (forge needs none); None if the file names
-        none."""
-        return self.spec.pad_token_id
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -28,9 +28,9 @@ def bundled(monkeypatch, tmp_path, model):
     """One bundled model, the small one, in a folder of its own."""
     path = tmp_path / "tales-q8_0.gguf"
     shutil.copy(model, path)
-    entry = replace(catalog.BUNDLED[0], file_name=path.name)
+    entry = replace(catalog.BUNDLED_MODELS[0], file_name=path.name)
     monkeypatch.setattr(catalog, "models_folder", lambda: tmp_path)
-    monkeypatch.setattr(catalog, "BUNDLED", (entry,))
+    monkeypatch.setattr(catalog, "BUNDLED_MODELS", (entry,))
     return path
 
 

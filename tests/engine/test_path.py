@@ -17,6 +17,8 @@ from forge.cli.main import main
 from forge.engine.engine import Engine
 
 ROOT = str(Path(forge.__file__).parent)
+HASH_MODEL = ("model/hash_model.py", "model/model.py")
+"""The files of the hash model: its own, and that of the defaults which it inherits."""
 LIMITS = {"prefill": (56, 15), "decode": (32, 10), "last step": (52, 12)}
 """Functions and files."""
 MORE_FOR_PREFIX = (15, 2)
@@ -28,7 +30,7 @@ def path_of(engine: Engine, step=Engine.step) -> Counter[str]:
 
     def watch(frame, event, argument):
         code = frame.f_code
-        is_ours = code.co_filename.startswith(ROOT) and "hash_model" not in code.co_filename
+        is_ours = code.co_filename.startswith(ROOT) and not code.co_filename.endswith(HASH_MODEL)
         if event == "call" and is_ours and not code.co_name.startswith("<"):
             seen.add((code.co_filename, code.co_qualname))
 

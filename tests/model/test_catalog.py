@@ -6,20 +6,20 @@ import pytest
 
 from forge.errors import UsageError
 from forge.model import catalog
-from forge.model.catalog import DEFAULT_MODEL, bundled_models, models_folder, resolve_model, sha256
+from forge.model.catalog import BUNDLED_MODELS, DEFAULT_MODEL, models_folder, resolve_model, sha256
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A models folder in which every bundled model is present."""
     monkeypatch.setattr(catalog, "models_folder", lambda: tmp_path)
-    for model in bundled_models():
+    for model in BUNDLED_MODELS:
         (tmp_path / model.file_name).write_bytes(b"x" * 10)
     return tmp_path
 
 
 def test_a_name_and_each_of_its_aliases_mean_the_same_file(folder):
-    for model in bundled_models():
+    for model in BUNDLED_MODELS:
         for name in (model.name, *model.aliases):
             assert resolve_model(name) == folder / model.file_name
 
@@ -29,7 +29,7 @@ def test_the_default_model_is_bundled(folder):
 
 
 def test_no_two_models_share_a_name():
-    names = [name for model in bundled_models() for name in (model.name, *model.aliases)]
+    names = [name for model in BUNDLED_MODELS for name in (model.name, *model.aliases)]
 
     assert len(names) == len(set(names))
 
@@ -42,12 +42,12 @@ def test_a_path_is_taken_as_it_is(tmp_path):
 
 
 def test_a_bundled_model_that_is_missing_says_how_to_get_it(folder):
-    (folder / bundled_models()[0].file_name).unlink()
+    (folder / BUNDLED_MODELS[0].file_name).unlink()
 
     with pytest.raises(UsageError, match="is missing; `make models`"):
-        resolve_model(bundled_models()[0].name)
-    assert not bundled_models()[0].present
-    assert bundled_models()[0].bytes == 0
+        resolve_model(BUNDLED_MODELS[0].name)
+    assert not BUNDLED_MODELS[0].present
+    assert BUNDLED_MODELS[0].bytes == 0
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest(folder):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from forge.model.catalog import bundled_models
+from forge.model.catalog import BUNDLED_MODELS
 from models import build
 from models.card import BEGIN, END, write_card
 from models.network import Qwen3
@@ -51,7 +51,7 @@ def test_the_card_shows_old_beside_new_and_keeps_the_rest(tmp_path):
 def test_the_card_and_the_log_are_those_of_the_bundled_files():
     card = (build.HERE / "README.md").read_text()
     files = sorted(build.HERE.glob("*.gguf"))
-    assert {path.name for path in files} == {model.file_name for model in bundled_models()}
+    assert {path.name for path in files} == {model.file_name for model in BUNDLED_MODELS}
     for path in files:
         assert f"{build.sha256(path)}  {path.name}" in card
     log = [json.loads(line) for line in (build.HERE / "training_log.jsonl").read_text().splitlines()]

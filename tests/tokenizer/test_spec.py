@@ -47,7 +47,7 @@ def changed(entries, key, index, value):
 
 def test_a_gguf_files_tokenizer_is_read_whole(metadata, tokenizer):
     metadata |= {"tokenizer.chat_template": "{{ messages[0].content }}", "tokenizer.ggml.eot_token_id": 7}
-    from_file = Tokenizer.from_gguf(FakeFile(metadata))
+    from_file = Tokenizer(spec_from_gguf(FakeFile(metadata)))
     assert from_file.fingerprint == tokenizer.fingerprint
     assert from_file.eos_token_ids == tokenizer.eos_token_ids | {7}
     assert (from_file.bos_token_id, from_file.spec.prefix_ids) == (tokenizer.bos_token_id, ())
@@ -73,7 +73,7 @@ def test_a_tokenizer_survives_a_real_gguf_file(metadata, tokenizer, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with GGUFFile.open(tmp_path / "model.gguf") as file:
-        from_file = Tokenizer.from_gguf(file)
+        from_file = Tokenizer(spec_from_gguf(file))
     assert from_file.fingerprint == tokenizer.fingerprint
     assert from_file.encode("Größe 字 'LL") == tokenizer.encode("Größe 字 'LL")
 

@@ -182,8 +182,7 @@ def test_one_text_is_no_batch(tokenizer):
         tokenizer.encode_batch("one text")
 
 
-def test_the_padding_token_is_that_of_the_file(spec):
-    assert Tokenizer(spec).pad_token_id is None
-    assert Tokenizer(replace(spec, pad_token_id=3)).pad_token_id == 3
+def test_the_padding_token_is_one_of_the_vocabulary(spec):
+    assert replace(spec, pad_token_id=3).pad_token_id == 3
     with pytest.raises(TokenizerError, match="padding_token_id"):
         replace(spec, pad_token_id=len(spec.tokens))

@@ -16,6 +16,7 @@ processor of an instruction set, and is loaded by one that has all of this proce
 """
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import logging
@@ -33,7 +34,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -227,6 +228,13 @@ class Kernel(MachineCode):
         """The address of the machine code."""
         self.compile()
         return self._address(self.name)
+
+    def function(self, prototype: Callable[..., Any] = ctypes.CFUNCTYPE) -> Callable[..., Any]:
+        """Return it as a Python function, which releases the interpreter's lock while it runs unless `prototype` is
+        `ctypes.PYFUNCTYPE`."""
+        result = None if self._result == "void" else ctypes.c_int64
+        function: Callable[..., Any] = prototype(result, *[ctypes.c_int64] * len(self._arguments))(self.address)
+        return function
 
     def _module(self, machine):
         from forge.backends.cpu.numba_internals import c_function  # loads Numba

@@ -8,8 +8,6 @@ import numpy as np
 from forge.backends.cpu import kernel_table
 from forge.backends.cpu.op_layout import DRAW_SCRATCH_BYTES
 
-_INT64 = ctypes.c_int64
-
 
 class CompiledDraw:
     """Draws tokens in machine code. Making one compiles the kernel, or takes its code from the cache folder; raises
@@ -17,7 +15,7 @@ class CompiledDraw:
 
     def __init__(self) -> None:
         # It keeps the interpreter's lock: a draw takes microseconds, and to get the lock back may take milliseconds.
-        self._function = ctypes.PYFUNCTYPE(_INT64, *[_INT64] * 10)(kernel_table.draw.address)
+        self._function = kernel_table.draw.function(ctypes.PYFUNCTYPE)
         self._scratch = np.empty(DRAW_SCRATCH_BYTES, np.uint8)
         self._scratch_address = self._scratch.ctypes.data
         self._lock = threading.Lock()

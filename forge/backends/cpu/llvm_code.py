@@ -59,6 +59,12 @@ def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.
     return builder.call(function, args)
 
 
+def call_address(builder: ir.IRBuilder, address: ir.Value, *args: ir.Value) -> None:
+    """Call the machine code at an address with int64 arguments."""
+    function_type = ir.FunctionType(ir.VoidType(), [I64] * len(args))
+    builder.call(builder.inttoptr(address, function_type.as_pointer()), args)
+
+
 def in_registers(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
     """Return several vectors from an empty piece of assembly: LLVM has all of them in registers there, neither computes
     earlier what comes later nor keeps what it has loaded. On x86 alone, for vectors of a register's size."""

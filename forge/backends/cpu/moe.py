@@ -13,14 +13,7 @@ expert's rows cannot be seen in a tile's result. So a row has the same bits in a
 import numba
 import numpy as np
 
-from forge.backends.cpu.kernels import (
-    float_tile,
-    multiply_tile,
-    quants_of,
-    scales_of,
-    sums_of,
-    values_of,
-)
+from forge.backends.cpu.kernels import float_tile, multiply_rows, quants_of, scales_of, sums_of, values_of
 from forge.backends.cpu.thread_pool_code import next_item
 from forge.backends.cpu.vectors import (
     exp_f32,
@@ -154,12 +147,8 @@ def experts_quantized(op, ctx, thread, threads):
         begin, last, first_tile, last_tile = _share(op, ctx, item)
         for tile in range(first_tile, last_tile if begin < last else first_tile):
             weights = item // _QUARTERS * op.tiles_each + tile
-            row = begin
-            while row < last:
-                count = min(8, last - row)
-                out = values_of(op.out, row) + 64 * tile
-                multiply_tile(op.matrix, weights, op.x, row, count, out, op.out.stride, 0, 0, 0)
-                row += count
+            out = values_of(op.out, begin) + 64 * tile
+            multiply_rows(op.matrix, weights, op.x, begin, last, out, op.out.stride, 0, 0)
         item = next_item(op, 1)
 
 

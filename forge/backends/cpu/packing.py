@@ -31,31 +31,23 @@ from forge.gguf import GGMLType, SuperblockScales, superblock_scales, unpack
 Q8 = TileLayout(bits=8, bias=128, group=32, scale_kind="f16", has_minimum=False)
 Q6K = TileLayout(bits=6, bias=32, group=16, scale_kind="k", has_minimum=False)
 Q5M = TileLayout(bits=8, bias=0, group=32, scale_kind="f16", has_minimum=True)
-Q5KM = TileLayout(bits=8, bias=0, group=32, scale_kind="k", has_minimum=True)
-Q8K = TileLayout(bits=8, bias=128, group=32, scale_kind="k", has_minimum=False)
-Q6G32 = TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False)
-Q6HALF = TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False, unit=0.5)
-Q3K = TileLayout(bits=3, bias=4, group=16, scale_kind="k", has_minimum=False)
-Q2KM = TileLayout(bits=2, bias=0, group=16, scale_kind="k", has_minimum=True)
 Q4 = TileLayout(bits=4, bias=8, group=32, scale_kind="f16", has_minimum=False)
-Q4M = TileLayout(bits=4, bias=0, group=32, scale_kind="f16", has_minimum=True)
-Q4KM = TileLayout(bits=4, bias=0, group=32, scale_kind="k", has_minimum=True)
 
 LAYOUT_OF_TYPE = {
     GGMLType.Q8_0: Q8,
     GGMLType.Q5_0: Q8,
     GGMLType.Q6_K: Q6K,
     GGMLType.Q5_1: Q5M,
-    GGMLType.Q5_K: Q5KM,
+    GGMLType.Q5_K: TileLayout(bits=8, bias=0, group=32, scale_kind="k", has_minimum=True),
     GGMLType.Q4_0: Q4,
-    GGMLType.Q4_1: Q4M,
-    GGMLType.Q4_K: Q4KM,
-    GGMLType.Q3_K: Q3K,
-    GGMLType.Q2_K: Q2KM,
+    GGMLType.Q4_1: TileLayout(bits=4, bias=0, group=32, scale_kind="f16", has_minimum=True),
+    GGMLType.Q4_K: TileLayout(bits=4, bias=0, group=32, scale_kind="k", has_minimum=True),
+    GGMLType.Q3_K: TileLayout(bits=3, bias=4, group=16, scale_kind="k", has_minimum=False),
+    GGMLType.Q2_K: TileLayout(bits=2, bias=0, group=16, scale_kind="k", has_minimum=True),
     GGMLType.IQ4_NL: Q8,
-    GGMLType.IQ4_XS: Q8K,
-    GGMLType.IQ3_S: Q6G32,
-    GGMLType.IQ3_XXS: Q6HALF,
+    GGMLType.IQ4_XS: TileLayout(bits=8, bias=128, group=32, scale_kind="k", has_minimum=False),
+    GGMLType.IQ3_S: TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False),
+    GGMLType.IQ3_XXS: TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False, unit=0.5),
 }
 """The layout of each quantized type. The float types keep their own numbers (`FLOAT_KIND_OF_TYPE`)."""
 
@@ -129,13 +121,13 @@ class Arena:
         self._piece = np.empty(0, np.uint8)
         self._used = 0
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype | type, alignment: int = LINE) -> np.ndarray:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
         """Return an uninitialized array that starts on a cache line."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        start = self._used + -(self._piece.ctypes.data + self._used) % alignment
+        start = self._used + -(self._piece.ctypes.data + self._used) % LINE
         if start + size > len(self._piece):
-            self._piece = huge_pages(max(size, self.PIECE) + alignment)
-            start = -self._piece.ctypes.data % alignment
+            self._piece = huge_pages(max(size, self.PIECE) + LINE)
+            start = -self._piece.ctypes.data % LINE
         self._used = start + size
         return self._piece[start : start + size].view(dtype).reshape(shape)
 

@@ -14,6 +14,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -349,12 +350,10 @@ def has_arm_dot_product(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     /proc/cpuinfo. Every 64-bit processor of Apple's has it."""
     if platform.system() == "Darwin":
         return True
-    try:
+    with suppress(OSError, AttributeError, TypeError):
         capabilities = ctypes.CDLL(None).getauxval
         capabilities.argtypes, capabilities.restype = [ctypes.c_ulong], ctypes.c_ulong
         return bool(capabilities(_AT_HWCAP) & _HWCAP_ASIMDDP)
-    except (OSError, AttributeError, TypeError):
-        pass
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -418,8 +417,8 @@ def cgroup_quota(root: Path = Path("/")) -> float | None:
     unified = next((path for _, controllers, path in lines if controllers == ""), "/")
     version_1 = next((path for _, controllers, path in lines if "cpu" in controllers.split(",")), "/")
     quotas = [_quota(folder / "cpu.max") for folder in _with_parents(groups, unified)]
-    for folder in _with_parents(groups / "cpu", version_1):
-        quotas.append(_quota(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"))
+    folders = _with_parents(groups / "cpu", version_1)
+    quotas += [_quota(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us") for folder in folders]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 

@@ -236,13 +236,7 @@ class Traffic:
         self._context, self._quantized = context, quantized
         self._num_keys, self._num_written = num_keys, num_written
 
-    def reads(self, operation: Operation) -> tuple[Operand, ...]:
-        return tuple(self._reads(operation))
-
-    def writes(self, operation: Operation) -> tuple[Operand, ...]:
-        return tuple(self._writes(operation))
-
-    def _reads(self, operation: Operation) -> Iterator[Operand]:
+    def reads(self, operation: Operation) -> Iterator[Operand]:
         kernel, arguments = operation.kernel, operation.arguments
         if kernel in _EMBEDS:
             yield self._embedded(arguments)
@@ -263,7 +257,7 @@ class Traffic:
         if kernel is k.attention:
             yield from self._stored(arguments, self._num_keys)
 
-    def _writes(self, operation: Operation) -> Iterator[Operand]:
+    def writes(self, operation: Operation) -> Iterator[Operand]:
         kernel = operation.kernel
         for name in _IN_PLACE.get(kernel, _WRITTEN.get(kernel, ("out",))):
             argument = operation.arguments[name]

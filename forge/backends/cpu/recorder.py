@@ -25,8 +25,8 @@ from forge.backends.cpu.tiles import GROUP
 from forge.backends.fusion import Experts, FusedOperations, Norm, Source
 from forge.model.rope import Rope
 
-_EXPERTS_FLOAT = {"f32": k.experts_f32, "f16": k.experts_f16, "bf16": k.experts_bf16}
-_MATMUL_FLOAT = {"f32": k.matmul_f32, "f16": k.matmul_f16, "bf16": k.matmul_bf16}
+_EXPERTS = {"f32": k.experts_f32, "f16": k.experts_f16, "bf16": k.experts_bf16, "quantized": k.experts_quantized}
+_MATMUL = {"f32": k.matmul_f32, "f16": k.matmul_f16, "bf16": k.matmul_bf16, "quantized": k.matmul_quantized}
 _KIND = {"f32": FLOAT32, "f16": FLOAT16, "bf16": BFLOAT16}
 _QUANTIZING_KERNELS = (k.rms_norm, k.swiglu)
 """Kernels that quantize what they write where a quantized product reads it."""
@@ -111,11 +111,11 @@ class Recorder(FusedOperations):
         self._wait()
         return x
 
-    def add_experts(self, x: Buffer, source: Norm, experts: Experts) -> Buffer:
+    def add_experts(self, x: Buffer, experts: Experts) -> Buffer:
         """Route each row, sort the rows by expert, and add what the experts compute. `moe.py` has the kernels."""
         num_experts, used = experts.gate.num_experts, experts.num_used
         self.recording.experts_per_row = used
-        normed = self._source(source)
+        normed = self._source(experts.source)
         logits = self._multiply(normed, experts.router)
         self._wait()
         chosen, shares, places = (Buffer(used) for _ in range(3))
@@ -184,6 +184,14 @@ class Recorder(FusedOperations):
         if writer.kernel not in _QUANTIZING_KERNELS:
             self._step(k.quantize, "quantize", x=x)
 
+    def _use_in_product(self, x: Buffer, matrix: Matrix | ExpertMatrices) -> str:
+        """Note that a product reads `matrix`, and `x` in the form that it takes. Returns the kind of product."""
+        self._use(matrix)
+        if isinstance(matrix.packed, FloatMatrix):
+            return matrix.packed.kind
+        self._need_quantized(x)
+        return "quantized"
+
     def _gather(self, x: Buffer, sources: Buffer, readers: Sequence[ExpertMatrices]) -> Buffer:
         """Record copies of `x`'s rows in the order of their experts, in the forms that the readers need."""
         out = Buffer(x.width, "num_expert_rows")
@@ -196,11 +204,8 @@ class Recorder(FusedOperations):
 
     def _multiply_each(self, x: Buffer, matrices: ExpertMatrices, starts: np.ndarray) -> Buffer:
         """Record the product of each expert's rows of `x` with its matrix."""
-        self._use(matrices)
         packed, experts = matrices.packed, matrices.num_experts
-        if isinstance(packed, QuantizedMatrix):
-            self._need_quantized(x)
-        kernel = _EXPERTS_FLOAT[packed.kind] if isinstance(packed, FloatMatrix) else k.experts_quantized
+        kernel = _EXPERTS[self._use_in_product(x, matrices)]
         out = Buffer(matrices.rows, x.count)
         arguments = {"num_experts": experts, "tiles_each": packed.num_tiles // experts, "starts": starts}
         self._write(kernel, matrices.name, matrix=packed, x=x, out=out, **arguments)
@@ -208,11 +213,7 @@ class Recorder(FusedOperations):
 
     def _multiply(self, x: Buffer, matrix: Matrix, into: Buffer | None = None) -> Buffer:
         """Record a product; it is added to `into` if that is a buffer."""
-        self._use(matrix)
-        packed = matrix.packed
-        if isinstance(packed, QuantizedMatrix):
-            self._need_quantized(x)
-        kernel = _MATMUL_FLOAT[packed.kind] if isinstance(packed, FloatMatrix) else k.matmul_quantized
+        packed, kernel = matrix.packed, _MATMUL[self._use_in_product(x, matrix)]
         out = into if into is not None else Buffer(packed.rows, x.count)
         chunk = max(1, min(4, packed.num_tiles // 16))
         arguments = {"num_tiles": packed.num_tiles, "chunk": chunk, "adds": into is not None}

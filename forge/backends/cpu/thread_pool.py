@@ -16,36 +16,23 @@ microseconds away. When nothing comes it sleeps on a lock, and costs nothing.
 import ctypes
 import os
 import threading
-from functools import cache
 
 from forge.backends.cpu.compilation import Kernel
 from forge.backends.cpu.op_layout import POOL, structure
 
-_start_kernel = Kernel("thread_pool_code", "start", (POOL, "int64", "int64", "int64"), "int64")
-_execute_kernel = Kernel("thread_pool_code", "execute", (POOL, "int64"))
-_serve_kernel = Kernel("thread_pool_code", "serve", (POOL, "int64", "int64"), "int64")
-
-POOL_KERNELS = (_start_kernel, _execute_kernel, _serve_kernel)
+POOL_KERNELS = (
+    Kernel("thread_pool_code", "start", (POOL, "int64", "int64", "int64"), "int64"),
+    Kernel("thread_pool_code", "execute", (POOL, "int64")),
+    Kernel("thread_pool_code", "serve", (POOL, "int64", "int64"), "int64"),
+)
 """The kernels that a pool needs compiled."""
-
-_INT64 = ctypes.c_int64
-
-
-@cache
-def _functions():
-    """Return (start, execute, serve) as Python functions that release the interpreter's lock while they run."""
-    return (
-        ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(_start_kernel.address),
-        ctypes.CFUNCTYPE(None, *[_INT64] * 2)(_execute_kernel.address),
-        ctypes.CFUNCTYPE(_INT64, *[_INT64] * 3)(_serve_kernel.address),
-    )
 
 
 class ThreadPool:
     """A pool of `num_threads` threads, including the caller's. Only one thread may use it at a time."""
 
     def __init__(self, num_threads: int):
-        self._native_start, self._native_execute, self._native_serve = _functions()
+        self._native_start, self._native_execute, self._native_serve = (kernel.function() for kernel in POOL_KERNELS)
         self.num_threads = num_threads
         self._process = os.getpid()
         self._memory, self._single = structure(POOL)(), structure(POOL)()

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from forge.backends.cpu.llvm_code import I64, call_intrinsic
+from forge.backends.cpu.llvm_code import I64, call_address, call_intrinsic
 from forge.backends.cpu.op_layout import INSIDE_SLOTS, OPERATION, OPERATION_BYTES
 from forge.backends.cpu.vectors import address, emits, field_address
 
@@ -47,12 +47,8 @@ def pause(builder):
         call_intrinsic(builder, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(ir.IntType(32), 1))
 
 
-@emits(types.void, *[types.int64] * 5)
-def call_kernel(builder, function, *arguments):
-    """Call the machine code at an address with a kernel's four arguments: operation, context, thread, threads."""
-    function_type = ir.FunctionType(ir.VoidType(), [I64] * 4)
-    builder.call(builder.inttoptr(function, function_type.as_pointer()), arguments)
-
+call_kernel = emits(types.void, *[types.int64] * 5)(call_address)
+"""Call a kernel by its address, with its four arguments: operation, context, thread, threads."""
 
 _operation_type = numba.from_dtype(OPERATION)
 

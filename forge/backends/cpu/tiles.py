@@ -180,8 +180,7 @@ class TileCode:
             signed = self.isa.signed_weights and self.layout.bias == 128
             return [lambda n=n: b.xor(line(n), TOP_BITS) if signed else line(n) for n in range(8)]
 
-        def bits(number):
-            return constant(V_I32, number)
+        bits = partial(constant, V_I32)
 
         def low_bits(four):
             half = line(four % 4)

@@ -29,6 +29,7 @@ from forge.backends.cpu.llvm_code import (
     STORED,
     V_F32,
     V_I32,
+    call_address,
     call_intrinsic,
     constant,
     fused_multiply_add,
@@ -149,12 +150,6 @@ round_to_int = emits(i32x16, f32x16)(rounded_code)
 def store_i8(builder, address, a):
     """Store 16 int32 lanes as 16 int8, which they must fit."""
     store(builder, address, builder.trunc(a, ir.VectorType(I8, LANES)))
-
-
-@emits(types.void, types.int64, i32x16)
-def store_i16(builder, address, a):
-    """Store 16 int32 lanes as 16 int16, which they must fit."""
-    store(builder, address, builder.trunc(a, ir.VectorType(I16, LANES)))
 
 
 @emits(types.void, types.int64, f32x16)
@@ -319,11 +314,6 @@ def exp_f32(builder, x):
     return builder.extract_element(exp_code(builder, splat(builder, x)), I32(0))
 
 
-@emits(types.void, *[types.int64] * 14)
-def call_tile(builder, tile, *arguments):
-    """Call a compiled tile by its address, with the arguments of `tiles.py`."""
-    function_type = ir.FunctionType(ir.VoidType(), [I64] * len(arguments))
-    builder.call(builder.inttoptr(tile, function_type.as_pointer()), arguments)
-
-
+call_tile = emits(types.void, *[types.int64] * 14)(call_address)
+"""Call a compiled tile by its address, with the arguments of `tiles.py`."""
 prefetch = emits(types.void, types.int64)(prefetch_line)

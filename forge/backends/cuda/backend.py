@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from forge.backends.choices import KERNELS
 from forge.backends.cuda import warm_up
 from forge.backends.cuda.graphs import Graphs
 from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, expected_shapes, shape_of
@@ -84,8 +83,6 @@ class CudaBackend(Backend):
         batches may name tokens that the step before has yet to choose; None for where steps are launched without
         waiting for them. launcher: who is handed every launch instead of Triton. on_compile: called with (kernels
         compiled, kernels in all) if any have to be. tuning: switches, for measuring what they are worth."""
-        if kernels not in KERNELS:
-            raise UsageError(f"unknown kernels {kernels!r}; there are {', '.join(KERNELS)}")
         if dtype not in DTYPES:
             raise UsageError(f"unknown dtype {dtype!r}; there are {', '.join(DTYPES)}")
         if invariant and kernels != "triton":
@@ -241,7 +238,6 @@ class CudaBackend(Backend):
         launcher = self._launcher or TritonLauncher(self._launches_dependent())
         exact = INTERPRETED or self._dtype == torch.float32
         launches = Launches(network, policy, self._rotations, self._device, self._dtype, launcher, exact)
-        launches.make_scratch()
         self._fused = _Fused(network, policy, launches, InputBuffer(self._device))
         self._time_steps()
 

@@ -214,15 +214,8 @@ class InputBuffer:
         words[:used] = 0
         words[0] = batch.block_tables.shape[1]
         words[spans["slots"]] = -1
-        num_rows = batch.num_rows
-        for name, values in (
-            ("token_ids", batch.token_ids),
-            ("positions", batch.positions),
-            ("slots", batch.slot_mapping),
-        ):
-            words[spans[name]][:num_rows] = values
-        self._fill_tiles(words, spans, shape, batch)
-        self._fill_logit_rows(words, spans, shape, batch)
+        for name, values in _arrays(shape, batch).items():
+            words[spans[name]][: len(values)] = values
         tables = batch.block_tables.reshape(-1)
         end = used + tables.size  # rows that are padding have no keys, so they need no table
         words[used:end] = tables
@@ -234,29 +227,27 @@ class InputBuffer:
         views = {name: self._on_device[span] for name, span in spans.items()}
         return Inputs(shape, tables=self._on_device[used:], **views)
 
-    def _fill_tiles(self, words: np.ndarray, spans: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
-        if shape.is_decode:
-            count = batch.num_rows
-            words[spans["tile_sequences"]][:count] = words[spans["tile_firsts"]][:count] = batch.logit_rows
-            words[spans["tile_lengths"]][:count] = 1
-            return
-        lengths = np.diff(batch.cu_seqlens)
-        per_sequence = -(-lengths // shape.tile_rows)
-        sequences = np.repeat(np.arange(batch.num_sequences), per_sequence)
-        before = np.repeat(np.cumsum(per_sequence) - per_sequence, per_sequence)
-        offsets = (np.arange(len(sequences)) - before) * shape.tile_rows  # within the sequence's own rows
-        count = len(sequences)
-        words[spans["tile_sequences"]][:count] = sequences
-        words[spans["tile_firsts"]][:count] = batch.cu_seqlens[sequences] + offsets
-        words[spans["tile_lengths"]][:count] = np.minimum(lengths[sequences] - offsets, shape.tile_rows)
 
-    def _fill_logit_rows(self, words: np.ndarray, spans: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
-        if shape.is_decode:
-            return  # its rows are its logit rows, and they are not asked for
-        count = len(batch.logit_rows)
-        words[spans["logit_rows"]][:count] = batch.logit_rows
-        words[spans["logit_sequences"]][:count] = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
-        words[spans["logit_lengths"]][:count] = 1
+def _arrays(shape: Shape, batch: ForwardBatch) -> dict[str, np.ndarray]:
+    """Return the contents of `Shape.sections`, without padding. Where there are none the words stay 0."""
+    logit_rows = batch.logit_rows
+    one_each = np.ones_like(logit_rows)
+    arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "slots": batch.slot_mapping}
+    if shape.is_decode:  # its rows are its logit rows, so those are not asked for
+        return arrays | {"tile_sequences": logit_rows, "tile_firsts": logit_rows, "tile_lengths": one_each}
+    lengths = np.diff(batch.cu_seqlens)
+    per_sequence = -(-lengths // shape.tile_rows)
+    sequences = np.repeat(np.arange(batch.num_sequences), per_sequence)
+    before = np.repeat(np.cumsum(per_sequence) - per_sequence, per_sequence)
+    offsets = (np.arange(len(sequences)) - before) * shape.tile_rows  # within the sequence's own rows
+    return arrays | {
+        "tile_sequences": sequences,
+        "tile_firsts": batch.cu_seqlens[sequences] + offsets,
+        "tile_lengths": np.minimum(lengths[sequences] - offsets, shape.tile_rows),
+        "logit_rows": logit_rows,
+        "logit_sequences": np.searchsorted(batch.cu_seqlens, logit_rows, side="right") - 1,
+        "logit_lengths": one_each,
+    }
 
 
 def _reads_what_others_write(batch: ForwardBatch, block_size: int) -> bool:

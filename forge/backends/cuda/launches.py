@@ -85,7 +85,9 @@ class Launches:
         """exact: multiply in float32 where tensor cores would otherwise be used."""
         self._network, self._policy, self._rotations = network, policy, rotations
         self._device, self._dtype, self.launch, self._exact = device, dtype, launcher, exact
-        self._scratch = torch.empty(0, dtype=dtype, device=device)
+        sizes = [matrix.num_weights for matrix in network.products() if matrix.dense is None]
+        self._scratch = torch.empty(max(sizes, default=0), dtype=dtype, device=device)
+        """Room for the largest matrix that has no dense copy."""
         self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
         self.step: Callable[[str, int], AbstractContextManager[None]] = lambda name, layer: nullcontext()
         """Returns a context around everything that a step of the forward pass launches; a clock replaces it."""
@@ -121,16 +123,14 @@ class Launches:
     def products(self, x: torch.Tensor, norm: Norm, matrices: tuple[Matrix, ...]) -> torch.Tensor:
         """Return norm(x) times each of `matrices`, side by side: `[T, rows of all]`."""
         out = self._empty(len(x), sum(matrix.out_features for matrix in matrices))
-        start = 0
-        normed = self.normed(x, norm) if any(self._by_cublas(len(x), matrix) for matrix in matrices) else None
-        for matrix in matrices:
-            part = out[:, start : start + matrix.out_features]
+        parts = out.split([matrix.out_features for matrix in matrices], dim=1)
+        normed = None
+        for matrix, part in zip(matrices, parts, strict=True):
             if self._by_cublas(len(x), matrix):
-                assert normed is not None
+                normed = self.normed(x, norm) if normed is None else normed
                 torch.mm(normed, self._dense(matrix).t(), out=part)
             else:
                 self._multiply(x, matrix, part, norm=norm)
-            start += matrix.out_features
         return out
 
     def add_product(self, stream: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
@@ -362,17 +362,7 @@ class Launches:
         width = x.shape[1]
         block = shapes.next_power_of_2(width)
         warps = min(16, max(1, block // 512))
-        self.launch(
-            unfused.rms_norm,
-            (len(x),),
-            x,
-            norm.weight,
-            out,
-            width,
-            norm.eps,
-            BLOCK=block,
-            num_warps=warps,
-        )
+        self.launch(unfused.rms_norm, (len(x),), x, norm.weight, out, width, norm.eps, BLOCK=block, num_warps=warps)
         return out
 
     def _dense(self, matrix: Matrix) -> torch.Tensor:
@@ -382,11 +372,6 @@ class Launches:
         out = self._scratch[: matrix.num_weights].view(matrix.out_features, matrix.in_features)
         self._gather(matrix, None, None, out)
         return out
-
-    def make_scratch(self) -> None:
-        """Allocate scratch for the largest matrix that has no dense copy."""
-        sizes = [matrix.num_weights for matrix in self._network.products() if matrix.dense is None]
-        self._scratch = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
 
     def _gather(
         self, matrix: Matrix, numbers: torch.Tensor | None, samples: torch.Tensor | None, out: torch.Tensor

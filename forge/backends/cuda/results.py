@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from forge.backends.cuda.sampling import SamplingRows, sample_into
+from forge.backends.cuda.shapes import next_power_of_2
 from forge.backends.cuda.storage import HostBuffer
 from forge.model.model import Draw
 from forge.trace.records import Execution
@@ -127,7 +128,7 @@ class Results:
         """Make room for the samples of so many rows. Returns whether they moved, which invalidates every graph."""
         if num_rows <= len(self.samples):
             return False
-        capacity = max(LEAST_ROWS, 1 << (num_rows - 1).bit_length())
+        capacity = max(LEAST_ROWS, next_power_of_2(num_rows))
         samples = torch.zeros((capacity, 2), dtype=torch.int32, device=self._device)
         samples[: len(self.samples)] = self.samples  # the next step may take its tokens from there
         self.samples = samples

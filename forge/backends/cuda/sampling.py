@@ -120,47 +120,21 @@ class SamplingRows:
             floors=any(params.min_p > 0 for params in drawing),
         )
 
-    @property
-    def top_k(self) -> torch.Tensor:
-        """Each row's top-k, int64 `[R, 1]`; the vocabulary's size keeps every token."""
-        return self.words[:, :1]
-
-    @property
-    def temperature(self) -> torch.Tensor:
-        """Each row's temperature, float64 `[R, 1]`, like the properties below."""
-        return self._number(4)
-
-    @property
-    def top_p(self) -> torch.Tensor:
-        return self._number(5)
-
-    @property
-    def log_min_p(self) -> torch.Tensor:
-        return self._number(6)
-
-    def _number(self, column: int) -> torch.Tensor:
-        return self.words.view(torch.float64)[:, column : column + 1]
-
-
-def sample(logits: torch.Tensor, rows: SamplingRows, launch: "Launcher") -> torch.Tensor:
-    """Return the token of each row, int64 `[R]`; of equals the lowest. logits: float32 `[R, vocabulary]`, not changed.
-
-    Rows are drawn each by itself: what is beside them changes none of their tokens.
-    """
-    samples = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
-    sample_into(logits, rows, samples, launch)
-    return samples[:, 0].long()
-
 
 def sample_into(logits: torch.Tensor, rows: SamplingRows, samples: torch.Tensor, launch: "Launcher") -> None:
-    """Leave each row's token and the bits of its logit in `samples`, int32 `[R or more, 2]`, as kernel `argmax_rows`
-    does. A row whose maximum is not finite gets that for its logit: so the host recognizes broken logits."""
+    """Leave each row's token (of equals the lowest) and the bits of its logit in `samples`, int32 `[R or more, 2]`, as
+    kernel `argmax_rows` does. A row whose maximum is not finite gets that for its logit: so the host recognizes broken
+    logits.
+
+    logits: float32 `[R, vocabulary]`, not changed. Rows are drawn each by itself: what is beside them changes none of
+    their tokens.
+    """
     scored = rows.penalties.applied(logits) if rows.penalties is not None else logits
     maxima = torch.stack([scored.amax(1), logits.amax(1)], dim=1)
     allowed = None
     if rows.sorts or rows.floors:
         runs = [slice(first, first + FILTERED_ROWS) for first in range(0, len(logits), FILTERED_ROWS)]
-        masks = [_filter(scored[run], maxima[run, :1], replace(rows, words=rows.words[run])) for run in runs]
+        masks = [_allowed(scored[run], maxima[run, :1], replace(rows, words=rows.words[run])) for run in runs]
         allowed = masks[0] if len(masks) == 1 else torch.cat(masks)
     _draw(scored, logits, allowed, maxima, rows.words, samples, launch)
 
@@ -210,33 +184,31 @@ def _draw(
     )
 
 
-def _filter(scored: torch.Tensor, maxima: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return which tokens the filters keep: uint8 `[R, vocabulary]`. A greedy row has none."""
-    greedy, values = rows.temperature == 0, scored.double()
-    temperature = torch.where(greedy, 1.0, rows.temperature)
-    scores = (values - maxima) / temperature  # in this order, a tiny one overflows to -infinity
-    return (_allowed(values, scores, temperature, rows) | greedy).view(torch.uint8)
+def _allowed(scored: torch.Tensor, maxima: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Return which tokens top-k, top-p and min-p keep, applied in this order: uint8 `[R, vocabulary]`. A greedy row has
+    no filters.
 
-
-def _allowed(logits: torch.Tensor, scores: torch.Tensor, temperature: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return which tokens top-k, top-p and min-p keep, applied in this order: bool `[R, vocabulary]`.
-
-    scores: (logits - their maximum) / temperature. Of equal tokens at an edge those with the lowest ids are kept, and
-    the argmax always is. Top-k looks at logits and top-p at weights, because temperatures make unequal logits equal.
+    maxima: those of `scored`, `[R, 1]`. Of equal tokens at an edge those with the lowest ids are kept, and the argmax
+    always is. Top-k looks at logits and top-p at weights, because temperatures make unequal logits equal.
     """
+    top_k, numbers = rows.words[:, :1], rows.words.view(torch.float64)
+    temperature, top_p, log_min_p = (numbers[:, column : column + 1] for column in (4, 5, 6))
+    greedy, logits = temperature == 0, scored.double()
+    temperature = torch.where(greedy, 1.0, temperature)
+    scores = (logits - maxima) / temperature  # in this order, a tiny one overflows to -infinity
     allowed = torch.ones_like(scores, dtype=torch.bool)
     if rows.sorts:
         ordered = torch.sort(logits, dim=1, descending=True).values
         rank = torch.arange(logits.shape[1], device=logits.device)[None]
-        allowed = _top(logits, ordered, rows.top_k)
-        weights = torch.exp((ordered - ordered[:, :1]) / temperature).masked_fill(rank >= rows.top_k, 0.0)
+        allowed = _top(logits, ordered, top_k)
+        weights = torch.exp((ordered - ordered[:, :1]) / temperature).masked_fill(rank >= top_k, 0.0)
         sums = weights.cumsum(1)
-        num_kept = 1 + (sums[:, :-1] < rows.top_p * sums[:, -1:]).sum(1, keepdim=True)
+        num_kept = 1 + (sums[:, :-1] < top_p * sums[:, -1:]).sum(1, keepdim=True)
         nucleus = _top(torch.exp(scores).masked_fill(~allowed, 0.0), weights, num_kept)
-        allowed &= nucleus | (rows.top_p >= 1)
+        allowed &= nucleus | (top_p >= 1)
     if rows.floors:
-        allowed &= scores >= rows.log_min_p
-    return allowed
+        allowed &= scores >= log_min_p
+    return (allowed | greedy).view(torch.uint8)
 
 
 def _top(values: torch.Tensor, ordered: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -3,24 +3,15 @@ every position and frequency, for rotary position embedding).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from forge.backends.cuda.shapes import next_power_of_2
 from forge.cache.kv_storage import BlockCopy, KvLayout, KvStorage
 from forge.model.rope import Rope
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class HostBlocks:
-    """The contents of some blocks, swapped out to host memory."""
-
-    keys: torch.Tensor
-    """`[num_layers, len(blocks), block_size, num_kv_heads, head_dim]` in the storage's dtype; values likewise."""
-    values: torch.Tensor
 
 
 class TorchKvStorage(KvStorage):
@@ -38,9 +29,7 @@ class TorchKvStorage(KvStorage):
         try:
             self.keys = torch.zeros(shape, dtype=dtype, device=device)
             self.values = torch.zeros(shape, dtype=dtype, device=device)
-        except (
-            RuntimeError
-        ) as error:  # `torch.OutOfMemoryError` is one; the CPU, and sizes past 64 bits, raise it plain
+        except RuntimeError as error:  # also `torch.OutOfMemoryError`; the CPU, and sizes past 64 bits, raise it plain
             if not any(word in str(error).lower() for word in ("memory", "overflow")):
                 raise
             raise MemoryError(str(error).splitlines()[0]) from None
@@ -53,16 +42,17 @@ class TorchKvStorage(KvStorage):
             for array in (self.keys, self.values):
                 array.index_copy_(1, destinations, array.index_select(1, sources))
 
-    def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
-        """Copy `blocks` to host memory, for `write_blocks` into any equal number of blocks."""
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy `blocks` to host memory, for `write_blocks` into any equal number of blocks: keys and values, each
+        `[num_layers, len(blocks), block_size, num_kv_heads, head_dim]` in the storage's dtype."""
         numbers = self._numbers(blocks)
-        return HostBlocks(self.keys.index_select(1, numbers).cpu(), self.values.index_select(1, numbers).cpu())
+        return self.keys.index_select(1, numbers).cpu(), self.values.index_select(1, numbers).cpu()
 
-    def write_blocks(self, blocks: Sequence[int], data: HostBlocks) -> None:
+    def write_blocks(self, blocks: Sequence[int], data: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Write into `blocks` what `read_blocks` returned."""
         numbers = self._numbers(blocks)
-        self.keys.index_copy_(1, numbers, data.keys.to(self.keys.device))
-        self.values.index_copy_(1, numbers, data.values.to(self.values.device))
+        for array, stored in zip((self.keys, self.values), data, strict=True):
+            array.index_copy_(1, numbers, stored.to(array.device))
 
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = self.of_sequence(layer, self._numbers(block_table), length)
@@ -116,7 +106,7 @@ class HostBuffer:
 
 
 LEAST_POSITIONS = 4096
-"""Positions that the table has at first; doubled as longer contexts come."""
+"""Positions that the table has at least: always a power of two, so that it rarely grows."""
 
 
 class Rotations:
@@ -133,9 +123,7 @@ class Rotations:
         """Make the table cover positions below `length`. Returns whether it moved in memory."""
         if length <= len(self.cos):
             return False
-        positions = max(LEAST_POSITIONS, len(self.cos))
-        while positions < length:
-            positions *= 2
+        positions = max(LEAST_POSITIONS, next_power_of_2(length))
         angles = torch.arange(positions, dtype=torch.float64)[:, None] * torch.from_numpy(rope.frequencies())
         cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
         self.cos, self.sin = cos.float().to(self._device), sin.float().to(self._device)

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -85,11 +86,9 @@ def compile_missing(launches: Iterable[LaunchDescription], on_progress: Progress
         return []
     failed = compile_all(distinct, on_progress)
     if not failed:
-        try:
+        with suppress(OSError):  # a cache that cannot be written: then the next process compiles again
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
-        except OSError:  # a cache that cannot be written: then the next process compiles again
-            pass
     return failed
 
 

@@ -98,11 +98,10 @@ class Matrix:
         assert self.dense is not None
         return self.dense
 
-    def make_dense(self, dtype: torch.dtype) -> torch.Tensor:
+    def make_dense(self, dtype: torch.dtype) -> None:
         if self.dense is None:
             assert self.packed is not None
             self.dense = self.packed.dense(dtype)
-        return self.dense
 
 
 def load_matrix(
@@ -119,7 +118,7 @@ def load_matrix(
             return _quantized(name, quantized_to_q8(values), keep_packed, dtype)
         return Matrix(name, rows, columns, dense=values.to(dtype))
     if tensor.ggml_type in _PACK:
-        blocks = _bytes_on(device, tensor.raw()).view(rows, -1, _BLOCK_BYTES[tensor.ggml_type])
+        blocks = _bytes_on(device, tensor.raw()).view(rows, -1, tensor.ggml_type.block.nbytes)
         return _quantized(name, _PACK[tensor.ggml_type](blocks), keep_packed, dtype)
     return Matrix(name, rows, columns, dense=torch.from_numpy(tensor.dequantize()).to(device).to(dtype))
 
@@ -228,4 +227,3 @@ def _pack_q4_k(blocks: torch.Tensor) -> Packed:
 
 
 _PACK = {GGMLType.Q8_0: _pack_q8_0, GGMLType.Q4_0: _pack_q4_0, GGMLType.Q4_K: _pack_q4_k}
-_BLOCK_BYTES = {GGMLType.Q8_0: 34, GGMLType.Q4_0: 18, GGMLType.Q4_K: 144}

@@ -8,6 +8,7 @@ from forge.backends.cuda.inputs import Policy
 from forge.backends.cuda.kernels.parts import INTERPRETED
 from forge.backends.cuda.launches import Launches, TritonLauncher
 from forge.backends.cuda.network import Network
+from forge.backends.cuda.sampling import SamplingRows, sample_into
 from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
 from forge.backends.cuda.storage import Rotations
 from forge.backends.cuda.weights import Matrix, load_matrix
@@ -38,12 +39,20 @@ def launches(
     tuning: Tuning = DEFAULT_TUNING,
 ) -> Launches:
     """The steps without a model around them. dependent: None for where the device has dependent launches."""
+    network = network or Network(None, (), None, heads, kv_heads, head_dim=1, rope=None)
     policy = Policy(heads, kv_heads, multiprocessors, invariant, buckets=False, tuning=tuning)
     where = torch.device(device)
     exact = INTERPRETED or dtype == "float32"
     if dependent is None:
         dependent = where.type == "cuda" and torch.cuda.get_device_capability(where) >= DEPENDENT_LAUNCH
     return Launches(network, policy, Rotations(where), where, DTYPES[dtype], TritonLauncher(dependent), exact)
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """The token of each row, drawn on the logits' device."""
+    samples = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
+    sample_into(logits, rows, samples, TritonLauncher(False))
+    return samples[:, 0].long()
 
 
 def random_matrix(kind: str, rows: int, columns: int, dtype: str, device: str, rng: np.random.Generator) -> Matrix:

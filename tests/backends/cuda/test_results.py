@@ -6,14 +6,13 @@ import torch
 
 from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
-from forge.backends.cuda.launches import TritonLauncher
-from forge.backends.cuda.sampling import SamplingRows, sample
+from forge.backends.cuda.sampling import SamplingRows
 from forge.engine.sampler import argmax_rows
 from forge.engine.sampling_params import SamplingParams
 from forge.model.manual_batch import Part, flat_batch, new_storage
 from forge.model.model import DeviceLogits, Draw
 from tests.backends.cpu.models import small_model
-from tests.backends.cuda.models import launches, relative_error
+from tests.backends.cuda.models import launches, relative_error, sample
 from tests.backends.cuda.test_graphs import StandIn
 
 
@@ -151,7 +150,7 @@ def test_a_step_takes_tokens_that_were_drawn_on_the_device_unseen(model):
     for position in range(6):
         expected = model.forward(decode(tokens, position), known)
         rows = SamplingRows.of(draws(position), model.vocab_size, device)
-        drawn = sample(torch.from_numpy(expected[:]).to(device), rows, TritonLauncher(False)).tolist()
+        drawn = sample(torch.from_numpy(expected[:]).to(device), rows).tolist()
         unseen = [[*own[:-1], -1 - row] for row, own in enumerate(tokens)] if position else tokens
         found = model.forward(decode(unseen, position), ahead)
         found.sample(draws(position))

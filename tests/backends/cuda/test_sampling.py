@@ -11,6 +11,7 @@ from forge.engine.rng import DrawName, gumbel_argmax, token_words
 from forge.engine.sampling import choose_token, filtered
 from forge.engine.sampling_params import SamplingParams
 from forge.model.model import Draw
+from tests.backends.cuda.models import sample
 from tests.slow import SLOW, mostly_slow
 
 VOCABULARY = 203
@@ -19,10 +20,6 @@ VOCABULARY = 203
 
 def rows_of(draws, device, vocabulary=VOCABULARY) -> SamplingRows:
     return SamplingRows.of(draws, vocabulary, torch.device(device))
-
-
-def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    return sampling.sample(logits, rows, TritonLauncher(False))
 
 
 @pytest.mark.parametrize(

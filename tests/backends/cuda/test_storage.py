@@ -6,6 +6,7 @@ import torch
 
 from forge.backends.cuda.storage import TORCH_DTYPES, TorchKvStorage
 from forge.cache.kv_storage import BlockCopy, KvLayout
+from forge.engine.handoff import KvHandoff
 
 
 def storage_of(device: str, kv_dtype: str = "float32") -> TorchKvStorage:
@@ -49,10 +50,16 @@ def test_blocks_come_back_from_the_host_with_their_bits_wherever_they_are_put(kv
 
 def test_what_was_read_does_not_change_with_the_storage(device):
     storage = storage_of(device)
-    kept = storage.read_blocks([2])
-    was = kept.keys.clone()
+    keys, _ = storage.read_blocks([2])
+    was = keys.clone()
     storage.keys.zero_()
-    assert torch.equal(kept.keys, was)
+    assert torch.equal(keys, was)
+
+
+def test_what_was_read_can_be_handed_over(device):
+    storage = storage_of(device)
+    handoff = KvHandoff((0, 1, 2, 3), storage.layout, storage.read_blocks([2]))
+    assert handoff.num_bytes == storage.keys[:, 2].nbytes + storage.values[:, 2].nbytes
 
 
 def test_gather_follows_the_table(device):

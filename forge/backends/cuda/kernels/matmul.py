@@ -56,9 +56,8 @@ def matvec(
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
     x += tl.program_id(1).to(tl.int64) * in_features
-    line = (
-        weights + tl.minimum(row, out_features - 1)[:, None] * in_features
-    )  # past the end: the last row again, stored nowhere
+    # Past the end: the last row again, stored nowhere.
+    line = weights + tl.minimum(row, out_features - 1)[:, None] * in_features
     tile = tl.load(line + column[None, :], mask=(column < in_features)[None, :], other=0.0)
     wait_for_previous(PDL)
     let_next_start(PDL)
