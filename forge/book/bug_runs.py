@@ -20,6 +20,7 @@ from forge.views.formatting import count, plural
 from forge.views.json_output import picked
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.screen import Part, labelled
+from forge.views.terminal import cut
 from forge.views.text import one_line
 
 if TYPE_CHECKING:
@@ -192,8 +193,7 @@ def _parted(sound: str, unchecked: str, width: int) -> Iterator[Part]:
         )
         if not text[common:]:
             shown.append("(nothing more)", QUIET)
-        shown.truncate(max(10, width - 14), overflow="ellipsis")
-        rows.append((name, shown))
+        rows.append((name, cut(shown, max(10, width - 14))))
     yield labelled(rows, wraps=())
 
 

@@ -7,7 +7,7 @@ are command lines with `--only run`, run in this process.
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -82,8 +82,6 @@ def glossary(
 
     [dim]forge glossary prefill[/dim]
     """
-    from dataclasses import asdict
-
     from forge.book.glossary import find_term, load_glossary, print_glossary, print_term
 
     every = load_glossary()

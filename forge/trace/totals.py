@@ -71,7 +71,7 @@ class Totals:
     """The share of reserved slots that are not filled: mean over the steps, and the most."""
     sharing: tuple[float, float]
     """The share of blocks that sharing saves: mean over the steps, and the most."""
-    batch: tuple[float, int]
+    batch: tuple[float, float]
     """Sequences in a step: mean, and the most."""
     starved: int
     """Requests that more than `STARVED` later ones were admitted before."""
@@ -94,7 +94,6 @@ class Totals:
 def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) -> Totals:
     """Add up a run of one step or more."""
     preempted = [preemption for step in steps for preemption in step.preempted]
-    batches = [len(step.items) for step in steps]
     overtakers = times_overtaken(requests)
     return Totals(
         num_steps=len(steps),
@@ -117,7 +116,7 @@ def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) 
         utilization=_mean_and_most([step.cache.utilization for step in steps]),
         fragmentation=_mean_and_most([step.cache.internal_fragmentation for step in steps]),
         sharing=_mean_and_most([step.cache.sharing for step in steps]),
-        batch=(fmean(batches), max(batches)),
+        batch=_mean_and_most([len(step.items) for step in steps]),
         starved=sum(number > STARVED for number in overtakers),
         most_overtaken=max(overtakers, default=0),
         longest_wait=max((request.steps_waited for request in requests), default=0),

@@ -36,7 +36,7 @@ from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.run_view import LiveView
 from forge.views.summary import RunResult
-from forge.views.terminal import print_lines
+from forge.views.terminal import cut, print_lines
 from forge.views.text import neutralise, one_line, tail
 
 MANY = 2
@@ -399,8 +399,7 @@ def legend_line(width: int) -> Text:
 
 def _sentence(sentence: Sentence, width: int, style: str = "") -> Text:
     line = Text.assemble((f"step {sentence.step:>3}  ", QUIET), (sentence.text, style or "default"), no_wrap=True)
-    line.truncate(width, overflow="ellipsis")
-    return line
+    return cut(line, width)
 
 
 def _end_of(text: str, width: int) -> str:

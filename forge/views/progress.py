@@ -7,7 +7,6 @@ Compiling kernels happens once per machine and takes seconds, so a line announce
 from typing import Self
 
 from rich.console import Console
-from rich.live import Live
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -23,30 +22,22 @@ from rich.progress import (
 from rich.text import Text
 
 from forge.views.palette import ACCENT, QUIET
+from forge.views.run_view import LiveView
 from forge.views.terminal import can_redraw, open_error_console
 from forge.views.text import one_line
 
 
-class BenchProgress:
+class BenchProgress(LiveView):
     """One line on a terminal that says what is being done, gone when it is. In a pipe nothing, or with `lines` a line
     for each thing that is done."""
 
     def __init__(self, console: Console, lines: bool = False):
-        self._console, self._lines, self._told = console, lines, ""
-        # Drawn when something new begins and never in between: that would take time from what is measured.
-        self._live = Live(console=console, auto_refresh=False, transient=True) if can_redraw(console) else None
-
-    def __enter__(self) -> "BenchProgress":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._live:
-            self._live.stop()
+        super().__init__(console)
+        self._lines, self._told = lines, ""
 
     def __call__(self, text: str) -> None:
-        if self._live:
+        """Say what begins. It is drawn now and never in between: that would take time from what is measured."""
+        if self._shows:
             self._live.update(Text(one_line(text), QUIET, no_wrap=True, overflow="ellipsis"), refresh=True)
         elif self._lines and text != self._told:
             self._told = text

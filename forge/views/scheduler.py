@@ -25,6 +25,7 @@ from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
 from forge.views.history import History, Moment
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.terminal import cut
 from forge.views.text import one_line, quoted
 
 _REASON_INDENT = 19
@@ -49,7 +50,7 @@ def scheduler_lines(history: History, index: int, width: int, height: int) -> li
         items = []
     reasons = shortened(reasons, room - len(items))
     lines = [*head, items_line(record), *items, *reasons, *charts]
-    return [_cut(line, width) for line in lines[:height]]
+    return [cut(line, width) for line in lines[:height]]
 
 
 def title_lines(record: StepRecord, width: int) -> list[Text]:
@@ -153,7 +154,7 @@ def item_rows(record: StepRecord, width: int) -> list[Text]:
             cell.append(quoted(tokens[item.seq_id]))
         elif item.remaining:
             cell.append(f"{item.remaining} to come")
-        cells.append(_cut(cell, half))
+        cells.append(cut(cell, half))
     rows = []
     for left, right in zip(cells[::2], [*cells[1::2], Text("")], strict=False):
         rows.append(Text.assemble(left, " " * (half + 1 - left.cell_len), right))
@@ -290,9 +291,4 @@ def _wrapped(line: Text, width: int) -> list[Text]:
             break
         parts.append(line[:at])
         line = Text.assemble(" " * _REASON_INDENT, line[at + 1 :], no_wrap=True)
-    return [*parts, _cut(line, width)]
-
-
-def _cut(line: Text, width: int) -> Text:
-    line.truncate(width, overflow="ellipsis")
-    return line
+    return [*parts, cut(line, width)]

@@ -64,6 +64,12 @@ def print_hanging(console: Console, text: Text, indent: int, most: int | None = 
         console.print(Text.assemble(" " * indent, line))
 
 
+def cut(line: Text, width: int) -> Text:
+    """Cut a line at `width` columns, where an ellipsis stands for the rest, and return it."""
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
 def new_table() -> Table:
     """Return a table with a rule under its headings."""
     return Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)

@@ -16,7 +16,7 @@ from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.run_view import LiveView
 from forge.views.scheduler import print_step_line, scheduler_lines, step_line
 from forge.views.summary import RunLabel
-from forge.views.terminal import new_table
+from forge.views.terminal import cut, new_table
 from forge.views.text import one_line
 
 
@@ -85,9 +85,7 @@ class ReplicasView(LiveView):
             yield Text()
             yield Text("The last requests, and why they went there", f"{TITLE} {ACCENT}")
         for route in self._routes:
-            line = self._route_line(route)
-            line.truncate(self._console.width, overflow="ellipsis")
-            yield line
+            yield cut(self._route_line(route), self._console.width)
 
     def _route_line(self, route: RouteRecord) -> Text:
         line = Text(f"{one_line(route.request_id)[-8:]} → ", QUIET, no_wrap=True)
