@@ -96,12 +96,10 @@ class ReferenceOperations(Operations):
         layout = storage.layout
         written = batch.slot_mapping >= 0
         slots = batch.slot_mapping[written]
-        token_shape = (layout.num_kv_heads, layout.head_dim)
-        # A view of the layer as one long run of token slots: slot = block * block_size + offset.
-        layer_keys = storage.keys[layer].reshape(-1, *token_shape)
-        layer_values = storage.values[layer].reshape(-1, *token_shape)
-        layer_keys[slots] = rounded(keys[written].reshape(-1, *token_shape), layout.kv_dtype)
-        layer_values[slots] = rounded(values[written].reshape(-1, *token_shape), layout.kv_dtype)
+        token_shape = (-1, layout.num_kv_heads, layout.head_dim)
+        for array, rows in ((storage.keys, keys), (storage.values, values)):
+            # A view of the layer as one long run of token slots: slot = block * block_size + offset.
+            array[layer].reshape(token_shape)[slots] = rounded(rows[written].reshape(token_shape), layout.kv_dtype)
 
     def attention(self, q: np.ndarray, storage: NumpyKvStorage, layer: int, batch: ForwardBatch) -> np.ndarray:
         head_dim = storage.layout.head_dim

@@ -51,8 +51,6 @@ from forge.backends.cpu.processor import (
 )
 from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileCode, TileLayout
 
-Arguments = tuple[str | np.dtype, ...]
-
 CompileProgress = Callable[[int, int], None]
 """Called with (kernels ready, kernels in all) while code is being compiled."""
 
@@ -218,7 +216,7 @@ class Kernel(MachineCode):
     its code in the cache folder starts in half the time.
     """
 
-    def __init__(self, module: str, name: str, arguments: Arguments, result: str = "void"):
+    def __init__(self, module: str, name: str, arguments: tuple[str | np.dtype, ...], result: str = "void"):
         """arguments: for each, the name of a number's type, or the layout of the structure that it points to."""
         super().__init__(name)
         self._module_name, self._arguments, self._result = module, arguments, result

@@ -215,10 +215,8 @@ def _pack_quantized(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]
         if has_superblocks:
             _place_superblocks(superblock_scales(ggml_type, part, (count, columns)), layout, scales[span])
             continue
-        assert part_scales is not None, "only a type with superblocks has its scales elsewhere"
         scales[span] = _tiled(part_scales)
         if minimums is not None:
-            assert part_minimums is not None
             minimums[span] = _tiled(part_minimums)
     return QuantizedMatrix(rows, columns, layout, quants, scales, minimums)
 

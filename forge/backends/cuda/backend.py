@@ -83,8 +83,6 @@ class CudaBackend(Backend):
         batches may name tokens that the step before has yet to choose; None for where steps are launched without
         waiting for them. launcher: who is handed every launch instead of Triton. on_compile: called with (kernels
         compiled, kernels in all) if any have to be. tuning: switches, for measuring what they are worth."""
-        if dtype not in DTYPES:
-            raise UsageError(f"unknown dtype {dtype!r}; there are {', '.join(DTYPES)}")
         if invariant and kernels != "triton":
             raise UsageError("--invariant needs the triton kernels: torch's own products depend on the number of rows")
         self._device = torch.device(device)
