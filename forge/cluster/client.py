@@ -142,12 +142,6 @@ class ClusterClient(ResumableClient):
         self._requests: dict[int, _Request] = {}
         self._asked: dict[int, _Question] = {}
         self._homeless: list[_Request] = []
-        self._seeds: dict[str, list[int]] = {}
-        """Of a request that is being submitted, those of its prompts to come; none where it has a seed."""
-        self._emitted: dict[str, list[tuple[int, ...]]] = {}
-        """Of a request that is being submitted, the tokens of its samples that are known."""
-        self._pinned: str | None = None
-        """Of a request that is being submitted, the version of the model that has begun it."""
         self.is_traced = False
         """Whether engines log requests, each with the id of its HTTP request."""
         self._loop_tasks: list[asyncio.Task[None]] = []
@@ -321,9 +315,8 @@ class ClusterClient(ResumableClient):
         salt: str = "",
     ) -> Generation:
         """Submit as `EngineClient.submit` does. Raises `NoHealthyReplica` if no engine can be reached."""
-        return self._submit(
-            request_id, prompts, params, secrets.randbits(32), stream=stream, priority=priority, salt=salt
-        )
+        generation = Generation(request_id, prompts, params, stream)
+        return self._submit(generation, secrets.randbits(32), priority, salt)
 
     async def resume(
         self,
@@ -336,80 +329,66 @@ class ClusterClient(ResumableClient):
     ) -> Generation:
         """Resume as `ResumableClient.resume` does. If an engine remembers the tokens, the prompt goes on behind them;
         else they are all generated again, and are the same."""
-        options: dict[str, Any] = {"stream": True, "priority": priority, "salt": salt}
         request_id = f"{shown_id(seen)}~{secrets.token_hex(3)}"  # its engine may not know yet that it was left
-        known = None
+        generation, known = Generation(request_id, prompts, params, stream=True), None
         if not seen.tokens:
             known = await self.tokens_of(seen.request_id) or await self.tokens_of(prompt_id(seen.request_id, 0))
             if known is None:
                 raise UsageError(f"no engine remembers the request {seen.request_id}: leave Last-Event-ID out")
-            return self._submit(request_id, prompts, params, known[0], **options)
+            return self._submit(generation, known[0], priority, salt)
         if len(prompts) == 1 and params.logprobs is None and any(seen.tokens):
             known = await self.tokens_of(seen.request_id)
         if known is None or known[0] != seen.seed or len(known[1]) != params.n:
-            return self._submit(request_id, prompts, params, seen.seed, seen, **options)
+            return self._submit(generation, seen.seed, priority, salt, seen)
         # A sample may have ended with its last token, which is chosen again.
-        self._emitted[request_id] = [tokens[:-1] for tokens in known[1]]
-        generation = self._submit(request_id, prompts, params, seen.seed, seen, **options)
-        for sample, tokens in enumerate(known[1]):
+        emitted = [tokens[:-1] for tokens in known[1]]
+        self._submit(generation, seen.seed, priority, salt, seen, emitted)
+        for sample, tokens in enumerate(emitted):
             text = OutputText(
                 StreamingDetokenizer(self._tokenizer),
                 params.stop or (),
                 params.include_stop_str_in_output,
                 params.min_tokens,
             )
-            for token_id in tokens[:-1]:
+            for token_id in tokens:
                 generation.add_token(sample, token_id, text.push(token_id), None)
         generation.wake()
         return generation
 
     def _submit(
         self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
+        generation: Generation,
         seed: int,
+        priority: int,
+        salt: str,
         seen: SeenStream | None = None,
-        **options: Any,
+        emitted: Sequence[Sequence[int]] | None = None,
     ) -> Generation:
-        """Submit a prompt. seed: for a request that gives none. The tokens must be the same wherever they are chosen,
-        so it is fixed here; a prompt's is that of the request and its number."""
+        """Submit a generation's prompts. seed: for a request that gives none. The tokens must be the same wherever they
+        are chosen, so it is fixed here; a prompt's is that of the request and its number. emitted: the tokens of each
+        sample that are known."""
         self._check_reachable()
-        position = None
-        if options["stream"]:
+        prompts, params, pinned = generation.prompts, generation.params, None
+        if generation.stream:
             checksum = checksum_of([prompt.token_ids for prompt in prompts], params)
             models = set(self._versions.values())
-            position = StreamPosition(request_id, seed, checksum, len(prompts) * params.n, seen, models)
-        self._seeds[request_id] = [seed + index for index in range(len(prompts))] if params.seed is None else []
-        self._pinned = None if seen is None or position is None else position.model
-        try:
-            generation = super().submit(request_id, prompts, params, **options)
-        finally:
-            del self._seeds[request_id]
-            self._emitted.pop(request_id, None)
-            self._pinned = None
-        generation.position = position
-        for key in generation.keys[:1]:
-            if position is not None and (request := self._requests.get(key)) is not None:
-                position.model = request.version or position.model
+            num_choices = len(prompts) * params.n
+            position = StreamPosition(generation.request_id, seed, checksum, num_choices, seen, models)
+            pinned = None if seen is None else position.model
+            generation.position = position
+        exchange = current_exchange() if self.is_traced else None
+        for index, command in enumerate(self._follow(generation, priority, salt)):
+            if params.seed is None:
+                command = command._replace(params=replace(params, seed=(seed + index) % 2**64))
+            token_ids = [list(tokens) for tokens in emitted or [()] * params.n]
+            request = _Request(command, token_ids, [[] for _ in token_ids], pinned=pinned)
+            request.trace = exchange.id if exchange is not None else ""
+            self._requests[command.key] = request
+            self._place(request)
         return generation
 
     def _send(self, command: Any) -> None:
         match command:
-            case Submit(key, params=params):
-                name = (
-                    command.request_id if command.request_id in self._seeds else command.request_id.rpartition("-")[0]
-                )
-                if self._seeds[name]:
-                    command = command._replace(params=replace(params, seed=self._seeds[name].pop(0) % 2**64))
-                emitted = self._emitted.get(name) or [()] * params.n
-                request = _Request(
-                    command, [list(tokens) for tokens in emitted], [[] for _ in emitted], pinned=self._pinned
-                )
-                if self.is_traced and (exchange := current_exchange()) is not None:
-                    request.trace = exchange.id
-                self._requests[key] = request
-                self._place(request)
             case Ask() | AskTasks():
                 self._put_question(self._asked.setdefault(command.number, _Question(command)))
             case Abort(key):
@@ -454,8 +433,7 @@ class ClusterClient(ResumableClient):
 
     def _send_place(self, request: _Request, replica: str, place: Place) -> None:
         """Send a request to an engine, and note which model computes it: the ids of its stream's events hold that."""
-        num_streams = len(self._streams) + request.submit.stream
-        self._links[replica][1].send(place._replace(num_streams=num_streams, trace=request.trace))
+        self._links[replica][1].send(place._replace(num_streams=len(self._streams), trace=request.trace))
         request.version = self._versions[replica]
         generation, _ = self._generations.get(request.submit.key, (None, 0))
         if generation is not None and generation.position is not None:

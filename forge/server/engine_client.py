@@ -303,15 +303,23 @@ class EngineClient(ABC):
         if self.dead:
             raise EngineDead
         generation = Generation(request_id, prompts, params, stream)
+        for command in self._follow(generation, priority, salt):
+            self._send(command)
+        return generation
+
+    def _follow(self, generation: Generation, priority: int, salt: str) -> list[messages.Submit]:
+        """Follow a generation from now on; return the commands that queue its prompts."""
+        request_id, params, stream = generation.request_id, generation.params, generation.stream
+        commands = []
         for index, prompt in enumerate(generation.prompts):
             key = next(self._keys)
             own_id = request_id if len(generation.prompts) == 1 else messages.prompt_id(request_id, index)
             generation.keys.append(key)
             self._generations[key] = generation, index
-            self._send(messages.Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
+            commands.append(messages.Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
         if stream:
             self._streams.add(generation)
-        return generation
+        return commands
 
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
         """Abort a generation. What it holds is free before the next step."""
