@@ -240,13 +240,6 @@ class Fleet:
             self.prefixes.forget(replica.index)
             self._healthy.clear()
 
-    def set_to(self, names: Sequence[str]) -> None:
-        """Make these replicas the only ones."""
-        for name in self.replicas.keys() - set(names):
-            self.leave(name)
-        for name in names:
-            self.join(name)
-
     def suspend(self, name: str) -> None:
         """Send requests to other replicas for now, if there are any."""
         self._suspended.add(name)

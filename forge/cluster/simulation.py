@@ -222,7 +222,8 @@ class Simulation:
         self.routers: list[Router] = []
         for front in range(options.fronts):
             fleet = Fleet()
-            fleet.set_to(list(self.replicas))
+            for name in self.replicas:
+                fleet.join(name)
             new = router(fleet) if router is not None else new_router(options.router, fleet, options.threshold, front)
             self.routers.append(new)
         self.result = SimulationResult(options)

@@ -12,7 +12,8 @@ from forge.errors import UsageError
 
 def fleet_of(*names: str) -> Fleet:
     fleet = Fleet()
-    fleet.set_to(names)
+    for name in names:
+        fleet.join(name)
     return fleet
 
 
