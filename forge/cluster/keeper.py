@@ -283,7 +283,7 @@ class Keeper:
 
     async def _wait_for_first(self, handles: dict[str, Any]) -> None:
         """Tell the front what is served as soon as an engine of each kind runs; and meanwhile what is missing."""
-        answers_ = {kind: asyncio.ensure_future(_described(handle)) for kind, handle in handles.items()}
+        answers_ = {kind: asyncio.ensure_future(handle.describe.remote(None)) for kind, handle in handles.items()}
         timeout = self._plan.cluster.start_timeout
         deadline = time.monotonic() + timeout
         while True:
@@ -296,7 +296,7 @@ class Keeper:
             if time.monotonic() >= deadline:
                 needs = f"one needs {self._num_cpus}, and Ray has {free:g} CPUs free"
                 message = f"{lack} in {timeout:g} s ({needs}): --start-timeout gives them longer"
-                self.tell(LoadFailed(message, ForgeError.exit_code))
+                self.tell(LoadFailed(message))
                 return
             self.tell(Notice(f"{lack} yet; Ray has {free:g} CPUs free"))
         for answer in answers_.values():
@@ -348,10 +348,6 @@ def end_with_front(connection: socket.socket, has_started: threading.Event) -> N
     while not has_started.is_set():
         if hung_up.poll(200):
             os._exit(1)
-
-
-async def _described(handle: Any) -> Any:
-    return await handle.describe.remote(None)
 
 
 def main() -> None:

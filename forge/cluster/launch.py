@@ -101,8 +101,6 @@ class ClusterFront:
         self._following: asyncio.Task[None] | None = None
         self._changing: asyncio.Future[Changed] | None = None
         self._control: asyncio.Server | None = None
-        self._waiting: list[Joined] = []
-        """Replicas that joined before the client's loop takes them."""
 
     def _start_keeper(self, again: bool = False) -> KeeperProcess:
         place = choose_ray(self._plan.name, self._plan.cluster, self._lock)
@@ -112,26 +110,24 @@ class ClusterFront:
 
     async def start(self) -> tuple[ClusterClient, Ready]:
         """Wait until the first engines run. Raises the `ForgeError` of what does not load."""
-        queue = await self._keeper.messages()
+        queue, replicas = await self._keeper.messages(), list[Joined]()
         while True:
             match await queue.get():
                 case Running(ready, secret, kinds):
                     break
                 case Joined() as joined:
-                    self._waiting.append(joined)
+                    replicas.append(joined)
                 case Notice(text):
                     logger.warning(text)
-                case LoadFailed(message, exit_code):
-                    error = ForgeError(message)
-                    error.exit_code = exit_code
-                    raise error
+                case LoadFailed() as failed:
+                    raise failed.error()
                 case None:
                     raise ForgeError("Ray ended before the engines ran: its logs are in /tmp/ray and /tmp/forge-ray-*")
         cluster = self._plan.cluster
         self.client = client = ClusterClient(secret, cluster.router, cluster.prefix_threshold, len(kinds) > 1)
         client.take_ready(ready)
         await client.connect()
-        for joined in self._waiting:
+        for joined in replicas:
             client.join(*joined)
         self._following = asyncio.create_task(self._follow(queue))
         while not client.is_ready:  # an engine of each kind is connected to

@@ -65,7 +65,7 @@ def reporting_failures(connection: socket.socket) -> Iterator[None]:
         connection.sendall(messages.frame(messages.LoadFailed(str(error), error.exit_code)))
     except MemoryError:
         message = "out of memory: take a smaller model, or a smaller --max-model-len"
-        connection.sendall(messages.frame(messages.LoadFailed(message, ForgeError.exit_code)))
+        connection.sendall(messages.frame(messages.LoadFailed(message)))
     except (BrokenPipeError, ConnectionResetError):
         pass
 

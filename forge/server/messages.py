@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Logprobs
+from forge.errors import ForgeError
 from forge.reasons import Pooling
 from forge.tokenizer import Tokenizer, TokenizerSpec
 from forge.trace.records import StepRecord
@@ -123,7 +124,12 @@ class LoadFailed(NamedTuple):
     """From the engine's process: the model could not be loaded."""
 
     message: str
-    exit_code: int
+    exit_code: int = ForgeError.exit_code
+
+    def error(self) -> ForgeError:
+        error = ForgeError(self.message)
+        error.exit_code = self.exit_code
+        return error
 
 
 TokenDelta = tuple[int, int, int, str, Logprobs | None]
