@@ -189,10 +189,6 @@ class ClusterClient(ResumableClient):
             self.metrics.join(name)
         return self.metrics
 
-    @property
-    def pid(self) -> int | None:
-        return None
-
     def probe(self, patience: float) -> bool:
         """Return whether this front still watches its engines. `check_ready` says whether one can be reached."""
         return not any(task.done() for task in self._loop_tasks)

@@ -243,6 +243,8 @@ class EngineClient(ABC):
         self._streams: set[Generation] = set()
         self._last_flush = 0.0
         self._flush_timer: asyncio.TimerHandle | None = None
+        self.pid: int | None = None
+        """The id of the engine's process, if it is this server's own."""
         self.dead = False
         """True while no request would ever be answered."""
         self._is_leaving = False
@@ -255,18 +257,14 @@ class EngineClient(ABC):
     def disconnect(self) -> None:
         """Leave the loop."""
 
-    @abstractmethod
     def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
         """Create the counters of the engine's work."""
+        return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
 
-    @abstractmethod
     def check_ready(self) -> None:
         """Raise `EngineDead` if no engine would answer a request."""
-
-    @property
-    @abstractmethod
-    def pid(self) -> int | None:
-        """The id of the engine's process, if it runs on this machine."""
+        if self.dead:
+            raise EngineDead
 
     @abstractmethod
     def probe(self, patience: float) -> bool:
@@ -512,6 +510,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
             target=engine_process.main, args=(theirs, self._model, self._options), name="forge-engine", daemon=True
         )
         self.process.start()
+        self.pid = self.process.pid
         theirs.close()
         self._inbox = messages.Inbox()
 
@@ -523,9 +522,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
                 raise EngineDead
             for message in self._inbox.feed(data):
                 if isinstance(message, messages.LoadFailed):
-                    error = ForgeError(message.message)
-                    error.exit_code = message.exit_code
-                    raise error
+                    raise message.error()
                 ready: messages.Ready = message
                 self._device = ready.device
                 return ready
@@ -573,20 +570,6 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
             os._exit(0)
 
         Thread(target=end, daemon=True).start()
-
-    def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
-        """Create the counters of this engine's work."""
-        return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
-
-    def check_ready(self) -> None:
-        """Raise `EngineDead` if no engine would answer a request."""
-        if self.dead:
-            raise EngineDead
-
-    @property
-    def pid(self) -> int | None:
-        """The id of the engine's process, if it runs on this machine."""
-        return self.process.pid
 
     def probe(self, patience: float) -> bool:
         """Ask whether the engine's loop turns: False when it is gone, or has not answered such a question between two
