@@ -26,7 +26,7 @@ from forge.grammar.thinking import ThinkingGrammar
 from forge.grammar.vocabulary import Encode, Vocabulary, ll_tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits, LLTokenizer
+    from llguidance import LLTokenizer
 
     from forge.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ MAX_CHARS = 64 << 10
 """Characters of a grammar's text, at most."""
 MAX_CACHED = 64
 """Compiled grammars that are kept: each takes memory for the states that it has visited."""
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
     "max_grammar_size": 50_000,
@@ -110,11 +110,11 @@ def compile_grammar(
     structured: StructuredOutput, library: "LLTokenizer", vocabulary: Vocabulary, encode: Encode | None = None
 ) -> CompiledGrammar:
     """Compile without thinking. encode: what the library encodes texts by, if not by itself. Raises `UsageError`."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
     try:
         grammar = _library_grammar(structured, _source(structured))
-        matcher = LLMatcher(library, grammar, log_level=0, limits=_limits())
+        matcher = LLMatcher(library, grammar, log_level=0, limits=LLParserLimits(**_LIMITS, verbose_errors=False))
     except ValueError as error:
         raise refusal(structured, str(error)) from None
     except RecursionError:
@@ -215,13 +215,6 @@ def _numbers(schema: Mapping[str, Any], *names: str) -> list[float]:
 
 def _lark_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _limits() -> "LLParserLimits":
-    from llguidance import LLParserLimits
-
-    limits: dict[str, Any] = _LIMITS
-    return LLParserLimits(**limits, verbose_errors=False)
 
 
 def refusal(structured: StructuredOutput, message: str) -> UsageError:
