@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, assert_never
 
-from forge.engine.outputs import RequestOutput
 from forge.server.engine_client import Generation, ShuttingDown
 from forge.server.errors import error_response
 from forge.server.settings import AccessLog
@@ -56,11 +55,8 @@ class Exchange:
 
     def facts(self) -> dict[str, Any]:
         """Return what the log says, by name, without what is not known."""
-        outputs: list[RequestOutput | None] = [
-            output for generation in self.generations for output in generation.outputs
-        ]
+        ended = [output for generation in self.generations for output in generation.outputs if output is not None]
         prompts = [prompt for generation in self.generations for prompt in generation.prompts]
-        ended = [output for output in outputs if output is not None]
         reasons = dict.fromkeys(str(sample.finish_reason) for output in ended for sample in output.outputs)
         facts: dict[str, Any] = {
             "id": self.id,

@@ -167,9 +167,8 @@ def _answer(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     calls = [block for block in blocks if block.get("type") == "tool_use"]
     if calls:
         functions = [{"name": call.get("name"), "arguments": call.get("input")} for call in calls]
-        ids = [call.get("id") for call in calls]
-        named = zip(ids, functions, strict=True)
-        answer["tool_calls"] = [{"id": call_id, "type": "function", "function": call} for call_id, call in named]
+        heads = [{"id": call.get("id"), "type": "function"} for call in calls]
+        answer["tool_calls"] = [head | {"function": call} for head, call in zip(heads, functions, strict=True)]
     texts = [block for block in blocks if block.get("type") not in ("thinking", "tool_use")]
     return answer | ({"content": _text_parts(texts)} if texts else {})
 

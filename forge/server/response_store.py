@@ -106,7 +106,10 @@ class ResponseStore:
         """Return a response. Raises `ApiError` with `status` for one that is not stored, or not any more."""
         response = self._responses.get(key)
         if response is None:
-            raise _not_found(key.response_id, status)
+            reasons = "it was dropped, deleted, sent with store false, or stored by another front of these engines"
+            message = f"no response {key.response_id[:80]!r} is stored here: {reasons}"
+            param, code = ("previous_response_id", "previous_response_not_found") if status == 400 else (None, None)
+            raise ApiError(message, status, param=param, code=code)
         self._responses.move_to_end(key)
         return response
 
@@ -114,13 +117,6 @@ class ResponseStore:
         """Delete a response. Raises `ApiError` as `get` does."""
         self._num_bytes -= self.get(key).size
         del self._responses[key]
-
-
-def _not_found(response_id: str, status: int) -> ApiError:
-    reasons = "it was dropped, deleted, sent with store false, or stored by another front of these engines"
-    message = f"no response {response_id[:80]!r} is stored here: {reasons}"
-    param = "previous_response_id" if status == 400 else None
-    return ApiError(message, status, param=param, code="previous_response_not_found" if status == 400 else None)
 
 
 async def continued_prompt(

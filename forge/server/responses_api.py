@@ -88,16 +88,14 @@ def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     answer: dict[str, Any] = {}
     for item in items:
         kind = item.get("type") or "message"
-        if kind == "reasoning" or kind == "function_call" or (kind == "message" and item.get("role") == "assistant"):
-            if answer and (kind == "reasoning" or (kind == "message" and set(answer) != {"reasoning_content"})):
-                yield {"role": "assistant", **answer}
-                answer = {}
-            _extend(answer, kind, item)
-            continue
-        if answer:
+        is_part = kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
+        joins = kind == "function_call" or (kind == "message" and set(answer) == {"reasoning_content"})
+        if answer and not (is_part and joins):
             yield {"role": "assistant", **answer}
             answer = {}
-        if kind == "message":
+        if is_part:
+            _extend(answer, kind, item)
+        elif kind == "message":
             yield {"role": item.get("role"), "content": _parts(item.get("content"))}
         elif kind == "function_call_output":
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": _parts(item.get("output"))}

@@ -48,7 +48,16 @@ class ServerProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._end()
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._reading.join(1)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
     def wait_until_ready(self) -> None:
         """Wait until the server answers. Raises `ForgeError` with its last line if it never does."""
@@ -72,18 +81,6 @@ class ServerProcess:
             return self._process.wait(GRACE)
         except subprocess.TimeoutExpired:
             raise ForgeError(f"the server did not end within {GRACE:.0f} s of SIGTERM") from None
-
-    def _end(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._reading.join(1)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
 
     def _read(self) -> None:
         assert self._process.stderr is not None, "it is a pipe"

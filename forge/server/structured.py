@@ -173,19 +173,17 @@ def param_of(body: Sampling) -> str:
 def _form(body: Sampling) -> tuple[str, dict[str, Any] | None]:
     """Return the parameter that says what an answer in text must be, and what it says."""
     response_format = body.response_format if isinstance(body, OpenAiRequest) else None
-    forms = [
-        (name, form)
-        for name, form in (
-            ("response_format", _of_response_format(response_format)),
-            ("structured_outputs", _of_structured_outputs(body.structured_outputs)),
-            ("json_schema", None if body.json_schema is None else {"json": body.json_schema}),
-            ("grammar", {"grammar": body.grammar} if body.grammar else None),
-        )
-        if form is not None
-    ]
-    if len(forms) > 1:
-        raise ApiError(f"give {forms[0][0]} or {forms[1][0]}, not both", param=forms[1][0])
-    return forms[0] if forms else ("response_format", None)
+    forms = {
+        "response_format": _of_response_format(response_format),
+        "structured_outputs": _of_structured_outputs(body.structured_outputs),
+        "json_schema": None if body.json_schema is None else {"json": body.json_schema},
+        "grammar": {"grammar": body.grammar} if body.grammar else None,
+    }
+    names = [name for name, form in forms.items() if form is not None]
+    if len(names) > 1:
+        raise ApiError(f"give {names[0]} or {names[1]}, not both", param=names[1])
+    name = names[0] if names else "response_format"
+    return name, forms[name]
 
 
 def _of_response_format(response_format: ResponseFormat | None) -> dict[str, Any] | None:
