@@ -8,6 +8,7 @@ the server exits with 1, or starts another engine (`--on-engine-death`).
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -125,10 +126,6 @@ def connection_limits() -> tuple[int, int]:
     """Return how many connections may be open and how many may wait to be accepted, with as many open files as the
     system allows this process: the usual soft limit is 1,024. Without a file to spare asyncio would log each failed
     accept."""
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return 400, 100
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536) if hard > 0 else 65_536, hard))
