@@ -10,11 +10,10 @@ import socket
 from forge.cluster.wire import HANDSHAKE_SECONDS, Address, Unreachable, connect
 from forge.engine.handoff import KvHandoff
 from forge.engine.sampling_params import SamplingParams
-from forge.server.messages import Ask, Inbox, Submit, frame
+from forge.server.messages import Ask, Submit, frame, received
 
 MIN_PROMPT = 2
 """Tokens of the shortest prompt of which anything can be handed over: the last one is computed where it is sampled."""
-_RECEIVE = 1 << 20
 
 
 def prefill_params() -> SamplingParams:
@@ -35,12 +34,10 @@ def fetch(address: Address, key: int, secret: bytes) -> KvHandoff | None:
         connection.settimeout(HANDSHAKE_SECONDS)
         try:
             connection.sendall(frame(Ask(secrets.randbits(62), "handoff", (key,))))
-            inbox = Inbox()
-            while data := connection.recv(_RECEIVE):
-                for update in inbox.feed(data):
-                    for answer in update.answers:
-                        computed: KvHandoff | None = answer.value
-                        return computed
+            for update in received(connection):
+                for answer in update.answers:
+                    computed: KvHandoff | None = answer.value
+                    return computed
         except OSError as error:
             raise Unreachable(f"the engine at {address[0]}:{address[1]} does not answer: {error}") from None
     return None

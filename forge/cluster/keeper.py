@@ -34,7 +34,7 @@ from forge.cluster.keeper_messages import Changed, Deployment, Joined, Left, Not
 from forge.cluster.ray_address import answers, clear_folder, name_taken, record_address, server_folder
 from forge.cluster.replica import DRAIN_SECONDS, EngineReplica, scale_by_sequences
 from forge.errors import ForgeError, UsageError
-from forge.server.messages import Inbox, LoadFailed, frame
+from forge.server.messages import Inbox, LoadFailed, frame, received
 
 _OBJECT_STORE_BYTES = 80 << 20
 """Of a private Ray. No request uses it."""
@@ -356,13 +356,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    inbox, received = Inbox(), list[Any]()
-    while not received:
-        data = connection.recv(1 << 16)
-        if not data:
-            return
-        received = inbox.feed(data)
-    keeper, has_started = Keeper(connection, received[0]), threading.Event()
+    deployment: Deployment | None = next(received(connection), None)
+    if deployment is None:
+        return
+    keeper, has_started = Keeper(connection, deployment), threading.Event()
     threading.Thread(target=end_with_front, args=(connection, has_started), daemon=True).start()
     try:
         keeper.start()

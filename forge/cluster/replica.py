@@ -7,7 +7,6 @@ takes its place.
 
 import asyncio
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from forge.cluster.control import check_interface
 from forge.cluster.link import STUCK_SECONDS
 from forge.cluster.wire import Address, Pulse, connect, pulses
 from forge.errors import UsageError
-from forge.server.messages import Inbox, LoadFailed, Ready
+from forge.server.messages import LoadFailed, Ready, frame, received
 
 DEAD_AFTER = 5.0
 """Seconds without a pulse after which an engine is killed. A front gives it up before."""
@@ -69,9 +68,10 @@ class EngineReplica:
         # In a group of its own: Ray's reaper kills its whole group when the process that has started Ray ends.
         self._process = subprocess.Popen(command, pass_fds=[control.fileno()], start_new_session=True)
         control.close()
-        settings = pickle.dumps((host or _node_address(), secret, os.getppid(), model, options))
-        self._control.sendall(len(settings).to_bytes(4, "little") + settings)
-        message = await asyncio.to_thread(self._first_message)
+        self._control.sendall(frame((host or _node_address(), secret, os.getppid(), model, options)))
+        message = await asyncio.to_thread(next, received(self._control), None)
+        if message is None:
+            raise ReplicaFailed("the engine's process has ended before its model was loaded")
         if isinstance(message, LoadFailed):  # started again it would fail again: `describe` says why
             if interface is not None:
                 raise ReplicaFailed(message.message)
@@ -85,13 +85,6 @@ class EngineReplica:
                 self._process.kill()
                 raise ReplicaFailed(str(error)) from None
         self._following = asyncio.get_running_loop().create_task(self._follow_pulses())
-
-    def _first_message(self) -> Any:
-        inbox = Inbox()
-        while data := self._control.recv(1 << 20):
-            for message in inbox.feed(data):
-                return message
-        raise ReplicaFailed("the engine's process has ended before its model was loaded")
 
     async def _follow_pulses(self) -> None:
         connection = await asyncio.to_thread(connect, self._address, self._secret, "pulse")

@@ -10,7 +10,6 @@ The process belongs to the actor that Ray placed: it ends when the actor's end o
 import gc
 import logging
 import os
-import pickle
 import queue
 import select
 import signal
@@ -31,7 +30,7 @@ from forge.engine.handoff import KvHandoff, add_handed_over, add_resumed, hand_o
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
 from forge.server.engine_process import COMPILER_POLL, EngineServer, ready_message, reporting_failures
-from forge.server.messages import Abort, Ask, AskTasks, Fault, Inbox, Outbox, Submit, Watch, Withdraw, frame
+from forge.server.messages import Abort, Ask, AskTasks, Fault, Inbox, Outbox, Submit, Watch, Withdraw, frame, received
 
 logger = logging.getLogger("forge.engine")
 
@@ -335,14 +334,14 @@ class ReplicaEngine(EngineServer):
 
     def _send(self) -> None:
         """Give each front its part of what has happened, if that is due, and send what its socket takes."""
+        if self._is_due():
+            self._share()
+            self._urgent, self._last_sent = False, time.perf_counter()
         for front in list(self._fronts.values()):
-            self._flush(front)
-        if not self._is_due():
-            return
-        self._share()
-        self._urgent, self._last_sent = False, time.perf_counter()
-        for front in list(self._fronts.values()):
-            self._put(front)
+            try:
+                self._put(front)
+            except OSError:
+                self._drop(front)
 
     def _num_paced(self) -> int:
         """Return what `EngineServer` does; a front with streams at several engines passes on no more for that. One that
@@ -382,24 +381,14 @@ class ReplicaEngine(EngineServer):
             front_of.pop(answer.number, None)
 
     def _put(self, front: _Front) -> None:
+        """Send what a front's socket takes of its last update, and then the next one if it has news."""
+        front.outbox.flush()
         update = front.update
         has_news = update.is_awaited or update.failed_in_a_row or update.tokens or update.steps or update.events
         if front.outbox.is_empty and (has_news or update.gauges is not None):
             front.update = ReplicaUpdate()
             update.clock = time.perf_counter()
-            try:
-                front.outbox.put(update)
-            except OSError:
-                self._drop(front)
-
-    def _flush(self, front: _Front) -> None:
-        if not front.outbox.is_empty:
-            try:
-                front.outbox.flush()
-            except OSError:
-                self._drop(front)
-                return
-            self._put(front)
+            front.outbox.put(update)
 
 
 def _is_running(pid: int) -> bool:
@@ -433,8 +422,7 @@ def main() -> None:
     logging.basicConfig(format="%(levelname)s %(message)s")
     logger.setLevel(logging.INFO)
     control = socket.socket(fileno=int(sys.argv[1]))
-    length = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
-    host, secret, raylet, model, options = pickle.loads(control.recv(length, socket.MSG_WAITALL))
+    host, secret, raylet, model, options = next(received(control))
     with reporting_failures(control):
         llm = LLM(model, **options)
         llm.trust_grammars()

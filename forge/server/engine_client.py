@@ -516,16 +516,13 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
 
     def wait_until_ready(self) -> messages.Ready:
         """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
-        while True:
-            data = self._socket.recv(1 << 20)
-            if not data:
-                raise EngineDead
-            for message in self._inbox.feed(data):
-                if isinstance(message, messages.LoadFailed):
-                    raise message.error()
-                ready: messages.Ready = message
-                self._device = ready.device
-                return ready
+        message: messages.Ready | messages.LoadFailed | None = next(messages.received(self._socket), None)
+        if message is None:
+            raise EngineDead
+        if isinstance(message, messages.LoadFailed):
+            raise message.error()
+        self._device = message.device
+        return message
 
     async def connect(self) -> None:
         """Let the running loop receive updates from now on."""

@@ -8,7 +8,7 @@ socket.
 
 import pickle
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, NamedTuple
@@ -255,6 +255,13 @@ class Inbox:
             start = end
         del self._bytes[:start]
         return messages
+
+
+def received(connection: socket.socket) -> Iterator[Any]:
+    """Yield the messages that come on a blocking socket, until it closes."""
+    inbox = Inbox()
+    while data := connection.recv(1 << 20):
+        yield from inbox.feed(data)
 
 
 class Outbox:
