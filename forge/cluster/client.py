@@ -40,6 +40,7 @@ from forge.server.messages import (
     Ready,
     RequestEnd,
     Submit,
+    TokenDelta,
     Watch,
     Withdraw,
     prompt_id,
@@ -96,14 +97,11 @@ class _Request:
 
     def emitted(self) -> tuple[Emitted, ...]:
         """Return what another engine has to know. The last token of a sample that has ended is chosen again there."""
-        return tuple(
-            [
-                Emitted(tuple(tokens[:-1]), tuple(logprobs[:-1]))
-                if sample in self.ended
-                else Emitted(tuple(tokens), tuple(logprobs))
-                for sample, (tokens, logprobs) in enumerate(zip(self.token_ids, self.logprobs, strict=True))
-            ]
-        )
+        emitted = []
+        for sample, (tokens, logprobs) in enumerate(zip(self.token_ids, self.logprobs, strict=True)):
+            end = -1 if sample in self.ended else None
+            emitted.append(Emitted(tuple(tokens[:end]), tuple(logprobs[:end])))
+        return tuple(emitted)
 
 
 @dataclass(eq=False)
@@ -589,18 +587,12 @@ class ClusterClient(ResumableClient):
             self.metrics.take_update(name, update, now)
         self._judge(name, pool, update)
         update.accepted = self._note_accepted(name, update.accepted)
-        if update.tokens:
-            self._note_tokens(update, now)
-        if update.sample_ends:
-            update.sample_ends = [end for end in update.sample_ends if self._note_sample_end(end.key, end.sample)]
-        if update.ends:
-            update.ends = [end for end in map(partial(self._finish, name), update.ends) if end is not None]
-        if update.refused:
-            update.refused = [refusal for refusal in update.refused if not self._retry_refused(name, refusal)]
-        if update.answers:
-            update.answers = [answer for answer in update.answers if not self._retry_answer(name, answer)]
-        if update.records:
-            update.records = [self._located(name, record) for record in update.records]
+        update.tokens = self._note_tokens(update.tokens, now)
+        update.sample_ends = [end for end in update.sample_ends if self._note_sample_end(end.key, end.sample)]
+        update.ends = [end for end in map(partial(self._finish, name), update.ends) if end is not None]
+        update.refused = [refusal for refusal in update.refused if not self._retry_refused(name, refusal)]
+        update.answers = [answer for answer in update.answers if not self._retry_answer(name, answer)]
+        update.records = [self._located(name, record) for record in update.records]
         update.steps, update.gauges = [], None  # they are counted
         self._take_in(update)
         self._flush_when_due()
@@ -628,16 +620,15 @@ class ClusterClient(ResumableClient):
                 accepted.append(key)
         return accepted
 
-    def _note_tokens(self, update: ReplicaUpdate, now: float) -> None:
-        """Note tokens, and leave out those of samples that have ended: they were chosen again."""
-        find, repeated = self._requests.get, False
-        for key, sample, token_id, _, logprobs in update.tokens:
+    def _note_tokens(self, tokens: list[TokenDelta], now: float) -> list[TokenDelta]:
+        """Note tokens; return them without those of samples that have ended: they were chosen again."""
+        new, find = [], self._requests.get
+        for token in tokens:
+            key, sample, token_id, _, logprobs = token
             request = find(key)
-            if request is None:
+            if request is None or sample in request.ended:
                 continue
-            if sample in request.ended:
-                repeated = True
-                continue
+            new.append(token)
             if request.first_token is None:
                 request.first_token = now
             request.token_ids[sample].append(token_id)
@@ -645,10 +636,7 @@ class ClusterClient(ResumableClient):
                 request.logprobs[sample].append(logprobs)
             if request.failures:
                 request.failures, request.avoid = 0, frozenset()
-        if repeated:
-            update.tokens = [
-                token for token in update.tokens if (entry := find(token[0])) is None or token[1] not in entry.ended
-            ]
+        return new
 
     def _note_sample_end(self, key: int, sample: int) -> bool:
         """Note that a sample has ended; return whether it had not before, and so its client has to hear of it."""
