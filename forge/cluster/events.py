@@ -95,9 +95,6 @@ class Load(NamedTuple):
         return self.tokens + SEQUENCE_TOKENS * self.sequences
 
 
-NO_LOAD = Load()
-
-
 class LoadMeter:
     """Counts the prompt tokens that a scheduler's sequences have yet to compute.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from forge.cluster.events import NO_LOAD, CacheEvents, Load
+from forge.cluster.events import CacheEvents, Load
 from forge.errors import ForgeError
 from forge.trace.records import RouteRecord
 
@@ -318,6 +318,6 @@ class Fleet:
     def end(self, request_id: str) -> None:
         """Stop counting a request: its engine's reports count it from now on, or it has ended before. Does nothing for
         another request."""
-        replica, load = self._on_the_way.pop(request_id, (None, NO_LOAD))
-        if replica is not None:
+        if request_id in self._on_the_way:
+            replica, load = self._on_the_way.pop(request_id)
             replica.count(load, -1)
