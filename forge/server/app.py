@@ -30,18 +30,15 @@ from forge.server.strict_json import BodyParser, JsonAnswer, StrictRoute, to_jso
 from forge.tokenizer import Tokenizer
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text}
-    for status, text in (
-        (400, "The request is wrong; the error says where"),
-        (401, "The key is missing or wrong"),
-        (403, "The server is not known by the name in Host"),
-        (404, "There is no such thing"),
-        (413, "The body is too large"),
-        (415, "The body is of another kind than JSON"),
-        (429, "The queue is full; come back later"),
-        (500, "The engine could not finish the request"),
-        (503, "The server is closing, or its engine has stopped"),
-    )
+    400: {"description": "The request is wrong; the error says where"},
+    401: {"description": "The key is missing or wrong"},
+    403: {"description": "The server is not known by the name in Host"},
+    404: {"description": "There is no such thing"},
+    413: {"description": "The body is too large"},
+    415: {"description": "The body is of another kind than JSON"},
+    429: {"description": "The queue is full; come back later"},
+    500: {"description": "The engine could not finish the request"},
+    503: {"description": "The server is closing, or its engine has stopped"},
 }
 
 

@@ -87,10 +87,6 @@ def check_supported(
     nothing. within: what comes before the name, of a field within a field."""
     for name, value in undeclared.items():
         if value is not None and name in table and value not in table[name]:
-            raise unsupported(within + name)
-
-
-def unsupported(name: str) -> ApiError:
-    return ApiError(
-        f"{name} is not supported by this server", param=name.partition(".")[0], code="unsupported_parameter"
-    )
+            param = (within + name).partition(".")[0]
+            message = f"{within}{name} is not supported by this server"
+            raise ApiError(message, param=param, code="unsupported_parameter")

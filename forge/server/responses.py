@@ -224,8 +224,11 @@ class CompletionShape(Shape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._echo = [self._text_of(prompt) if self.body.echo else None for prompt in self.prompts]
+        self._echo: list[str | None] = [None] * len(self.prompts)
         """For each prompt, the text that its choices begin with, or None."""
+        if self.body.echo:
+            decode = self.tokenizer.decode
+            self._echo = [decode(prompt.token_ids) if prompt.text is None else prompt.text for prompt in self.prompts]
         self._begun: set[int] = set()
         self._lengths: dict[int, int] = {}
         """Characters of each choice's text so far, for the offsets of its tokens."""
@@ -233,7 +236,9 @@ class CompletionShape(Shape):
     def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         samples = [(*pair, sample) for pair in zip(outputs, self._echo, strict=True) for sample in pair[0].outputs]
         for index, (output, echo, sample) in enumerate(samples):
-            logprobs = self._echoed_logprobs(index, output) if echo is not None else None
+            logprobs = None
+            if echo is not None and output.prompt_logprobs is not None:  # the first token of the prompt has none
+                logprobs = self._logprobs(index, output.prompt_token_ids, output.prompt_logprobs)
             if sample.logprobs is not None:
                 logprobs = _joined(logprobs, self._logprobs(index, sample.token_ids, sample.logprobs))
             self._num_tokens += len(sample.token_ids)
@@ -268,15 +273,6 @@ class CompletionShape(Shape):
             if text is not None:
                 self._lengths[choice] = len(text)
                 yield self.chunk_of([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
-
-    def _text_of(self, prompt: Prompt) -> str:
-        return prompt.text if prompt.text is not None else self.tokenizer.decode(prompt.token_ids)
-
-    def _echoed_logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
-        """Return the log probabilities of the prompt, the first of which has none."""
-        if output.prompt_logprobs is None:
-            return None
-        return self._logprobs(index, output.prompt_token_ids, output.prompt_logprobs)
 
     def _logprobs(
         self, index: int, token_ids: Sequence[int], entries: Sequence[Logprobs | None]

@@ -33,7 +33,7 @@ class Service:
     """The state that the endpoints share."""
 
     def __init__(self, client: EngineClient, ready: Ready, settings: Settings):
-        self.client, self.ready, self.settings = client, ready, settings
+        self.client, self.ready = client, ready
         self.limits = settings.limits
         self.started = int(time.time())
         self.draining = asyncio.Event()
