@@ -67,10 +67,9 @@ def serve(
         from forge.cluster.launch import serve_cluster
 
         run = partial(serve_cluster, cluster=cluster)
-    if not live:
-        return run(model, loading, settings, on_ready=_say_ready(model))
     with ExitStack() as shown:
-        return run(model, loading, settings, lambda ready: _show(shown, ready, loading), _say_ready(model))
+        show = (lambda ready: _show(shown, ready, loading)) if live else None
+        return run(model, loading, settings, show, _say_ready(model))
 
 
 def address(host: str | None, port: int | None, variable: str | None) -> tuple[str, int]:

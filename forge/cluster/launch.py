@@ -24,7 +24,7 @@ from forge.cluster.options import ClusterOptions
 from forge.cluster.ray_address import choose_ray, release_lock
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import Inbox, LoadFailed, Ready, frame
-from forge.server.serving import listen, serve_client
+from forge.server.serving import OnReady, listen, serve_client
 from forge.server.settings import Settings
 from forge.trace.records import StepRecord
 
@@ -209,8 +209,8 @@ def serve_cluster(
     model: str,
     options: dict[str, Any],
     settings: Settings,
-    live: Callable[[Ready], Callable[[StepRecord], None]] | None = None,
-    on_ready: Callable[[str, Ready], None] | None = None,
+    live: Callable[[Ready], Callable[[StepRecord], None]] | None,
+    on_ready: OnReady,
     *,
     cluster: ClusterOptions,
 ) -> int:

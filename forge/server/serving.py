@@ -61,8 +61,8 @@ def serve(
     model: str,
     options: dict[str, Any],
     settings: Settings,
-    live: Callable[[Ready], Callable[[StepRecord], None]] | None = None,
-    on_ready: OnReady | None = None,
+    live: Callable[[Ready], Callable[[StepRecord], None]] | None,
+    on_ready: OnReady,
 ) -> int:
     """Serve until a signal; return the exit status.
 
@@ -135,7 +135,7 @@ def connection_limits() -> tuple[int, int]:
 
 
 async def serve_client(
-    client: EngineClient, ready: Ready, settings: Settings, listening: socket.socket, on_ready: OnReady | None
+    client: EngineClient, ready: Ready, settings: Settings, listening: socket.socket, on_ready: OnReady
 ) -> int:
     """Serve from an engine, or from what stands for one, until a signal; return the exit status."""
     max_connections, backlog = connection_limits()
@@ -177,15 +177,12 @@ async def serve_client(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.begin)
     loop.add_signal_handler(signal.SIGHUP, _load_keys, service.keys)
-    tasks = [
-        asyncio.create_task(_log_throughput(client, service, settings.log_interval)),
-    ]
+    tasks = [asyncio.create_task(_log_throughput(client, service, settings.log_interval))]
     if isinstance(client, ProcessClient):
         tasks.append(asyncio.create_task(_follow_engine(client, server, settings.on_engine_death)))
-    if on_ready is not None:
-        host, port = listening.getsockname()[:2]
-        scheme = "http" if settings.ssl_certfile is None else "https"
-        server.on_started = lambda: on_ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", ready)
+    host, port = listening.getsockname()[:2]
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    server.on_started = lambda: on_ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", ready)
     try:
         await server.serve([listening])
         return 1 if client.dead else 0
@@ -199,7 +196,7 @@ async def serve_client(
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: ours know of the engine."""
 
-    on_started: Callable[[], None] | None = None
+    on_started: Callable[[], None]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -209,8 +206,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_QUEUE)  # uvicorn's `backlog` is also how many are accepted in a turn of the loop
-        if self.on_started is not None:
-            self.on_started()
+        self.on_started()
 
 
 class _Ending:
@@ -325,9 +321,6 @@ def configure_logging(access_log: AccessLog = "off") -> None:
         named = logging.getLogger(name)
         named.handlers, named.level = [handler], level
     lines = logging.StreamHandler(sys.stderr)  # whose records have a form of their own
-    lines.setFormatter(
-        logging.Formatter(
-            "%(message)s" if access_log == "json" else "%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"
-        )
-    )
+    form = "%(message)s" if access_log == "json" else "%(levelname)s %(asctime)s %(message)s"
+    lines.setFormatter(logging.Formatter(form, "%m-%d %H:%M:%S"))
     access.handlers, access.propagate = [lines], False
