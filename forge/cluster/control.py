@@ -34,9 +34,8 @@ def changed(deployment: Deployment, change: Change) -> Deployment:
     """The deployment with a change. Raises `UsageError` for one that has no meaning."""
     cluster = deployment.cluster
     if change.replicas is not None:
-        is_apart = cluster.decode_replicas is not None
-        number = change.replicas
-        cluster = replace(cluster, decode_replicas=number) if is_apart else replace(cluster, replicas=number)
+        which: dict[str, Any] = {"replicas" if cluster.decode_replicas is None else "decode_replicas": change.replicas}
+        cluster = replace(cluster, **which)
     return deployment._replace(cluster=cluster, model=change.model or deployment.model)
 
 

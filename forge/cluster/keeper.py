@@ -36,6 +36,7 @@ from forge.cluster.replica import DRAIN_SECONDS, EngineReplica, scale_by_sequenc
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import Inbox, LoadFailed, frame, received
 
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _OBJECT_STORE_BYTES = 80 << 20
 """Of a private Ray. No request uses it."""
 _SAY_EVERY = 10.0
@@ -53,10 +54,8 @@ class Keeper:
         self._is_private = deployment.address is None
         self._apps: dict[str, str] = {}
         """From a kind of engine to the name of its application."""
-        self._known: dict[str, str] = {}
-        """The replicas that the front knows, and their kinds."""
-        self._versions: dict[str, str] = {}
-        """Of their models."""
+        self._known: dict[str, Joined] = {}
+        """The replicas that the front knows."""
         self._interface: dict[str, Any] | None = None
         """What fronts know of the model."""
         self._secret = secrets.token_bytes(32)
@@ -73,7 +72,11 @@ class Keeper:
     def start(self) -> None:
         """Connect to Ray, and start the engines unless they run. Raises `UsageError`."""
         plan, cluster = self._plan, self._plan.cluster
-        self._connect()
+        if self._is_private:
+            self._start_private()
+        else:
+            self._join()
+        self.address = ray.get_runtime_context().gcs_address
         if cluster.attach is None:
             record_address(plan.name, self.address)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
@@ -92,21 +95,17 @@ class Keeper:
             self._apps[PREFILLS] = f"{name}-prefill"
         self._deploy()
 
-    def _connect(self) -> None:
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self._is_private:
-            self._start_private(quiet)
-            return
+    def _join(self) -> None:
+        """Connect to a Ray that runs already."""
         address = self._plan.address
         variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
         try:  # processes of a Ray that runs already have its environment, and not this one's
-            ray.init(address=address, runtime_env={"env_vars": variables} if variables else None, **quiet)
+            ray.init(address=address, runtime_env={"env_vars": variables} if variables else None, **_QUIET)
         except (ConnectionError, RuntimeError) as error:
             token = "it may need its token: RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             raise UsageError(f"Ray at {address} cannot be joined ({str(error).splitlines()[0]}); {token}") from None
-        self.address = ray.get_runtime_context().gcs_address
 
-    def _start_private(self, quiet: dict[str, Any]) -> None:
+    def _start_private(self) -> None:
         """Start a Ray for this server alone."""
         plan, cores = self._plan, os.cpu_count() or 1
         needed = plan.cluster.most * plan.options["threads"]
@@ -118,9 +117,8 @@ class Keeper:
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             _temp_dir=str(server_folder(plan.name)),
-            **quiet,
+            **_QUIET,
         )
-        self.address = ray.get_runtime_context().gcs_address
 
     def _deploy(self) -> None:
         """Tell Serve what is to run. Engines that run already with the same version of the model stay."""
@@ -228,10 +226,10 @@ class Keeper:
                 self.tell(Notice(f"replica {name} does not say where it listens: {type(error).__name__}"))
                 continue
             if not isinstance(description, LoadFailed):
-                self._known[name], self._versions[name] = kind, description.version
-                self.tell(Joined(name, kind, description.address, description.version))
-        for name in [name for name, known in self._known.items() if known == kind and name not in names]:
-            del self._known[name], self._versions[name]
+                self._known[name] = Joined(name, kind, description.address, description.version)
+                self.tell(self._known[name])
+        for name in [name for name, known in self._known.items() if known.kind == kind and name not in names]:
+            del self._known[name]
             self.tell(Left(name))
 
     # Changes
@@ -263,21 +261,22 @@ class Keeper:
     async def _settle(self) -> None:
         """Wait until the plan runs, as long as something happens. Raises the `ForgeError` of what does not
         start."""
-        plan, running = self._plan, dict[str, str]()
+        plan, running = self._plan, dict[str, Joined]()
         version, least = version_of(plan.model, plan.options), plan.cluster.answering
         deadline = time.monotonic() + plan.cluster.start_timeout
         while time.monotonic() < deadline:
             await asyncio.sleep(0.2)
-            if self._versions != running:
-                running, deadline = dict(self._versions), time.monotonic() + plan.cluster.start_timeout
+            if self._known != running:
+                running, deadline = dict(self._known), time.monotonic() + plan.cluster.start_timeout
             applications = (await asyncio.to_thread(serve.status)).applications
             states = [applications[name] for name in self._apps.values()]
             for state in states:
                 if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                     raise ForgeError(_why_failed(state))
-            num_engines = list(self._known.values()).count(ENGINES)
+            num_engines = sum(replica.kind == ENGINES for replica in running.values())
             is_right = num_engines >= least if plan.cluster.max_replicas is not None else num_engines == least
-            if is_right and {*running.values()} == {version} and all(state.status == "RUNNING" for state in states):
+            versions = {replica.version for replica in running.values()}
+            if is_right and versions == {version} and all(state.status == "RUNNING" for state in states):
                 return
         raise ForgeError(f"no engine has started for {plan.cluster.start_timeout:g} s: has Ray CPUs or GPUs left?")
 

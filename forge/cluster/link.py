@@ -29,7 +29,7 @@ class Link(asyncio.BufferedProtocol):
         self._received = memoryview(bytearray(_RECEIVE))
         self._inbox, self._commands = Inbox(), list[bytes]()
         self._transport: asyncio.Transport | None = None
-        self.pulse = _PulseReader()
+        self.pulse = PulseReader(lambda: None)
 
     def send(self, command: Any) -> None:
         """Send a command in one piece with all others of this turn of the loop."""
@@ -76,16 +76,19 @@ class Link(asyncio.BufferedProtocol):
         self.lose(self.why_lost)
 
 
-class _PulseReader(asyncio.Protocol):
+class PulseReader(asyncio.Protocol):
     """Reads an engine's pulses and notes their times."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_lost: Callable[[], None]):
         self.transport: asyncio.Transport | None = None
         self.last, self.last_seen = Pulse(0, 0.0, 0, 0), time.monotonic()
-        self._bytes = b""
+        self._on_lost, self._bytes = on_lost, b""
 
     def connection_made(self, transport: Any) -> None:
-        self.transport = transport
+        self.transport, self.last_seen = transport, time.monotonic()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_lost()
 
     def data_received(self, data: bytes) -> None:
         whole, self._bytes = pulses(self._bytes + data)

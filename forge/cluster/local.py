@@ -145,14 +145,13 @@ def run_talks(
     router: str | Callable[[Fleet], Router],
     talks: Sequence[Talk],
     params: SamplingParams,
-    clients: int = 6,
-    seed: int = 0,
+    clients: int,
 ) -> LocalRun:
     """Run all turns of all conversations, `clients` of them at once, the next one drawn from those that wait for
     theirs."""
     cluster = LocalCluster(engines, router)
     run = LocalRun(cluster.router.name, len(engines), computed_by_replica=[0] * len(engines))
-    random_, running, number = random.Random(seed), dict[str, tuple[Talk, RouteRecord]](), 0
+    random_, running, number = random.Random(0), dict[str, tuple[Talk, RouteRecord]](), 0
     while True:
         busy = [talk for talk, _ in running.values()]
         waiting = [talk for talk in talks if not talk.has_ended and not any(talk is active for active in busy)]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from forge.cluster.wire import ReplicaUpdate
 from forge.engine.outputs import RequestOutput
@@ -102,12 +102,6 @@ class ClusterMetrics:
         pass
 
     def take_abort(self) -> None:
-        pass
-
-    def take_failures(self, num_failed: int) -> None:
-        pass
-
-    def take_step(self, step: Any) -> None:
         pass
 
     @property

@@ -15,8 +15,8 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from forge.cluster.control import check_interface
-from forge.cluster.link import STUCK_SECONDS
-from forge.cluster.wire import Address, Pulse, connect, pulses
+from forge.cluster.link import STUCK_SECONDS, PulseReader
+from forge.cluster.wire import Address, connect
 from forge.errors import UsageError
 from forge.server.messages import LoadFailed, Ready, frame, received
 
@@ -62,7 +62,7 @@ class EngineReplica:
         self._failure: LoadFailed | None = None
         self._address: Address = ("", 0)
         self._ready: Ready | None = None
-        self._last_pulse, self._seen = Pulse(0, 0.0, 0, 0), time.monotonic()
+        self._pulses = PulseReader(self._end)
         self._control, control = socket.socketpair()
         command = [sys.executable, "-m", "forge.cluster.replica_engine", str(control.fileno())]
         # In a group of its own: Ray's reaper kills its whole group when the process that has started Ray ends.
@@ -84,17 +84,8 @@ class EngineReplica:
             except UsageError as error:
                 self._process.kill()
                 raise ReplicaFailed(str(error)) from None
-        self._following = asyncio.get_running_loop().create_task(self._follow_pulses())
-
-    async def _follow_pulses(self) -> None:
-        connection = await asyncio.to_thread(connect, self._address, self._secret, "pulse")
-        loop, rest = asyncio.get_running_loop(), b""
-        self._seen = time.monotonic()
-        while data := await loop.sock_recv(connection, 4096):
-            whole, rest = pulses(rest + data)
-            if whole:
-                self._last_pulse, self._seen = whole[-1], time.monotonic()
-        self._end()
+        connection = await asyncio.to_thread(connect, self._address, secret, "pulse")
+        await asyncio.get_running_loop().create_connection(lambda: self._pulses, sock=connection)
 
     def _end(self) -> None:
         """Without its engine this actor is worth nothing: Serve starts another one."""
@@ -107,7 +98,7 @@ class EngineReplica:
         """Raises where the engine's steps raise; ends the actor where the engine does not live."""
         if self._failure is not None:
             return
-        silent, pulse = time.monotonic() - self._seen, self._last_pulse
+        silent, pulse = time.monotonic() - self._pulses.last_seen, self._pulses.last
         if self._process.poll() is not None or silent > DEAD_AFTER or pulse.step_seconds > STUCK_SECONDS:
             self._end()
         if pulse.failed_in_a_row >= FAILED_STEPS:
@@ -115,7 +106,7 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What scaling goes by: sequences that run or wait in the engine."""
-        return {"sequences": float(self._last_pulse.num_sequences)}
+        return {"sequences": float(self._pulses.last.num_sequences)}
 
     async def describe(self, name: str | None) -> Description | LoadFailed:
         """Where the engine listens and what it serves, or why it does not."""
@@ -129,7 +120,7 @@ class EngineReplica:
         began = idle_since = time.monotonic()
         while (now := time.monotonic()) - began < DRAIN_SECONDS and now - idle_since < _DRAINED_AFTER:
             await asyncio.sleep(0.1)
-            if self._last_pulse.num_sequences:
+            if self._pulses.last.num_sequences:
                 idle_since = time.monotonic()
         self._process.kill()
 

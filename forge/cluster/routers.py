@@ -65,10 +65,7 @@ class RoundRobin(Router):
     """Sends requests to each replica in turn."""
 
     name = "round-robin"
-
-    def __init__(self, fleet: Fleet):
-        super().__init__(fleet)
-        self._turn = 0
+    _turn = 0
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         chosen = candidates[self._turn % len(candidates)]
@@ -85,9 +82,8 @@ class PowerOfTwoChoices(Router):
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         two = self.random.sample(candidates, min(2, len(candidates)))
         chosen = min(two, key=lambda replica: replica.requests)
-        least = min([replica.requests for replica in two])
         return RouteRecord(
-            request.request_id, self.name, chosen.name, "fewer_requests", len(two), chosen.requests, least
+            request.request_id, self.name, chosen.name, "fewer_requests", len(two), chosen.requests, chosen.requests
         )
 
 

@@ -126,16 +126,6 @@ class SimulationResult:
     def decisions_per_second(self) -> float:
         return self.num_requests / self.decision_seconds if self.decision_seconds else 0.0
 
-    def ttft_ms(self, quantile: float) -> float:
-        return _quantile(self.ttft, quantile)
-
-    def tpot_ms(self, quantile: float) -> float:
-        return _quantile(self.tpot, quantile)
-
-
-def _quantile(ordered: list[float], quantile: float) -> float:
-    return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))] if ordered else 0.0
-
 
 class SimulatedReplica:
     """An engine without a model."""
@@ -210,13 +200,8 @@ class SimulatedReplica:
 class Simulation:
     """Replicas, a router and a trace, advanced from event to event."""
 
-    def __init__(
-        self,
-        options: SimulationOptions,
-        router: Callable[[Fleet], Router] | None = None,
-        clients: Sequence[Client] = (),
-    ):
-        """router: makes one that is not in `ROUTERS`. clients: send their requests in place of the trace's."""
+    def __init__(self, options: SimulationOptions, clients: Sequence[Client] = ()):
+        """clients: send their requests in place of the trace's."""
         self.options, self._clients = options, clients
         self.replicas = {str(number): SimulatedReplica(str(number), options) for number in range(options.replicas)}
         self.routers: list[Router] = []
@@ -224,8 +209,7 @@ class Simulation:
             fleet = Fleet()
             for name in self.replicas:
                 fleet.join(name)
-            new = router(fleet) if router is not None else new_router(options.router, fleet, options.threshold, front)
-            self.routers.append(new)
+            self.routers.append(new_router(options.router, fleet, options.threshold, front))
         self.result = SimulationResult(options)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._names = count(), count()
@@ -239,7 +223,7 @@ class Simulation:
         self.now = 0.0
         self._arrival_seconds = self._mean_arrival()
 
-    def run(self, on_progress: Callable[[int], None] = lambda number: None) -> SimulationResult:
+    def run(self) -> SimulationResult:
         """Until the last request has ended."""
         if self._clients:
             for client in self._clients:
@@ -249,8 +233,6 @@ class Simulation:
         while self._queue:
             self.now, _, happen = heapq.heappop(self._queue)
             happen()
-            if self.result.num_requests % 1000 == 0:
-                on_progress(self.result.num_requests)
         result = self.result
         result.seconds = self.now
         result.ttft.sort()
@@ -354,4 +336,4 @@ def simulate(options: SimulationOptions) -> SimulationResult:
 def replay(options: SimulationOptions, requests: Sequence[KnownRequest], num_clients: int) -> SimulationResult:
     """Simulate clients that send these requests in order, each its next one as soon as its last one is answered."""
     shared = iter(requests)
-    return Simulation(options, clients=[Client(shared) for _ in range(num_clients)]).run()
+    return Simulation(options, [Client(shared) for _ in range(num_clients)]).run()

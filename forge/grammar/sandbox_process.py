@@ -178,7 +178,8 @@ class Supervisor:
                 lane.job = None
         except EOFError:  # the worker has died
             job, lane.job = lane.job, None
-            status = self._replace(lane)
+            status = lane.worker.end()
+            lane.worker = _Worker(self._compile, lane.nice)
             if job is not None and "is_over" not in job:
                 self._take_back(lane, job, status)
 
@@ -203,12 +204,6 @@ class Supervisor:
                     self._refuse(most, f"{too_long}, and {MAX_WAITING[place]} such wait: make it simpler")
                 else:
                     self._answer(most, {"busy": True})
-
-    def _replace(self, lane: Lane) -> int:
-        """Give a lane a new worker; return the status of the one that was ended."""
-        status = lane.worker.end()
-        lane.worker = _Worker(self._compile, lane.nice)
-        return status
 
     def _drop_late(self) -> None:
         now = time.monotonic()

@@ -69,7 +69,7 @@ class ThinkingMatcher:
 
     def num_allowed(self, output: Sequence[int], token_ids: Sequence[int]) -> int:
         """Return how many of `token_ids`, from the first on, may follow."""
-        walked, num_allowed = list(output), 0
+        walked = list(output)
         for index, token_id in enumerate(token_ids):
             answer = self._answer(walked)
             if answer:  # from here on the grammar's own
@@ -77,8 +77,7 @@ class ThinkingMatcher:
             if not self.mask(walked)[token_id]:
                 return index
             walked.append(token_id)
-            num_allowed = index + 1
-        return num_allowed
+        return len(token_ids)
 
     def forced(self, output: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of the text that must come next."""

@@ -102,20 +102,18 @@ class Generation:
         self.params = params
         self.stream = stream
         self.keys: list[int] = []
-        self._num_streamed = 0
         self.arrived = time.perf_counter()
         self.outputs: list[RequestOutput | None] = [None] * len(self.prompts)
         self.error: ForgeError | None = None
         self.position: StreamPosition | None = None
         """Marks its events so that its stream can be resumed; None if it cannot."""
         self._num_tokens: dict[int, int] = {}
-        """The tokens of each choice, counted while a client resumes."""
+        """The streamed tokens of each choice."""
         self._num_accepted = 0
         self._deltas: list[Delta] = []
         self._last: dict[int, Delta] = {}
         """The last delta of each choice, into which more can be merged."""
         self._pending_chars = 0
-        self._begun: set[int] = set()
         self._wake = asyncio.Event()
 
     @property
@@ -127,7 +125,7 @@ class Generation:
         """The number of tokens generated so far, as far as it is known here: of a request that is not streamed, those
         of its ended prompts."""
         ended = sum(len(sample.token_ids) for output in self.outputs if output is not None for sample in output.outputs)
-        return max(self._num_streamed, ended)
+        return max(sum(self._num_tokens.values()), ended)
 
     @property
     def has_nothing_more(self) -> bool:
@@ -195,7 +193,6 @@ class Generation:
         wait to be read."""
         if apart and len(self._deltas) < MAX_DELTAS:
             self._last.pop(choice, None)
-        self._num_streamed += 1
         delta = self.delta(choice)
         delta.text += text
         delta.token_ids.append(token_id)
@@ -203,14 +200,10 @@ class Generation:
         if logprobs is not None:
             delta.logprobs.append(logprobs)
             self._pending_chars += 32 * len(logprobs)
-        if self.position is not None and self.position.seen is not None:
-            number = self._num_tokens[choice] = self._num_tokens.get(choice, 0) + 1
-            if self.position.splits_before(choice, number):
-                self._last.pop(choice, None)
-        if choice in self._begun:
-            return False
-        self._begun.add(choice)
-        return True
+        number = self._num_tokens[choice] = self._num_tokens.get(choice, 0) + 1
+        if self.position is not None and self.position.splits_before(choice, number):
+            self._last.pop(choice, None)
+        return number == 1
 
     @property
     def is_stalled(self) -> bool:
@@ -259,7 +252,9 @@ class EngineClient(ABC):
 
     def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
         """Create the counters of the engine's work."""
-        return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
+        metrics = Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
+        self.on_step, self.on_death = metrics.take_step, metrics.take_failures
+        return metrics
 
     def check_ready(self) -> None:
         """Raise `EngineDead` if no engine would answer a request."""
@@ -321,10 +316,8 @@ class EngineClient(ABC):
 
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
         """Abort a generation. What it holds is free before the next step."""
-        unfinished = [key for key in generation.keys if key in self._generations]
-        for key in unfinished:
-            del self._generations[key]
-            if not self.dead:
+        for key in generation.keys:
+            if self._generations.pop(key, None) is not None and not self.dead:
                 self._send(messages.Abort(key))
         self._streams.discard(generation)
         generation.fail(error or RequestFailed("the request was aborted"))

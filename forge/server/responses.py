@@ -95,19 +95,16 @@ class Shape(Answer):
     tokenizer: Tokenizer
     body: OpenAiRequest
     prompts: Sequence[Prompt]
-    fingerprint: str | None = None
+    fingerprint: str
     object_names: ClassVar[tuple[str, str]]
     """What a whole answer and a chunk call themselves."""
 
     def __post_init__(self) -> None:
-        self._usage_wanted = self.body.usage_wanted
-        """Whether a stream ends with a chunk of usage."""
         self._num_tokens = 0
         """Output tokens in the chunks so far."""
         self._head = {"id": self.request_id, "created": int(time.time()), "model": self.model}
+        self._head["system_fingerprint"] = self.fingerprint
         self._began, self._first_token = time.perf_counter(), 0.0
-        if self.fingerprint is not None:
-            self._head["system_fingerprint"] = self.fingerprint
 
     @abstractmethod
     def begin(self, n: int) -> Iterator[dict[str, Any]]:
@@ -133,7 +130,7 @@ class Shape(Answer):
 
     def chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.object_names[1], "choices": choices}
-        if self._usage_wanted:  # the chunks before the last have what there is so far, or an empty one
+        if self.body.usage_wanted:  # the chunks before the last have what there is so far, or an empty one
             chunk["usage"] = self._usage_so_far() if self.body.continuous_usage else None
         if self.body.timings_per_token:
             chunk["timings"] = self._timings_so_far()
@@ -209,7 +206,7 @@ class Shape(Answer):
         """Return what follows the last choice's end: a chunk of usage without choices, if requested, and the mark of
         the end."""
         outputs = await generation.finished()
-        if not self._usage_wanted:
+        if not self.body.usage_wanted:
             return DONE
         timings = {"timings": whole_timings(outputs)} if self.body.timings_per_token else {}
         return event({**self.chunk_of([]), "usage": usage_object(outputs), **timings}) + DONE

@@ -50,8 +50,6 @@ class Service:
         )
         self.reader.grammars.start()
         self.metrics = client.new_metrics(names[0], ready)
-        client.on_step = self.metrics.take_step
-        client.on_death = self.metrics.take_failures
         client.on_end = lambda generation, output: self.metrics.take_output(
             output, generation.params, generation.arrived
         )

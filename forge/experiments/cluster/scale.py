@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.cluster.simulation import SimulationOptions, SimulationResult, StepTime, simulate
+from forge.trace.totals import percentile
 from forge.views.formatting import count
 from forge.views.progress import progress_line
 from forge.views.screen import Part, Report, Table, question, report
@@ -38,8 +39,8 @@ def scale_object(results: Sequence[SimulationResult]) -> dict[str, Any]:
             "replicas": result.options.replicas,
             "hit_rate": result.hit_rate,
             "busiest_over_mean": result.balance,
-            "ttft_p50_ms": result.ttft_ms(0.5),
-            "ttft_p99_ms": result.ttft_ms(0.99),
+            "ttft_p50_ms": percentile(result.ttft, 0.5),
+            "ttft_p99_ms": percentile(result.ttft, 0.99),
             "decisions_per_second": result.decisions_per_second,
             "known_blocks": result.routing_entries,
         }
