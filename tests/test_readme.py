@@ -335,11 +335,14 @@ def _requires(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
-def test_every_python_block_runs(block, reader, request):
-    text = block.text
+def test_every_python_block_runs_and_has_the_attributes_that_it_names(block, reader, request):
+    """`x.y  # also .z` says that x has a z too."""
+    text, names = block.text, {"__name__": "__main__"}
     if "localhost:8080" in text:
         text = text.replace("http://localhost:8080", request.getfixturevalue("server").url)
-    exec(compile(text, str(block), "exec"), {"__name__": "__main__"})
+    exec(compile(text, str(block), "exec"), names)
+    for owner, others in re.findall(r"^(\S+)\.\w+  # also (.*)$", text, re.MULTILINE):
+        assert [name for name in re.findall(r"\.(\w+)", others) if not hasattr(eval(owner, names), name)] == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -408,6 +408,12 @@ class RequestTimes:
         """The time from arrival to the last token."""
         return _milliseconds(self.arrived, self.last_token)
 
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """The rate of tokens after the first, between the first and the last; None with fewer than two."""
+        per_token = self.time_per_output_token_ms
+        return 1e3 / per_token if per_token else None
+
 
 def _milliseconds(begun: float | None, ended: float | None) -> float | None:
     return None if begun is None or ended is None else (ended - begun) * 1e3
