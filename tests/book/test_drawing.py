@@ -84,7 +84,7 @@ def test_source_is_marked_wrapped_and_kept_within_its_width(width, session):
 def test_an_excerpt_says_that_it_was_cut(session):
     span = Span("ops.begin_layer(-1)", "ops.begin_layer(index)")
     lines = drawn(Source("forge.model.qwen3.Qwen3.hidden_rows", (), (span,), "the rest"), session).splitlines()
-    assert lines[1].startswith("  … ") and lines[1].endswith("lines") and lines[2] == "      ops.begin_layer(-1)"
+    assert lines[1].startswith("  … ") and lines[1].endswith("lines") and "  ops.begin_layer(-1)" in lines[2]
     assert lines[-2].strip() == "… the rest"
 
 

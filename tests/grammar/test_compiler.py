@@ -165,7 +165,7 @@ def test_the_states_of_a_grammar_are_limited(monkeypatch):
 
     structured = StructuredOutput(regex="a([ab]{0,99}a[ab]{0,50}){40,50}")
     limited = num_tokens()
-    monkeypatch.setattr(compiler_module, "_limits", lambda: None)
+    monkeypatch.setattr(compiler_module, "_LIMITS", {})
     assert limited < num_tokens() / 2
 
 
