@@ -363,6 +363,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             )
             fetched = 0 if in_pairs else ahead
             query += together
+        if following >= end:
+            _fetch(ctx, next_keys, next_rows, end - start, min(CHUNK, next_end))  # what a short chunk left out
         rows, next_rows = next_rows, rows
     for i in range(num_queries):
         inverse = ONE / get_f32(states + 4 * (room + i))
