@@ -6,7 +6,9 @@ import shutil
 import socket
 import stat
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,7 +128,8 @@ def test_attach_joins_the_private_ray_of_that_name_with_its_token(machine):
 def test_attach_waits_for_a_ray_that_starts_again(machine, monkeypatch):
     start_private("one", machine)
     clear_folder("one")
-    monkeypatch.setattr(ray_address.time, "sleep", lambda seconds: record_address("one", "10.0.0.1:1"))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: record_address("one", "10.0.0.1:1"))
+    monkeypatch.setattr(ray_address, "time", clock)  # other threads sleep too
     assert choose_ray("one", ClusterOptions(attach="one")).address == "10.0.0.1:1"
     machine.clear()
     monkeypatch.setattr(ray_address, "RESTART_SECONDS", 0.0)
