@@ -495,6 +495,19 @@ def test_queries_are_rounded_as_int8_keys_are(shape):
     assert relative_error(got, want, scale) < 1e-3 < relative_error(exact, want, scale)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_rows_are_what_they_are_though_later_rows_hold_the_largest_numbers(kv_dtype):
+    x = attention_rows(20, 4, 2, 32, seed=7)
+    bench = AttentionBench(x, 4, 2, 32)
+    batch = flat_batch([Part(list(range(20)), 0, 20, [0, 1])], 16)
+    expected = bench.run(bench.operation, batch, bench.storage(2, 16, kv_dtype))
+    x[9:] = 3e38
+    broken = AttentionBench(x, 4, 2, 32)
+    got = broken.run(broken.operation, batch, broken.storage(2, 16, kv_dtype))
+    np.testing.assert_array_equal(got[:9], expected[:9])
+    assert not np.array_equal(got[9:], expected[9:])
+
+
 def test_attention_with_one_key_far_above_the_others_and_with_equal_keys():
     """A softmax whose scores differ by hundreds, first where a later chunk holds the largest, then all the same."""
     x = attention_rows(150, 1, 1, 32, seed=6)
