@@ -261,7 +261,7 @@ def _usage_error(error: Any) -> UsageError:
     elif re.match(r"-\d", option):
         message = "a number of tokens must not be negative"
     else:
-        message = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
+        message = " ".join(error.format_message().split()).rstrip(".")
     context = getattr(error, "ctx", None)
     return UsageError(f"{message} (see {context.command_path if context else 'forge'} --help)")
 

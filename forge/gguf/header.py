@@ -15,7 +15,7 @@ A string is a u64 length and that many bytes of UTF-8; an array is an element ty
 field and byte. Lengths and counts are held against the bytes that remain before anything is allocated for them, and the
 header as a whole against `MAX_HEADER_BYTES`, so a hostile file costs bounded time and memory.
 
-The header of a model with Qwen's 151,936 tokens and 151,387 merges parses in 0.1 s (the gguf package's own reader:
+The header of a model with Qwen's 151,936 tokens and 151,387 merges parses in 0.03 s (the gguf package's own reader:
 6 s), nearly all of it in `_read_strings`.
 """
 
@@ -56,6 +56,11 @@ _SMALLEST_METADATA_ENTRY = 8 + 1 + 4 + 1  # a key of one byte and a value of one
 _SMALLEST_TENSOR_ENTRY = 8 + 1 + 4 + 8 + 4 + 8  # a name of one byte and one dimension
 _SMALLEST_STRING = 8
 _SMALLEST_ARRAY = 4 + 8
+
+_WINDOW = 1 << 18
+"""Bytes in which short strings are looked for at a time."""
+_ONE_BY_ONE = 1000
+"""So many strings are read one by one where those that follow cannot be read together."""
 
 _U64 = struct.Struct("<Q")
 
@@ -294,18 +299,61 @@ def _read_bools(cursor: _Cursor, field: str, count: int) -> np.ndarray:
 
 
 def _read_strings(cursor: _Cursor, field: str, count: int) -> list[str]:
-    """Read `count` strings. A large vocabulary spends its time in this loop, so the cursor's checks are written out.
+    """Read `count` strings. Opening a model spends its time here, so short strings are read many at a time; where that
+    is not possible, the next `_ONE_BY_ONE` are read in a loop with the cursor's checks written out."""
+    strings: list[str] = []
+    while len(strings) < count:
+        short = _read_short_strings(cursor, count - len(strings))
+        strings += short
+        if len(short) < _ONE_BY_ONE:
+            _read_one_by_one(cursor, field, strings, count)
+    return strings
+
+
+def _read_short_strings(cursor: _Cursor, count: int) -> list[str]:
+    """Read those of the next `count` strings that lie in the next `_WINDOW` bytes, up to the first that is not sound,
+    or has not 1 to 255 bytes.
+
+    The length of such a string is one byte and seven zeros, and text has no zeros: all of them are found at once. They
+    are lengths if the first stands at the cursor and each other one where the string before it ends.
+    """
+    room = cursor.remaining
+    data = np.frombuffer(cursor.buffer, np.uint8, min(room, _WINDOW), cursor.position)
+    if len(data) < _SMALLEST_STRING:
+        return []
+    numbers = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))
+    starts = np.flatnonzero(numbers - 1 < 255)[:count]
+    ends = starts + 8 + data[starts]
+    reserved = np.arange(count - 1, count - 1 - len(starts), -1) * _SMALLEST_STRING  # the lengths of those after it
+    is_sound = (starts == np.append(0, ends)[:-1]) & (ends <= np.minimum(len(data), room - reserved))
+    num_sound = int(np.append(is_sound, False).argmin())
+    starts, end = starts[:num_sound], int(ends[num_sound - 1]) if num_sound else 0
+    text = data[:end].copy()
+    is_kept = text != 0
+    text[starts] = 0
+    try:
+        strings: list[str] = text[is_kept].tobytes().decode().split("\0")[1:]
+    except UnicodeDecodeError:
+        return []
+    if end - np.count_nonzero(is_kept) != 7 * num_sound:  # a string has a zero
+        return []
+    cursor.position += end
+    return strings
+
+
+def _read_one_by_one(cursor: _Cursor, field: str, strings: list[str], count: int) -> None:
+    """Read the next `_ONE_BY_ONE` strings, or those that are missing of `count`.
 
     `bound` is the last byte at which a string may end so that the lengths of those still to come have room: one
     comparison per string keeps every read inside the header.
     """
     buffer, position = cursor.buffer, cursor.position
-    bound = cursor.limit - _SMALLEST_STRING * count
+    bound = cursor.limit - _SMALLEST_STRING * (count - len(strings))
+    wanted = min(count, len(strings) + _ONE_BY_ONE)
     length_at = _U64.unpack_from
-    strings: list[str] = []
     append = strings.append
     try:
-        for _ in range(count):
+        for _ in range(len(strings), wanted):
             start = position + 8
             position = start + length_at(buffer, position)[0]
             bound += 8
@@ -315,12 +363,11 @@ def _read_strings(cursor: _Cursor, field: str, count: int) -> list[str]:
     except UnicodeDecodeError:
         cursor.decoded(buffer[start:position], f"{field} string {len(strings)}", start)
         raise
-    if len(strings) < count:
+    if len(strings) < wanted:
         length, room = position - start, max(bound - start, 0)
         problem = f"{length} bytes do not fit in the {room} that remain for it"
         raise cursor.error(f"{field} string {len(strings)} length", problem, start - 8)
     cursor.position = position
-    return strings
 
 
 def _alignment(cursor: _Cursor, fields: dict[str, MetadataField]) -> int:

@@ -226,10 +226,21 @@ def test_length_of_a_string_in_an_array_is_refused_with_its_index(path, length, 
     assert (error.field, error.offset) == (f"metadata 'a' string {index} length", start)
 
 
-def test_a_string_may_not_eat_the_lengths_of_those_after_it(path):
-    path.write_bytes(
-        RawFile(metadata=[("a", ARRAY, array(STRING, [u64(9), bytes(8)]))]).build()[: 24 + 9 + 4 + 12 + 16]
-    )
+@pytest.mark.parametrize("item", [string(b"ab\xc3"), u64(2**20) + b"ab", u64(2**62)])
+def test_one_wrong_string_of_thousands_is_named(path, item):
+    items = [string(f"token {number}") for number in range(6000)]
+    items[4321] = item
+    raw = RawFile(metadata=[("a", ARRAY, array(STRING, items))])
+    error = refused(raw.write(path))
+    start = raw.at["entry 0 value"] + 12 + sum(map(len, items[:4321]))
+    is_text = item == string(b"ab\xc3")
+    assert error.field == f"metadata 'a' string 4321{'' if is_text else ' length'}"
+    assert error.offset == start + 8 * is_text
+
+
+@pytest.mark.parametrize("items", [[u64(9), bytes(8)], [u64(8), b"x" * 8]])
+def test_a_string_may_not_eat_the_lengths_of_those_after_it(path, items):
+    path.write_bytes(RawFile(metadata=[("a", ARRAY, array(STRING, items))]).build()[: 24 + 9 + 4 + 12 + 16])
     assert refused(path).field == "metadata 'a' string 0 length"
 
 

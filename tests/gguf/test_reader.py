@@ -4,12 +4,15 @@ import math
 import struct
 import subprocess
 import sys
+from unittest.mock import patch
 
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from forge.gguf import GGMLType, GGUFError, GGUFFile, GGUFValueType
+from forge.gguf import GGMLType, GGUFError, GGUFFile, GGUFValueType, header
 from forge.gguf.writer import TypedValue, write_gguf
 from tests.gguf.raw_file import ARRAY, STRING, RawFile, RawTensor, array, checked, opened, string, u32
 from tests.small_models import write_small_qwen3
@@ -274,6 +277,16 @@ def test_strings_are_exact_for_any_unicode(tmp_path):
     texts = [chr(code) for code in range(0xD800)] + ["\U0010ffff", "a\0b", "x" * 70_000]
     raw = RawFile(metadata=[("a", ARRAY, array(STRING, [string(text) for text in texts])), ("b", 4, u32(1))])
     file = opened(raw.write(tmp_path / "unicode.gguf"))
+    assert file.string_array("a") == texts
+    assert file.metadata["b"] == 1
+
+
+@given(st.lists(st.text("aé\0\1\5", max_size=20), max_size=30), st.integers(1, 64))
+def test_strings_are_exact_where_they_look_like_lengths(tmp_path_factory, texts, window):
+    raw = RawFile(metadata=[("a", ARRAY, array(STRING, [string(text) for text in texts])), ("b", 4, u32(1))])
+    path = raw.write(tmp_path_factory.mktemp("strings") / "strings.gguf")
+    with patch.multiple(header, _WINDOW=window, _ONE_BY_ONE=2):
+        file = opened(path)
     assert file.string_array("a") == texts
     assert file.metadata["b"] == 1
 
