@@ -145,7 +145,7 @@ def test_another_file_is_another_folder(sources):
 @pytest.mark.parametrize(
     ("module", "attribute", "value"),
     [
-        (compilation, "version", lambda package: "0.0.1"),
+        (compilation, "_numba_version", lambda: "numba-0.0.1.dist-info"),
         (compilation.llvmlite, "__version__", "0.0.1"),
         (np, "__version__", "0.0.1"),
         (compilation.sys, "version", "9.9"),
@@ -161,6 +161,12 @@ def test_another_version_processor_or_instruction_set_is_another_folder(module, 
         changed = compilation._digest()
     assert changed != before
     assert compilation._digest() == before
+
+
+def test_the_version_of_numba_is_the_installed_one(monkeypatch):
+    assert compilation._numba_version() == f"numba-{numba.__version__}.dist-info"
+    monkeypatch.setattr(compilation, "find_spec", lambda name: None)
+    assert compilation._numba_version() == numba.__version__
 
 
 def test_code_for_an_older_processor_is_in_another_folder(monkeypatch):
