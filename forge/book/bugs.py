@@ -76,11 +76,61 @@ def bugs_of(chapter: str) -> list[str]:
     return [bug.name for bug in BUGS.values() if bug.chapter == chapter]
 
 
-# Paged
+_SMALL = {"kv": "paged", "block_size": 16, "num_blocks": 32}
+_DRAFTED: dict[str, Any] = {"speculate": "draft", "k": 4, "speculate_fixed": True}
+_STORY = (
+    "The fox lived in a den under an old oak, and every evening a little turtle came to visit. One day the turtle lent "
+    "the fox a lantern. The fox took it to the bridge to show it to the birds, but a storm came, and"
+)
+_OTHER = "Once upon a time, when the first snow fell, a little girl named Hazel woke up early and went to the old mill,"
+_SHORT = "Once upon a time"
+_FOUND = StructuredOutput(regex=r" she (met|saw|found) a [a-z]{3,9} [a-z]{3,9} (in|by|under|behind) the [a-z]{3,9}\.")
 
 
+def _greedy(max_tokens: int) -> dict[str, Any]:
+    return {"max_tokens": max_tokens, "ignore_eos": True}
+
+
+def _drawn(max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"max_tokens": max_tokens, "temperature": 0.9, "seed": 1, "n": 3, **more}
+
+
+BUGS: dict[str, Bug] = {}
+"""Every bug by its name, in the order of the chapters."""
+
+
+def _bug(
+    chapter: str,
+    rule: str,
+    known: str,
+    caught_by: CaughtBy,
+    *requests: BugRequest,
+    revokes_draft_after: int | None = None,
+    **loading: Any,
+) -> Callable[[Callable[[], Switch]], Callable[[], Switch]]:
+    """Enter a switch as a bug: its name is the bug's, and its docstring says the mistake. loading: what the engine has
+    beside `_SMALL`."""
+
+    def enter(switch: Callable[[], Switch]) -> Callable[[], Switch]:
+        name, mistake = switch.__name__.strip("_").replace("_", "-"), " ".join((switch.__doc__ or "").split())
+        engine = _SMALL | loading
+        BUGS[name] = Bug(name, chapter, rule, mistake, known, caught_by, switch, engine, requests, revokes_draft_after)
+        return switch
+
+    return enter
+
+
+@_bug(
+    "paged",
+    "A block is free when the last table that has it releases it.",
+    "vLLM: shared blocks that were given back once too often (issue 1556, 'Double free!')",
+    "invariant",
+    BugRequest(_STORY, _drawn(40, stop=".", seed=10)),
+    BugRequest(_OTHER, _greedy(24), step=8),
+    BugRequest(_STORY, _greedy(24), step=10),
+)
 def _freed_block() -> Switch:
-    """A sequence that ends frees its blocks, also those that are in other tables."""
+    """The first table that releases it frees it, while it is still in other tables."""
 
     def free(cache: PagedKvCache, table: BlockTable) -> None:
         pool = cache.pool
@@ -93,8 +143,15 @@ def _freed_block() -> Switch:
     return patch.object(PagedKvCache, "release_table", free)
 
 
+@_bug(
+    "paged",
+    "Copy, then release the old block, then enter the new one.",
+    "vLLM: a block that was given up for a copy, and once more at the end (pull request 3347)",
+    "invariant",
+    BugRequest(_STORY, _drawn(24, ignore_eos=True)),
+)
 def _decref_first() -> Switch:
-    """The writer releases its reference first and checks afterwards whether the block is shared."""
+    """The writer releases its reference first. Then the block seems to be its own, and is not copied."""
     grow = PagedKvCache.grow
 
     def decref_and_grow(cache: PagedKvCache, seq_id: int, table, num_tokens: int) -> tuple[BlockCopy, ...]:
@@ -105,12 +162,21 @@ def _decref_first() -> Switch:
     return patch.object(PagedKvCache, "grow", decref_and_grow)
 
 
-# Prefix
-
-
+@_bug(
+    "prefix",
+    "What a step is still computing is not yet a hit.",
+    "nano-vllm (issue 208, pull request 209); vLLM for Mamba layers (pull request 29387)",
+    "invariant",
+    BugRequest(_STORY, _greedy(24), hangs_up_after=1),
+    BugRequest(_STORY, _greedy(24), step=1),
+    kv="prefix",
+    max_num_seqs=4,
+    max_num_batched_tokens=24,
+)
 @contextmanager
 def _in_flight_hit() -> Iterator[None]:
-    """Blocks are indexed when their slots are reserved, before anything is in them."""
+    """Blocks are indexed when they are reserved. A client hangs up halfway through its prompt, and the next one with
+    the same prompt finds blocks that were never written."""
     add, grow = PrefixKvCache.add, PrefixKvCache.grow
     texts: dict[int, tuple[int, ...]] = {}
 
@@ -130,17 +196,34 @@ def _in_flight_hit() -> Iterator[None]:
         yield
 
 
+@_bug(
+    "prefix",
+    "The last token of a prompt is computed in any case, for its logits.",
+    "LMCache beside vLLM: the scheduler's own assertion failed (pull request 3322)",
+    "invariant",
+    BugRequest(_STORY, _greedy(24)),
+    BugRequest(_STORY, _greedy(24), step=4),
+    kv="prefix",
+)
 def _full_hit() -> Switch:
-    """All of a prompt may come from the cache, its last token too."""
+    """A prompt that is wholly cached has nothing left to compute: no row and no logits. It gets the token of the row
+    before, which is another request's."""
     return patch.object(TokenSequence, "max_cacheable_tokens", property(lambda sequence: len(sequence.token_ids)))
 
 
-# Batching
-
-
+@_bug(
+    "batching",
+    "A preempted sequence begins again with what the cache has of it, which may be nothing.",
+    "vLLM: a stale count of cached tokens gave wrong outputs (pull request 18957)",
+    "tokens",
+    BugRequest(_SHORT, _greedy(60)),
+    BugRequest(_OTHER, _greedy(40)),
+    BugRequest(_STORY, _greedy(48)),
+    num_blocks=10,
+)
 @contextmanager
 def _stale_count() -> Iterator[None]:
-    """A sequence that was preempted keeps its count of computed tokens, and begins again behind them."""
+    """It keeps its count of computed tokens. The blocks behind that count are others now."""
     add, remove = PagedKvCache.add, PagedKvCache.remove
     counts: dict[int, int] = {}
 
@@ -160,8 +243,18 @@ def _stale_count() -> Iterator[None]:
         yield
 
 
+@_bug(
+    "batching",
+    "A row at position p sees the keys 0 to p, in whatever chunk it is computed.",
+    "sparkinfer's prefill kernel (issue 3); a chunk's rows aligned with key 0",
+    "tokens",
+    BugRequest(_OTHER, _greedy(12)),
+    device="reference",
+    max_num_seqs=4,
+    max_num_batched_tokens=24,
+)
 def _query_start() -> Switch:
-    """A row of a chunk sees as many keys as its place in the chunk says, and not its place in the text."""
+    """The causal mask forgets where the chunk starts: its rows see the beginning of the text and nothing else."""
     attention = ReferenceOperations.attention
 
     def attend_from_zero(operations, q, storage, layer: int, batch):
@@ -174,11 +267,16 @@ def _query_start() -> Switch:
     return patch.object(ReferenceOperations, "attention", attend_from_zero)
 
 
-# Speculation
-
-
+@_bug(
+    "speculation",
+    "After a verification the cache holds the known tokens and the accepted draft tokens.",
+    "mlx-vlm: rejected draft tokens left in the cache of a batch (issue 1144)",
+    "invariant",
+    BugRequest(_OTHER, _greedy(32)),
+    **_DRAFTED,
+)
 def _rollback() -> Switch:
-    """The target's own token counts as an accepted draft token: one slot too many is kept."""
+    """The target's own token counts as accepted too: the slot of a rejected guess stays, as if it were right."""
     verify = Sampler.verify
 
     def one_more(sampler: Sampler, *arguments):
@@ -188,8 +286,18 @@ def _rollback() -> Switch:
     return patch.object(Sampler, "verify", one_more)
 
 
+@_bug(
+    "speculation",
+    "A draft that is taken back is asked no more, and the target goes on alone.",
+    "vLLM: a draft past its own context crashed the engine (pull request 24662)",
+    "tokens",
+    BugRequest(_OTHER, _greedy(32)),
+    BugRequest(_SHORT, _greedy(32), step=2),
+    revokes_draft_after=4,
+    **_DRAFTED,
+)
 def _lease() -> Switch:
-    """A proposer's error is not caught where it is asked: it reaches the step, which takes it for the target's."""
+    """The revoked draft is still asked. Its error is taken for the target's, and every sequence ends with it."""
     ask = Speculator.ask
 
     def ask_unguarded(speculator: Speculator, source, items, drafts) -> None:
@@ -200,12 +308,18 @@ def _lease() -> Switch:
     return patch.object(Speculator, "ask", ask_unguarded)
 
 
-# Constrained
-
-
+@_bug(
+    "constrained",
+    "The matcher stands where the output ends: what draft tokens were rejected, it takes back.",
+    "vLLM: the grammar's state and rejected draft tokens went apart (pull request 44993)",
+    "tokens",
+    BugRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),
+    **_DRAFTED,
+)
 @contextmanager
 def _matcher_ahead() -> Iterator[None]:
-    """The matcher walks over the draft tokens that it checks, and is not rolled back where they are rejected."""
+    """It walks over the draft tokens to check them and stays behind the last, also where they are rejected. The next
+    mask is that of another place."""
     num_allowed = GrammarMatcher.num_allowed
 
     def check_and_stay(matcher: GrammarMatcher, output, token_ids) -> int:
@@ -220,8 +334,16 @@ def _matcher_ahead() -> Iterator[None]:
         yield
 
 
+@_bug(
+    "constrained",
+    "What the grammar refuses becomes impossible before a token is chosen.",
+    "guidance with llama.cpp: a top-k of 1 before the mask left nothing to choose from (issue 1325)",
+    "tokens",
+    BugRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),
+)
 def _mask_after() -> Switch:
-    """A token is chosen first. Where the grammar refuses it, the first token that is allowed comes in its place."""
+    """A token is chosen first, and one that is refused is replaced by any that is allowed. The output has its form, and
+    the model has no say in it."""
 
     def mask_afterwards(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         choice = int(logits.argmax())
@@ -229,152 +351,3 @@ def _mask_after() -> Switch:
         return allowed, logits[allowed]
 
     return patch.object(sampling, "allowed_tokens", mask_afterwards)
-
-
-_STORY = (
-    "The fox lived in a den under an old oak, and every evening a little turtle came to visit. One day the turtle lent "
-    "the fox a lantern. The fox took it to the bridge to show it to the birds, but a storm came, and"
-)
-_OTHER = "Once upon a time, when the first snow fell, a little girl named Hazel woke up early and went to the old mill,"
-_SHORT = "Once upon a time"
-_FOUND = StructuredOutput(regex=r" she (met|saw|found) a [a-z]{3,9} [a-z]{3,9} (in|by|under|behind) the [a-z]{3,9}\.")
-
-
-def _greedy(max_tokens: int) -> dict[str, Any]:
-    return {"max_tokens": max_tokens, "ignore_eos": True}
-
-
-def _drawn(max_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"max_tokens": max_tokens, "temperature": 0.9, "seed": 1, "n": 3, **more}
-
-
-_SMALL = {"kv": "paged", "block_size": 16, "num_blocks": 32}
-
-BUGS: Mapping[str, Bug] = {
-    bug.name: bug
-    for bug in (
-        Bug(
-            "freed-block",
-            "paged",
-            "A block is free when the last table that has it releases it.",
-            "The first table that releases it frees it, while it is still in other tables.",
-            "vLLM: shared blocks that were given back once too often (issue 1556, 'Double free!')",
-            "invariant",
-            _freed_block,
-            _SMALL,
-            (
-                BugRequest(_STORY, _drawn(40, stop=".", seed=10)),
-                BugRequest(_OTHER, _greedy(24), step=8),
-                BugRequest(_STORY, _greedy(24), step=10),
-            ),
-        ),
-        Bug(
-            "decref-first",
-            "paged",
-            "Copy, then release the old block, then enter the new one.",
-            "The writer releases its reference first. Then the block seems to be its own, and is not copied.",
-            "vLLM: a block that was given up for a copy, and once more at the end (pull request 3347)",
-            "invariant",
-            _decref_first,
-            _SMALL,
-            (BugRequest(_STORY, _drawn(24, ignore_eos=True)),),
-        ),
-        Bug(
-            "in-flight-hit",
-            "prefix",
-            "What a step is still computing is not yet a hit.",
-            "Blocks are indexed when they are reserved. A client hangs up halfway through its prompt, and the next one "
-            "with the same prompt finds blocks that were never written.",
-            "nano-vllm (issue 208, pull request 209); vLLM for Mamba layers (pull request 29387)",
-            "invariant",
-            _in_flight_hit,
-            _SMALL | {"kv": "prefix", "max_num_seqs": 4, "max_num_batched_tokens": 24},
-            (BugRequest(_STORY, _greedy(24), hangs_up_after=1), BugRequest(_STORY, _greedy(24), step=1)),
-        ),
-        Bug(
-            "full-hit",
-            "prefix",
-            "The last token of a prompt is computed in any case, for its logits.",
-            "A prompt that is wholly cached has nothing left to compute: no row and no logits. It gets the token of "
-            "the row before, which is another request's.",
-            "LMCache beside vLLM: the scheduler's own assertion failed (pull request 3322)",
-            "invariant",
-            _full_hit,
-            _SMALL | {"kv": "prefix"},
-            (BugRequest(_STORY, _greedy(24)), BugRequest(_STORY, _greedy(24), step=4)),
-        ),
-        Bug(
-            "stale-count",
-            "batching",
-            "A preempted sequence begins again with what the cache has of it, which may be nothing.",
-            "It keeps its count of computed tokens. The blocks behind that count are others now.",
-            "vLLM: a stale count of cached tokens gave wrong outputs (pull request 18957)",
-            "tokens",
-            _stale_count,
-            _SMALL | {"num_blocks": 10},
-            (
-                BugRequest(_SHORT, _greedy(60)),
-                BugRequest(_OTHER, _greedy(40)),
-                BugRequest(_STORY, _greedy(48)),
-            ),
-        ),
-        Bug(
-            "query-start",
-            "batching",
-            "A row at position p sees the keys 0 to p, in whatever chunk it is computed.",
-            "The causal mask forgets where the chunk starts: its rows see the beginning of the text and nothing else.",
-            "sparkinfer's prefill kernel (issue 3); a chunk's rows aligned with key 0",
-            "tokens",
-            _query_start,
-            _SMALL | {"device": "reference", "max_num_seqs": 4, "max_num_batched_tokens": 24},
-            (BugRequest(_OTHER, _greedy(12)),),
-        ),
-        Bug(
-            "rollback",
-            "speculation",
-            "After a verification the cache holds the known tokens and the accepted draft tokens.",
-            "The target's own token counts as accepted too: the slot of a rejected guess stays, as if it were right.",
-            "mlx-vlm: rejected draft tokens left in the cache of a batch (issue 1144)",
-            "invariant",
-            _rollback,
-            _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
-            (BugRequest(_OTHER, _greedy(32)),),
-        ),
-        Bug(
-            "lease",
-            "speculation",
-            "A draft that is taken back is asked no more, and the target goes on alone.",
-            "The revoked draft is still asked. Its error is taken for the target's, and every sequence ends with it.",
-            "vLLM: a draft past its own context crashed the engine (pull request 24662)",
-            "tokens",
-            _lease,
-            _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
-            (BugRequest(_OTHER, _greedy(32)), BugRequest(_SHORT, _greedy(32), step=2)),
-            revokes_draft_after=4,
-        ),
-        Bug(
-            "matcher-ahead",
-            "constrained",
-            "The matcher stands where the output ends: what draft tokens were rejected, it takes back.",
-            "It walks over the draft tokens to check them and stays behind the last, also where they are rejected. The "
-            "next mask is that of another place.",
-            "vLLM: the grammar's state and rejected draft tokens went apart (pull request 44993)",
-            "tokens",
-            _matcher_ahead,
-            _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
-            (BugRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),),
-        ),
-        Bug(
-            "mask-after",
-            "constrained",
-            "What the grammar refuses becomes impossible before a token is chosen.",
-            "A token is chosen first, and one that is refused is replaced by any that is allowed. The output has its "
-            "form, and the model has no say in it.",
-            "guidance with llama.cpp: a top-k of 1 before the mask left nothing to choose from (issue 1325)",
-            "tokens",
-            _mask_after,
-            _SMALL,
-            (BugRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),),
-        ),
-    )
-}
