@@ -3,14 +3,20 @@
 A page is a step of the chapter; one that is higher than the screen is shown in several. Everything on a page is drawn
 anew whenever it is shown, from what was measured, so a terminal may change its size at any time. Where the cursor
 cannot be moved pages follow one another like lines.
+
+The output of a command that the reader types comes a screen at a time (`PagedOutput`). That stands in place of standard
+output, so that streamed text, colours and live views stay as they are.
 """
 
 import hashlib
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date
+from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -19,7 +25,6 @@ from forge import __version__
 from forge.book.catalog import Entry
 from forge.book.chapter import Block, Predict, Run, Source, Step
 from forge.book.drawing import draw_block, draw_command, draw_step, draw_title, lines_of
-from forge.book.paged_output import EnoughRead, paged_output
 from forge.book.progress import Progress, save_progress
 from forge.book.review import note_answers
 from forge.book.session import Session, parse_guess
@@ -46,7 +51,9 @@ _KEYS = (
     ("q, Ctrl-D", "quit; forge next goes on at this page"),
 )
 _PASSES = "No answer yet: the same key again goes on without one."
-_ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x1b]*\x1b\\)")
+MORE = "-- any key: more   q: no more --"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x1b\x07]*(?:\x1b\\|\x07)")
+_MOVES = re.compile(r"\x1b\[\d*(?:;\d*)?[ABCDHJf]|\x1b\[\?1049")
 
 RunLine = Callable[[str], int]
 """Runs a command line as a shell would, printing what it prints; returns its exit status."""
@@ -397,3 +404,63 @@ def _is_rule(line: str) -> bool:
     """True for the line below a heading."""
     plain = _ESCAPES.sub("", line).strip()
     return bool(plain) and set(plain) == {"─"}
+
+
+class EnoughRead(KeyboardInterrupt):
+    """Raised when the reader quits a command's output; the command ends as with Ctrl-C."""
+
+
+class PagedOutput:
+    """A text file that waits after `height` lines of `width` columns, and otherwise behaves as the file below it.
+
+    A view that moves the cursor draws over itself and is not counted.
+    """
+
+    def __init__(self, file: IO[str], height: int, width: int, goes_on: Callable[[], bool]):
+        """goes_on: waits for the reader and returns false if they quit, which raises `EnoughRead`."""
+        self._file, self._height, self._width, self._goes_on = file, max(2, height), max(1, width), goes_on
+        self._lines = self._column = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        if _MOVES.search(text) or threading.current_thread() is not threading.main_thread():
+            self._lines = 0
+            return self._file.write(text)
+        for line in text.splitlines(keepends=True):
+            if self._lines >= self._height - 1:
+                self._lines = self._column = 0
+                self._file.flush()
+                if not self._goes_on():
+                    raise EnoughRead
+            self._file.write(line)
+            self._column += len(_ESCAPES.sub("", line).rstrip("\n"))
+            if line.endswith("\n"):
+                self._lines += max(1, -(-self._column // self._width))
+                self._column = 0
+        return len(text)
+
+
+@contextmanager
+def paged_output(console: Console) -> Iterator[None]:
+    """Make standard output wait for a key after each screen while the context is open, if it is a terminal."""
+    if not can_redraw(console):
+        yield
+        return
+
+    def goes_on() -> bool:
+        file.write(MORE)
+        file.flush()
+        with open_keys(console) as keys:
+            key = keys.read_key()
+        file.write("\r\x1b[2K")
+        return key not in ("q", EOF)
+
+    file = sys.stdout
+    width, height = console.size
+    sys.stdout = PagedOutput(file, height, width, goes_on)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout = file
