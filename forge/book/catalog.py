@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge.book.chapter import Chapter, parse_chapter
-from forge.book.progress import Progress
 from forge.errors import UsageError
 from forge.views.palette import ACCENT, GOOD, QUIET
 from forge.views.screen import Part, Table, question
+
+if TYPE_CHECKING:
+    from forge.book.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def find(name: str) -> Entry:
     raise UsageError(f"there is no chapter {name}; there are {every[0].number} to {every[-1].number}{hint}")
 
 
-def next_entry(every: Sequence[Entry], progress: Progress) -> Entry | None:
+def next_entry(every: Sequence[Entry], progress: "Progress") -> Entry | None:
     """Return the chapter to go on with: the one left in the middle, else the first unfinished one after it, else the
     first unfinished one at all; None when all are finished."""
     commands = [entry.command for entry in every]
@@ -74,7 +76,7 @@ def next_entry(every: Sequence[Entry], progress: Progress) -> Entry | None:
 QUESTION = "What is there to read?"
 
 
-def chapter_objects(entries: Sequence[Entry], progress: Progress) -> list[dict[str, Any]]:
+def chapter_objects(entries: Sequence[Entry], progress: "Progress") -> list[dict[str, Any]]:
     """Return the list of chapters as facts. page: the page on which it was left, counted from 1; None where it was not
     begun, or read to its end since. finished: the reader has read it to its end at least once."""
     return [

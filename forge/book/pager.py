@@ -25,8 +25,7 @@ from forge import __version__
 from forge.book.catalog import Entry
 from forge.book.chapter import Block, Predict, Run, Source, Step
 from forge.book.drawing import draw_block, draw_command, draw_step, draw_title, lines_of
-from forge.book.progress import Progress, save_progress
-from forge.book.review import note_answers
+from forge.book.progress import Progress, note_answers, save_progress
 from forge.book.session import Session, parse_guess
 from forge.errors import ForgeError
 from forge.views.keys import BACK_KEYS, EOF, NEXT_KEYS, Keys, open_keys, read_line

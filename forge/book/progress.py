@@ -2,16 +2,23 @@
 
 One small JSON file in the user's state folder (`$XDG_STATE_HOME/forge`, by default `~/.local/state/forge`). It is a
 convenience: one that cannot be read counts as empty, one that cannot be written is not written.
+
+`forge review` asks again what was answered wrong, from the next day on until the answer is right: only questions that
+ask about no run, which are the ones of "Test yourself", and what a chapter asks before it explains.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+from forge.book.catalog import Entry
+from forge.book.chapter import Predict
+from forge.book.session import Guess, right_answer
 from forge.views.json_output import to_json
 
 
@@ -25,7 +32,7 @@ class Progress:
     last: str | None = None
     """The chapter that was read last."""
     review: dict[str, str] = field(default_factory=dict)
-    """Questions that were answered wrong, and the day from which on they are asked again (`forge.book.review`)."""
+    """Questions that were answered wrong, and the day from which on they are asked again."""
     session: Mapping[str, Any] = field(default_factory=dict)
     """State of the last chapter, if it was left in the middle: `Session.saved`, and what identifies its text."""
 
@@ -57,17 +64,81 @@ def write_state(name: str, state: Mapping[str, Any]) -> None:
         written.replace(path)
 
 
-def load_progress() -> Progress:
+def read_state(name: str) -> dict[str, Any]:
+    """Return what the file of that name holds; nothing where it cannot be read."""
     try:
-        saved = json.loads(state_file().read_text(encoding="utf-8"))
+        state = json.loads(state_file(name).read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def load_progress() -> Progress:
+    saved = read_state("chapters.json")
+    try:
         pages = {str(command): int(page) for command, page in saved["pages"].items()}
         last = saved["last"]
         session = dict(saved.get("session", {}))
         review = {str(key): str(day) for key, day in saved.get("review", {}).items()}
         return Progress(pages, set(map(str, saved["finished"])), None if last is None else str(last), review, session)
-    except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError):
+    except (ValueError, TypeError, AttributeError, LookupError):
         return Progress()
 
 
 def save_progress(progress: Progress) -> None:
     write_state("chapters.json", vars(progress) | {"finished": sorted(progress.finished)})
+
+
+AGAIN = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of a chapter."""
+
+    entry: Entry
+    predict: Predict
+
+    @property
+    def key(self) -> str:
+        """The question's key in the file."""
+        return f"{self.entry.command}: {self.predict.question}"
+
+    @property
+    def right(self) -> int:
+        """The index of the right choice."""
+        index = right_answer(self.predict, {})
+        assert isinstance(index, int), "it asks about no run"
+        return index
+
+
+def questions(entries: tuple[Entry, ...]) -> list[Question]:
+    """List every question that can be asked without a run, in the order of the chapters."""
+    asked = ((entry, block) for entry in entries for block in entry.chapter.blocks if isinstance(block, Predict))
+    return [Question(entry, predict) for entry, predict in asked if predict.choices and not predict.names()]
+
+
+def note_answers(progress: Progress, entry: Entry, guesses: Mapping[Predict, Guess], today: date) -> None:
+    """Note which of a chapter's questions were answered wrong. A question that is already due stays due."""
+    for question in questions((entry,)):
+        guess = guesses.get(question.predict)
+        if guess is not None and guess.value != question.right:
+            progress.review.setdefault(question.key, (today + AGAIN).isoformat())
+
+
+def due(progress: Progress, entries: tuple[Entry, ...], today: date) -> Iterator[Question]:
+    """Return the questions to ask today."""
+    for question in questions(entries):
+        if progress.review.get(question.key, "9") <= today.isoformat():
+            yield question
+
+
+def settle(progress: Progress, question: Question, guess: Guess, today: date) -> bool:
+    """Take an answer in a review: a right one removes the question, a wrong one asks it again tomorrow. Returns whether
+    it was right."""
+    is_right = guess.value == question.right
+    if is_right:
+        progress.review.pop(question.key, None)
+    else:
+        progress.review[question.key] = (today + AGAIN).isoformat()
+    return is_right

@@ -18,7 +18,7 @@ from forge.book.chapter import Verdict
 from forge.book.command_line import Given, Syntax, each
 from forge.book.drawing import print_chapter
 from forge.book.pager import Pager
-from forge.book.progress import Progress, load_progress, save_progress
+from forge.book.progress import Progress, due, load_progress, save_progress, settle
 from forge.book.session import Session
 from forge.cli import completion, options
 from forge.cli.arguments import Takes, command
@@ -153,7 +153,6 @@ def review() -> Found:
     from datetime import date
 
     from forge.book.drawing import draw_block
-    from forge.book.review import due, settle
     from forge.book.session import parse_guess
     from forge.views.keys import read_line
 

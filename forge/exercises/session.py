@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.book.progress import state_file, write_state
+from forge.book.progress import read_state, write_state
 from forge.errors import ForgeError, UsageError
 from forge.exercises.catalog import ENTRIES, Entry, available
 
@@ -82,7 +82,7 @@ class Builds:
 def load_builds(folder: Path) -> Builds:
     """Read the progress of a folder. A file that cannot be read counts as empty."""
     try:
-        state = _load_state()["folders"][str(folder.resolve())]
+        state = read_state(_STATE)["folders"][str(folder.resolve())]
         hints = {int(number): int(read) for number, read in state["hints"].items()}
         templates = {int(number): str(text) for number, text in state["templates"].items()}
         return Builds(set(map(int, state["passed"])), hints, templates, state["last"] and int(state["last"]))
@@ -92,20 +92,12 @@ def load_builds(folder: Path) -> Builds:
 
 def save_builds(folder: Path, builds: Builds) -> None:
     """Write the progress of a folder. An error of the file system is ignored."""
-    state = _load_state()
+    state = read_state(_STATE)
     folders = state.get("folders")
     state["folders"] = folders if isinstance(folders, dict) else {}
     state["folders"][str(folder.resolve())] = asdict(builds) | {"passed": sorted(builds.passed)}
     state["folder"] = str(folder.resolve())
     write_state(_STATE, state)
-
-
-def _load_state() -> dict[str, Any]:
-    try:
-        state = json.loads(state_file(_STATE).read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
 
 
 def find_folder(chosen: Path | None = None) -> Path:
@@ -117,7 +109,7 @@ def find_folder(chosen: Path | None = None) -> Path:
     for folder in (here, *(above / DEFAULT_FOLDER for above in (here, *here.parents))):
         if any((folder / entry.file_name).is_file() for entry in available()):
             return Path(os.path.relpath(folder)) if folder.is_relative_to(here) else folder
-    last = _load_state().get("folder")
+    last = read_state(_STATE).get("folder")
     return Path(last) if isinstance(last, str) and Path(last).is_dir() else Path(DEFAULT_FOLDER)
 
 
