@@ -177,10 +177,7 @@ class SchedulerTrial(EngineTrial):
         plan = PlanBuilder(_BUDGET, budget)
         self.calls += [f"# {running} sequences of 3 tokens run, one of {waiting} tokens waits, the budget is {budget}"]
         needed, free = scheduler.blocks_to_begin(sequence), scheduler.cache.num_available
-        reasons: list[WaitReason | None] = []
-        reasons += [MaxNumSeqs(_MAX_SEQS)] if running >= _MAX_SEQS else []
-        reasons += [NoBudget(_BUDGET)] if budget <= 0 else []
-        reasons += [NoBlocks(needed, free)] if needed > free else []
+        reasons = _reasons(running, budget, _BUDGET, needed, free)
         reason = self.call("scheduler.reason_to_wait(sequence, plan)", scheduler.reason_to_wait, sequence, plan)
         finding = f"{running} run, budget {budget}, {needed} blocks needed and {free} available; it returned {reason!r}"
         self.require(reason in (reasons or [None]), "reason" if reasons else "idle", finding)
@@ -203,10 +200,7 @@ class SchedulerTrial(EngineTrial):
         if head is None or plan.preempted or plan.exhausted:
             return
         needed, free = scheduler.blocks_to_begin(head), cache.num_available
-        reasons: list[WaitReason] = []
-        reasons += [MaxNumSeqs(_MAX_SEQS)] if len(scheduler.running) >= _MAX_SEQS else []
-        reasons += [NoBudget(limit)] if left <= 0 else []
-        reasons += [NoBlocks(needed, free)] if needed > free else []
+        reasons = _reasons(len(scheduler.running), left, limit, needed, free)
         finding = (
             f"sequence {head.seq_id} waits: {len(scheduler.running)} run, budget {left}, {needed} of {free} blocks"
         )
@@ -214,6 +208,16 @@ class SchedulerTrial(EngineTrial):
         notes = [(wait.seq_id, wait.reason) for wait in plan.waiting]
         is_noted = len(notes) == 1 and notes[0][0] == head.seq_id and notes[0][1] in reasons
         self.require(is_noted, "reason", f"{finding}; the plan notes {notes}")
+
+
+def _reasons(running: int, left: int, budget: int, needed: int, free: int) -> list[WaitReason]:
+    """Return every reason for which a sequence has to wait now."""
+    held_by = {
+        MaxNumSeqs(_MAX_SEQS): running >= _MAX_SEQS,
+        NoBudget(budget): left <= 0,
+        NoBlocks(needed, free): needed > free,
+    }
+    return [reason for reason, holds in held_by.items() if holds]
 
 
 def _check_reason(piece: ModuleType) -> None:
