@@ -6,7 +6,7 @@ from pathlib import Path
 
 from forge.book.bugs import bugs_of
 from forge.book.catalog import Entry, entries
-from forge.exercises.catalog import available
+from forge.exercises import available
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "chapters" / "README.md"

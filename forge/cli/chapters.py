@@ -15,8 +15,8 @@ import typer
 
 from forge.book.catalog import chapter_objects, chapters_screen, entries, find, next_entry
 from forge.book.chapter import Verdict
-from forge.book.command_line import Given, Syntax, each
 from forge.book.drawing import print_chapter
+from forge.book.given import Given, Syntax, each
 from forge.book.pager import Pager
 from forge.book.progress import Progress, due, load_progress, save_progress, settle
 from forge.book.session import Session

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forge.book.drawing import draw_source
 from forge.book.source_code import excerpt
-from forge.exercises.catalog import Entry
+from forge.exercises import Entry
 from forge.exercises.loading import source_of
 from forge.exercises.session import Result
 from forge.views.block_map import SequenceNames, pool_lines, table_lines
@@ -23,7 +23,7 @@ from forge.views.speculation import marked_text, steps_of
 from forge.views.text import one_line
 
 if TYPE_CHECKING:
-    from forge.exercises.running import Comparison, Measured
+    from forge.exercises.child import Comparison, Measured
 
 
 _SIGNS = {"right": ("✓", GOOD), "wrong": ("✗", TROUBLE), "not written": ("·", QUIET), "not checked": (" ", QUIET)}

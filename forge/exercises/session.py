@@ -16,11 +16,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.text import Text
 
 from forge.book.progress import read_state, write_state
 from forge.errors import ForgeError, UsageError
-from forge.exercises.catalog import ENTRIES, Entry, available
+from forge.exercises import ENTRIES, Entry, available
+from forge.views.screen import Report
+
+if TYPE_CHECKING:
+    from forge.exercises.child import Measured
 
 State = Literal["right", "wrong", "not written", "not checked"]
 
@@ -200,18 +207,18 @@ class Ended:
         raise ForgeError(f"the exercise failed itself: {self.stderr.strip().splitlines()[-1]}")
 
 
-def in_child(task: str, entry: Entry, path: Path, options: str = "", deadline: float = DEADLINE) -> Ended:
+def in_child(task: str, entry: Entry, path: Path, **options: Any) -> Ended:
     """Run a task of `child` in a process of its own. When it ends, every process that it started is killed."""
     with tempfile.TemporaryDirectory() as folder:
         result, traces, out, err = (Path(folder, name) for name in ("result.json", "traces", "out", "err"))
         command = [sys.executable, "-m", "forge.exercises.child", task, str(entry.number), str(path)]
-        command += [str(result), str(traces), *([options] if options else [])]
+        command += [str(result), str(traces), json.dumps(options)]
         with out.open("w") as stdout, err.open("w") as stderr:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
             )
             try:
-                status: int | None = process.wait(deadline)
+                status: int | None = process.wait(DEADLINE)
             except subprocess.TimeoutExpired:
                 status = None
                 with suppress(OSError, subprocess.TimeoutExpired):
@@ -262,9 +269,9 @@ def _line_in_trace(trace: str, path: Path) -> str | None:
     return line_at(str(path.resolve()), int(where.group(1))) if where else None
 
 
-def check(entry: Entry, path: Path, deadline: float = DEADLINE) -> Result:
+def check(entry: Entry, path: Path) -> Result:
     """Check a file in a process of its own, and note down the result."""
-    ended = in_child("check", entry, path, deadline=deadline)
+    ended = in_child("check", entry, path)
     if ended.result is not None:
         result = Result(**dict(ended.result) | {"calls": tuple(ended.result["calls"]), "printed": ended.printed})
     else:
@@ -280,3 +287,32 @@ def passed_entries(folder: Path) -> tuple[Entry, ...]:
     """List the exercises of this folder that have passed and whose files still exist."""
     passed = load_builds(folder).passed
     return tuple(entry for entry in ENTRIES if entry.number in passed and (folder / entry.file_name).is_file())
+
+
+class BrokenRun(ForgeError):
+    """The engine stopped on the reader's code."""
+
+    def __init__(self, entry: Entry, words: str, line: str | None):
+        at = f" ({line})" if line else ""
+        super().__init__(f"the engine stopped on your code: {words}{at}. forge build check {entry.number} says more")
+
+
+def run(entry: Entry, path: Path, console: Console, model: str) -> Report:
+    """Run the engine on the reader's code. The screen is drawn there, with the escape codes of this console's terminal.
+    Raises `ForgeError` if it cannot; `BrokenRun` names the reader's line."""
+    terminal = {"width": console.width, "force_terminal": console.is_terminal, "color_system": console.color_system}
+    ended = in_child("run", entry, path, model=model, **terminal)
+    if ended.result is None:
+        raise BrokenRun(entry, ended.failure[1], ended.line)
+    if "error" in ended.result:
+        raise ForgeError(ended.result["error"])
+    found, screen = ended.result["facts"], Text.from_ansi(ended.result["screen"])
+    return Report(found, lambda console: console.print(screen, end="", soft_wrap=True), 0 if found["identical"] else 1)
+
+
+def compare_costs(entry: Entry, path: Path) -> "list[Measured] | None":
+    """Time the reader's part beside the engine's own. None if the reader's code did not end the benchmark."""
+    from forge.exercises.child import Measured
+
+    ended = in_child("cost", entry, path)
+    return None if ended.result is None else [Measured(**cost) for cost in ended.result["costs"]]

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from forge.exercises import session
-from forge.exercises.catalog import available, find_entry
+from forge.exercises import available, find_entry, session
 from tests.book.terminal import Terminal
 from tests.cli.conftest import environment
 from tests.cli.conftest import forge as forge  # a fixture

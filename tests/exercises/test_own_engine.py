@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from forge import LLM, SamplingParams
-from forge.exercises import own_engine, session
-from forge.exercises.catalog import available, find_entry
+from forge.exercises import available, find_entry, own_engine, session
 from tests.cli.conftest import environment
 from tests.cli.conftest import forge as forge  # a fixture
 from tests.exercises.mistakes import right

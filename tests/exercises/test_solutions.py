@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge import exercises
-from forge.exercises import find_entry
-from forge.exercises.catalog import available
+from forge.exercises import available, find_entry
 from forge.exercises.session import Result
 from tests.exercises.judging import Judged, judge_all, judges
 from tests.exercises.mistakes import SOLVED, Variant, right, right_ones, wrong_ones
