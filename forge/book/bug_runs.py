@@ -19,7 +19,7 @@ from forge.speculation.leases import lease_model
 from forge.views.formatting import count, plural
 from forge.views.json_output import picked
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
-from forge.views.screen import Part, labelled
+from forge.views.screen import Part, labelled, marked
 from forge.views.terminal import cut
 from forge.views.text import one_line
 
@@ -165,20 +165,20 @@ def bug_screen(runs: BugRuns) -> Iterator[Part]:
 def _findings(runs: BugRuns) -> Iterator[Text]:
     sound, checked, unchecked = runs.sound, runs.checked, runs.unchecked
     tokens = sum(map(len, sound.token_ids))
-    if sound.failure is None:
-        yield Text.assemble(
-            ("✓ ", GOOD), f"{plural(sound.steps, 'step')}, {count(tokens)} tokens, every invariant held"
-        )
-    else:
-        yield Text.assemble(("✗ ", TROUBLE), f"step {sound.steps}: {one_line(sound.failure)}")
+    held = f"{plural(sound.steps, 'step')}, {count(tokens)} tokens, every invariant held"
+    yield marked(sound.failure is None, held if sound.failure is None else _failure(sound))
     if checked.failure is None:
         yield Text(f"{plural(checked.steps, 'step')}, and every invariant held")
     else:
-        yield Text.assemble(("✗ ", TROUBLE), f"step {checked.steps}: {one_line(checked.failure)}")
+        yield marked(False, _failure(checked))
     symptom = f"{len(runs.different)} of {plural(len(sound.token_ids), 'sample')} said something else"
     if unchecked.failure is not None:
-        symptom = f"step {unchecked.steps}: {one_line(unchecked.failure)}; until then {symptom}"
-    yield Text.assemble(("✗ ", TROUBLE), symptom) if unchecked.failure or runs.different else Text("nothing to be seen")
+        symptom = f"{_failure(unchecked)}; until then {symptom}"
+    yield marked(False, symptom) if unchecked.failure or runs.different else Text("nothing to be seen")
+
+
+def _failure(run: BugRun) -> str:
+    return f"step {run.steps}: {one_line(run.failure or '')}"
 
 
 def _parted(sound: str, unchecked: str, width: int) -> Iterator[Part]:

@@ -11,7 +11,7 @@ from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.exercises import available, find_entry, session
+from forge.exercises import ENTRIES, find_entry, session
 from forge.exercises.screens import hints_screen, list_screen, print_result, print_solution, started_screen
 from forge.exercises.session import load_builds, next_entry, save_builds
 from forge.views.json_output import as_object
@@ -50,7 +50,7 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = None, json: option
         return None
 
     folder = session.find_folder(folder)
-    builds, entries = load_builds(folder), available()
+    builds, entries = load_builds(folder), ENTRIES
     started = {entry.number for entry in entries if (folder / entry.file_name).is_file()}
     facts = [
         {
@@ -191,7 +191,7 @@ def _folder(ctx: typer.Context, folder: Path | None) -> Path:
 def _chosen(ctx: typer.Context, folder: Path | None, number: str | None) -> "tuple[Path, Entry]":
     """Return the folder and the exercise; without a number, the one to go on with."""
     folder = _folder(ctx, folder)
-    return folder, find_entry(number) if number is not None else next_entry(load_builds(folder)) or available()[-1]
+    return folder, find_entry(number) if number is not None else next_entry(load_builds(folder)) or ENTRIES[-1]
 
 
 if __name__ == "__main__":  # the process in which a reader's own engine runs a command: FOLDER COMMAND …

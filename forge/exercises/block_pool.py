@@ -6,7 +6,6 @@ from types import ModuleType
 from unittest.mock import patch
 
 from forge.cache.block_pool import BlockError, BlockPool
-from forge.cache.factory import CacheSize
 from forge.cache.kv_cache import OutOfBlocks
 from forge.cache.paged import PagedKvCache
 from forge.engine.outputs import RequestOutput
@@ -185,10 +184,7 @@ def _check_all(piece: ModuleType) -> None:
 
 
 def engine(piece: ModuleType) -> AbstractContextManager[None]:
-    def with_pool(cache: PagedKvCache, size: CacheSize) -> PagedKvCache:
-        return _with_pool(piece, cache)
-
-    return cache_of_kind("paged", with_pool)
+    return cache_of_kind("paged", lambda cache, size: _with_pool(piece, cache))
 
 
 def drive(

@@ -116,6 +116,10 @@ class Ran:
         return sum(map(len, self.token_ids))
 
     @property
+    def num_steps(self) -> int:
+        return len(self.records)
+
+    @property
     def tokens_per_second(self) -> float:
         seconds = sum(record.ended - record.started for record in self.records)
         return self.num_tokens / seconds if seconds else 0.0
@@ -220,8 +224,8 @@ def facts(comparison: Comparison) -> dict[str, Any]:
         "texts": list(comparison.yours.texts),
         "tokens_per_second": comparison.yours.tokens_per_second,
         "tokens_per_second_own": comparison.reference.tokens_per_second,
-        "steps": len(comparison.yours.records),
-        "steps_own": len(comparison.reference.records),
+        "steps": comparison.yours.num_steps,
+        "steps_own": comparison.reference.num_steps,
         "calls": dict(comparison.calls),
     }
 

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from forge.book.progress import read_state, write_state
 from forge.errors import ForgeError, UsageError
-from forge.exercises import ENTRIES, Entry, available
+from forge.exercises import ENTRIES, Entry
 from forge.views.screen import Report
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def find_folder(chosen: Path | None = None) -> Path:
         return chosen
     here = Path.cwd()
     for folder in (here, *(above / DEFAULT_FOLDER for above in (here, *here.parents))):
-        if any((folder / entry.file_name).is_file() for entry in available()):
+        if any((folder / entry.file_name).is_file() for entry in ENTRIES):
             return Path(os.path.relpath(folder)) if folder.is_relative_to(here) else folder
     last = read_state(_STATE).get("folder")
     return Path(last) if isinstance(last, str) and Path(last).is_dir() else Path(DEFAULT_FOLDER)
@@ -122,7 +122,7 @@ def find_folder(chosen: Path | None = None) -> Path:
 
 def next_entry(builds: Builds) -> Entry | None:
     """Return the exercise to go on with: the last one until it has passed, then the first that has not."""
-    unfinished = [entry for entry in available() if entry.number not in builds.passed]
+    unfinished = [entry for entry in ENTRIES if entry.number not in builds.passed]
     return next((entry for entry in unfinished if entry.number == builds.last), next(iter(unfinished), None))
 
 

@@ -124,17 +124,14 @@ class EngineTrial(Trial):
         raise self.broken("ends", f"after {_MOST_STEPS} steps requests still run")
 
     def compare(self, prompts: list[list[int]]) -> None:
-        samples = self.limited(prompts)
+        try:
+            with time_limit(_RUN_SECONDS):
+                samples = self.run(prompts)
+        except BROKEN as error:
+            raise self.mistake_of(error) from None
         expected = _alone(tuple(map(tuple, prompts)), self.n)
         for number, (ours, theirs) in enumerate(zip(samples, expected, strict=True)):
             self.require(ours == theirs, "same-tokens", f"sample {number} says {ours[:8]}…, and alone {theirs[:8]}…")
-
-    def limited(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        try:
-            with time_limit(_RUN_SECONDS):
-                return self.run(prompts)
-        except BROKEN as error:
-            raise self.mistake_of(error) from None
 
 
 @cache

@@ -10,7 +10,7 @@ from forge.bench.http_client import Timed
 from forge.cli.main import main
 from forge.cluster.simulation import StepTime, Transport
 from forge.experiments.cluster import measured as measured_part
-from forge.experiments.cluster.failure import metric, num_identical
+from forge.experiments.cluster.failure import _stream, metric, num_identical
 from forge.experiments.cluster.measured import fit_costs, measured_object, screen
 
 COMMAND = ("cluster", "--only", "run", "--json")
@@ -58,6 +58,22 @@ def test_an_unknown_router_is_refused(capfd):
 
 def test_requests_that_fail_both_times_are_not_identical():
     assert num_identical(["a", "b", "c", ""], ["a", "x", "", ""]) == 1
+
+
+def test_a_stream_that_is_refused_is_lost_and_ends_no_other():
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_error(503)
+
+        def log_message(self, *arguments):
+            pass
+
+    began = []
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        text, _, _ = _stream(url, 0, lambda: began.append(1), lambda text: None)
+    assert (text, began) == ("", [1])
 
 
 def test_a_proxy_is_not_asked_for_a_server_on_this_machine(monkeypatch):

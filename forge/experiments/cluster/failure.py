@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -129,24 +130,22 @@ def _stream(
     milliseconds, and the characters that came before that. on_begin: is called at its first event. watch: is called
     with the end of the text at every event."""
     text, last, longest, paused_at, is_well = "", 0.0, 0.0, 0, False
-    try:
-        with asked(url, _PATH, _body(number, True)) as (_, answer):
-            for line in answer:
-                if not line.startswith(b"data: "):
-                    continue
-                now = time.perf_counter()
-                if last == 0.0:
-                    on_begin()
-                elif now - last > longest:
-                    longest, paused_at = now - last, len(text)
-                last, is_well = now, line.startswith(b"data: [DONE]")
-                if not is_well:
-                    event = json.loads(line[6:])
-                    text += "".join(choice["text"] for choice in event.get("choices", ()))
-                    watch(text[-SHOWN:].replace("\n", " "))
-    finally:
-        if last == 0.0:
-            on_begin()  # it has failed, and nothing waits for it
+    with suppress(ForgeError), asked(url, _PATH, _body(number, True)) as (_, answer):
+        for line in answer:
+            if not line.startswith(b"data: "):
+                continue
+            now = time.perf_counter()
+            if last == 0.0:
+                on_begin()
+            elif now - last > longest:
+                longest, paused_at = now - last, len(text)
+            last, is_well = now, line.startswith(b"data: [DONE]")
+            if not is_well:
+                event = json.loads(line[6:])
+                text += "".join(choice["text"] for choice in event.get("choices", ()))
+                watch(text[-SHOWN:].replace("\n", " "))
+    if last == 0.0:
+        on_begin()  # it has failed, and nothing waits for it
     return (text if is_well else ""), longest * 1e3, paused_at
 
 
