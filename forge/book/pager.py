@@ -104,7 +104,7 @@ class Pager:
             draw_title(self._console, self._entry.number, self._session.chapter.title)
             self._console.print(f"\nYou left this chapter on page {left + 1} of {len(self._steps)}.\n", highlight=False)
             choices = (("[n]", " goes on there"), ("[b]", " begins on page 1"), ("[q]", "uit"))
-            self._console.print(Text("  ").join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in choices))
+            self._console.print(_keys_and_names(choices))
             while True:
                 key = keys.read_key()
                 if key in NEXT_KEYS:
@@ -209,11 +209,8 @@ class Pager:
 
     def _prompt(self) -> Text:
         """Return the last line of a page that asks, with the answer typed so far."""
-        before = Text.assemble(("[n]", ACCENT), ("o answer  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
-        if self._typed:
-            before = Text.assemble(("[Enter]", ACCENT), (" answers  ", QUIET))
-        if self._objection:
-            before = Text(f"{self._objection} ", TROUBLE)
+        keys = [("[Enter]", " answers")] if self._typed else [("[n]", "o answer"), ("[b]", "ack")]
+        before = Text(f"{self._objection} ", TROUBLE) if self._objection else _keys_and_names(keys).append("  ")
         return Text.assemble(before, ("Your guess: ", TITLE), self._typed, "▌" if self._redraws else "")
 
     def _key_line(self, more: bool) -> Text:
@@ -224,10 +221,10 @@ class Pager:
             keys.insert(2, ("[a]", "gain"))
         if self._console.is_dumb_terminal:  # its keys are read by lines
             keys.append(("Enter", " ends each"))
-        long = Text("  ").join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in keys)
+        long = _keys_and_names(keys)
         if long.cell_len <= self._console.width:
             return long
-        return Text(" ").join(Text.assemble((key, ACCENT), (name.split(" ")[0], QUIET)) for key, name in keys)
+        return _keys_and_names([(key, name.split(" ")[0]) for key, name in keys], " ")
 
     # Going on
 
@@ -357,6 +354,11 @@ class Pager:
     def _wait_to_return(self, keys: Keys) -> None:
         self._console.print(Text("\nAny key returns to the chapter.", QUIET))
         keys.read_key()
+
+
+def _keys_and_names(keys: Sequence[tuple[str, str]], between: str = "  ") -> Text:
+    """Draw keys, each with what it does: `[n]ext  [b]ack`."""
+    return Text(between).join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in keys)
 
 
 def _glossary_line(line: str) -> str | None:

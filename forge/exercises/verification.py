@@ -226,7 +226,7 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
     def verify(self: Speculator, *arguments: Any) -> Verification:
         sequence, proposals, logits_of_draft, argmax_of_drafts, _, wants_probabilities = arguments
         params, (proposal, *others) = sequence.params, proposals
-        is_drawn = self.acceptance == "rejection" and not params.greedy and proposal.distributions is not None
+        is_drawn = self.acceptance == "rejection" and proposal.distributions is not None
         if others or sequence.matcher is not None or not (params.plain_greedy or is_drawn):
             return verify_forge(self, *arguments)
         draft = list(proposal.token_ids)

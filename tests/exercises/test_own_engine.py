@@ -87,15 +87,6 @@ def test_an_answer_that_is_too_short_is_no_identical_one(folder, capsys):
     assert own_engine.print_beside_own(runs[0])
 
 
-def test_a_greedy_choice_with_a_penalty_is_no_draw(folder):
-    args = {"kv": "paged", "speculate": "draft", "draft": "hash:0.8", "speculate_fixed": True, "acceptance": "rejection"}
-    llm, params = LLM("hash", **args), SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=1.3)
-    (expected,) = llm.generate("abc abc abc", params)
-    with own_engine.all_parts(folder):
-        (output,) = LLM("hash", **args).generate("abc abc abc", params)
-    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-
-
 def test_the_parts_reach_the_process_of_a_server(folder):
     kind = own_engine.Assembling("paged")
     kind.folder = str(folder)
