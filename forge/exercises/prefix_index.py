@@ -9,8 +9,8 @@ from typing import Any
 
 from forge.cache.prefix import PrefixKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, Tokens, chain_hash
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, search, to_write, words_of
-from forge.exercises.trials import CacheTrial
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, to_write, words_of
+from forge.exercises.trials import CacheTrial, search
 from forge.testing import check_cache
 
 _BLOCKS, _BLOCK = 6, 4
