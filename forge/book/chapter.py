@@ -115,7 +115,8 @@ class Predict:
 
     def names(self) -> set[str]:
         """Return the names of the runs that its answer depends on."""
-        conditions = [self.condition, *(option.condition for option in (*self.choices, *self.outcomes))]
+        conditions = [self.condition, *(choice.condition for choice in self.choices)]
+        conditions += [outcome.condition for outcome in self.outcomes]
         expressions = [*filter(None, conditions), *expressions_in(self.answer)]
         return set().union(*map(names_in, expressions)) - {ANSWER, *GIVEN}
 

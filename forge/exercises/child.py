@@ -10,7 +10,6 @@ import io
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from statistics import median
+from timeit import timeit
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -287,10 +287,8 @@ def _repeats(work: Callable[[], object]) -> int:
 
 
 def _timed(work: Callable[[], object], repeats: int) -> float:
-    started = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    return (time.perf_counter() - started) / repeats * 1e6
+    """Return the microseconds of one call, over `repeats` calls."""
+    return timeit(work, number=repeats) / repeats * 1e6
 
 
 def main(args: Sequence[str]) -> None:
