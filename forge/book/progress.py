@@ -9,7 +9,7 @@ ask about no run, which are the ones of "Test yourself", and what a chapter asks
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, timedelta
@@ -20,6 +20,8 @@ from forge.book.catalog import Entry
 from forge.book.chapter import Predict
 from forge.book.session import Guess, right_answer
 from forge.views.json_output import to_json
+from forge.views.palette import ACCENT, GOOD, QUIET
+from forge.views.screen import Part, Table, title
 
 
 @dataclass
@@ -87,6 +89,52 @@ def load_progress() -> Progress:
 
 def save_progress(progress: Progress) -> None:
     write_state("chapters.json", vars(progress) | {"finished": sorted(progress.finished)})
+
+
+def next_entry(every: Sequence[Entry], progress: Progress) -> Entry | None:
+    """Return the chapter to go on with: the one left in the middle, else the first unfinished one after it, else the
+    first unfinished one at all; None when all are finished."""
+    commands = [entry.command for entry in every]
+    last = commands.index(progress.last) if progress.last in commands else -1
+    if last >= 0 and progress.last in progress.pages:
+        return every[last]
+    unfinished = [entry for entry in (*every[last + 1 :], *every) if entry.command not in progress.finished]
+    return unfinished[0] if unfinished else None
+
+
+QUESTION = "What is there to read?"
+
+
+def chapter_objects(entries: Sequence[Entry], progress: Progress) -> list[dict[str, Any]]:
+    """Return the list of chapters as facts. page: the page on which it was left, counted from 1; None where it was not
+    begun, or read to its end since. finished: the reader has read it to its end at least once."""
+    return [
+        {
+            "number": entry.number,
+            "command": entry.command,
+            "title": entry.chapter.title,
+            "pages": len(entry.chapter.steps()),
+            "page": progress.pages[entry.command] + 1 if entry.command in progress.pages else None,
+            "finished": entry.command in progress.finished,
+        }
+        for entry in entries
+    ]
+
+
+def chapters_screen(chapters: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+    yield from (title(QUESTION), None)
+    shown = {"mark": lambda finished: "✓" if finished else "", "state": _state}
+    columns = (": {number}", ": {finished:mark}", ": forge {command}", ": {title}", ": {:state}")
+    styles = {1: GOOD, 2: ACCENT, 4: QUIET}
+    yield Table.of(chapters, *columns, formats=shown, names=0, lefts=(1, 2, 3, 4), styles=styles, wraps=(3,))
+    finished = sum(chapter["finished"] for chapter in chapters)
+    yield from (None, f"{finished} of {len(chapters)} finished. forge next goes on where you stopped.")
+
+
+def _state(chapter: Mapping[str, Any]) -> str:
+    if chapter["page"] is not None:
+        return f"page {chapter['page']} of {chapter['pages']}"
+    return "finished" if chapter["finished"] else ""
 
 
 AGAIN = timedelta(days=1)

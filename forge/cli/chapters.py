@@ -13,12 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from forge.book.catalog import chapter_objects, chapters_screen, entries, find, next_entry
+from forge.book.catalog import entries, find
 from forge.book.chapter import Verdict
 from forge.book.drawing import print_chapter
 from forge.book.given import Given, Syntax, each
 from forge.book.pager import Pager
-from forge.book.progress import Progress, due, load_progress, save_progress, settle
+from forge.book.progress import (
+    Progress,
+    chapter_objects,
+    chapters_screen,
+    due,
+    load_progress,
+    next_entry,
+    save_progress,
+    settle,
+)
 from forge.book.session import Session
 from forge.cli import completion, options
 from forge.cli.arguments import Takes, command

@@ -13,10 +13,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from statistics import median
 from timeit import timeit
 from types import ModuleType
 from typing import Any
@@ -26,13 +25,13 @@ from rich.console import Console
 
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
-from forge.exercises import Entry, find_entry, session
+from forge.exercises import session
+from forge.exercises.catalog import Entry, find_entry
 from forge.exercises.exercise import BROKEN, Exercise, Mistake, Trial
 from forge.exercises.loading import Endless, is_missing, limit_process, line_in, load, time_limit, unwritten
 from forge.exercises.screens import comparison_screen
-from forge.exercises.session import Result, State
+from forge.exercises.session import Comparison, Measured, Ran, Result, State
 from forge.llm import LLM
-from forge.trace.records import StepRecord
 from forge.views.screen import draw
 
 _IMPORT_SECONDS = 10
@@ -100,49 +99,6 @@ def _unforeseen(piece: ModuleType, error: BaseException) -> Mistake:
 def _failed(entry: Entry, mistake: Mistake, states: dict[str, State]) -> Result:
     told = {name: getattr(mistake, name) for name in ("calls", "before", "after", "line")}
     return Result.failed(entry, mistake.rule, mistake.finding, functions=states, **told)
-
-
-@dataclass(frozen=True)
-class Ran:
-    """One run of the engine."""
-
-    texts: tuple[str, ...]
-    token_ids: tuple[tuple[int, ...], ...]
-    records: tuple[StepRecord, ...]
-    token_text: Callable[[int], str]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.token_ids))
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.records)
-
-    @property
-    def tokens_per_second(self) -> float:
-        seconds = sum(record.ended - record.started for record in self.records)
-        return self.num_tokens / seconds if seconds else 0.0
-
-    @property
-    def fullest(self) -> StepRecord:
-        """The step with most blocks in use."""
-        return max(self.records, key=lambda record: (record.cache.used_blocks, record.cache.tokens_held))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The same requests with the reader's part and with the engine's own."""
-
-    exercise: Exercise
-    yours: Ran
-    reference: Ran
-    calls: Mapping[str, int]
-    """How often the run called each of the reader's functions."""
-
-    @property
-    def identical(self) -> bool:
-        return self.yours.token_ids == self.reference.token_ids
 
 
 def compare(entry: Entry, path: Path, model: str | None = None, limit: Callable[[], None] = lambda: None) -> Comparison:
@@ -247,27 +203,6 @@ def run_here(entry: Entry, path: Path, limit: Callable[[], None], model: str | N
 _ROUNDS = 9
 _ROUND_SECONDS = 0.01
 """Seconds that a round of one side takes at least: short work is repeated."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One size: the microseconds of each round, for the reader's part and the engine's own."""
-
-    size: str
-    yours: Sequence[float]
-    reference: Sequence[float]
-
-    @property
-    def ratio(self) -> float:
-        """Median time of the reader's part over that of the engine's own."""
-        return median(self.yours) / median(self.reference)
-
-    @property
-    def is_noise(self) -> bool:
-        """True if the middle halves of the two sides' rounds overlap, so that their medians cannot be compared."""
-        yours, reference = sorted(self.yours), sorted(self.reference)
-        quarter = len(yours) // 4
-        return yours[quarter] <= reference[-1 - quarter] and reference[quarter] <= yours[-1 - quarter]
 
 
 def measure(entry: Entry, path: Path) -> list[Measured]:

@@ -19,7 +19,7 @@ from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.exercises import Entry
+from forge.exercises.catalog import Entry
 from forge.exercises.child import assembled
 from forge.exercises.loading import limit_process, load
 from forge.exercises.session import passed_entries

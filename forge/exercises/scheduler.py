@@ -181,7 +181,7 @@ class SchedulerTrial(EngineTrial):
         reasons = _reasons(running, budget, _BUDGET, needed, free)
         reason = self.call("scheduler.reason_to_wait(sequence, plan)", scheduler.reason_to_wait, sequence, plan)
         finding = f"{running} run, budget {budget}, {needed} blocks needed and {free} available; it returned {reason!r}"
-        self.require(reason in (reasons or [None]), "reason" if reasons else "idle", finding)
+        self.require(reason in reasons if reasons else reason is None, "reason" if reasons else "idle", finding)
 
     def look(self, scheduler: Any, before: dict[int, Sequence], plan: StepPlan) -> None:
         items, cache = {item.seq_id: item for item in plan.items}, scheduler.cache
@@ -213,7 +213,7 @@ class SchedulerTrial(EngineTrial):
 
 def _reasons(running: int, left: int, budget: int, needed: int, free: int) -> list[WaitReason]:
     """Return every reason for which a sequence has to wait now."""
-    held_by = {
+    held_by: dict[WaitReason, bool] = {
         MaxNumSeqs(_MAX_SEQS): running >= _MAX_SEQS,
         NoBudget(budget): left <= 0,
         NoBlocks(needed, free): needed > free,

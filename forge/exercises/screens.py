@@ -5,16 +5,15 @@ from itertools import takewhile
 from operator import eq
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from forge.book.drawing import draw_source
 from forge.book.source_code import excerpt
-from forge.exercises import Entry
+from forge.exercises.catalog import Entry
 from forge.exercises.loading import source_of
-from forge.exercises.session import Result
+from forge.exercises.session import Comparison, Measured, Result
 from forge.views.block_map import SequenceNames, pool_lines, table_lines
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.scheduler import step_line
@@ -22,10 +21,6 @@ from forge.views.screen import Hanging, Part, Table, draw, marked, question, sid
 from forge.views.speculation import marked_text, steps_of
 from forge.views.terminal import cut
 from forge.views.text import one_line
-
-if TYPE_CHECKING:
-    from forge.exercises.child import Comparison, Measured
-
 
 _SIGNS = {"right": ("✓", GOOD), "wrong": ("✗", TROUBLE), "not written": ("·", QUIET), "not checked": (" ", QUIET)}
 
@@ -117,7 +112,7 @@ def hints_screen(entry: Entry, hints: Sequence[str], numbers: Iterable[int]) -> 
         yield f"There is no further one: forge build solution {entry.number}"
 
 
-def print_solution(console: Console, entry: Entry, path: Path | None, costs: "Sequence[Measured] | None") -> None:
+def print_solution(console: Console, entry: Entry, path: Path | None, costs: Sequence[Measured] | None) -> None:
     """Print the engine's own source. path: the reader's file, if it has passed; its functions come first, then the
     engine's own, why it differs, and what each costs."""
     exercise = entry.exercise()
@@ -133,7 +128,7 @@ def print_solution(console: Console, entry: Entry, path: Path | None, costs: "Se
         draw(console, (None, shown, None, _asked(exercise.next_question)))
 
 
-def _costs(costs: "Sequence[Measured]") -> Table:
+def _costs(costs: Sequence[Measured]) -> Table:
     shown = {
         "median": lambda rounds: _microseconds(median(rounds)),
         "words": lambda cost: "the difference is noise" if cost.is_noise else f"{cost.ratio:.2f} times as long",
@@ -146,7 +141,7 @@ def _microseconds(value: float) -> str:
     return f"{value:,.1f} µs" if value < 1000 else f"{value / 1000:,.2f} ms"
 
 
-def comparison_screen(entry: Entry, comparison: "Comparison") -> Iterator[Part]:
+def comparison_screen(entry: Entry, comparison: Comparison) -> Iterator[Part]:
     yours, reference = comparison.yours, comparison.reference
     yield Text.assemble((f"{entry.number} · {entry.title}", TITLE), ("  the engine on your code", QUIET))
     yield from (None, lambda width: _view(comparison, width), None)
@@ -162,7 +157,7 @@ def comparison_screen(entry: Entry, comparison: "Comparison") -> Iterator[Part]:
     yield marked(False, f"sample {number} differs from its token {sum(takewhile(bool, map(eq, *pair)))} on")
 
 
-def _view(comparison: "Comparison", width: int) -> Iterator[Part]:
+def _view(comparison: Comparison, width: int) -> Iterator[Part]:
     """Draw the run as its chapter does."""
     yours = comparison.yours
     yield from (cut(Text(one_line(text)), width) for text in yours.texts[:4])

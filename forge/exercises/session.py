@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
@@ -23,11 +24,12 @@ from rich.text import Text
 
 from forge.book.progress import read_state, write_state
 from forge.errors import ForgeError, UsageError
-from forge.exercises import ENTRIES, Entry
+from forge.exercises.catalog import ENTRIES, Entry
 from forge.views.screen import Report
 
 if TYPE_CHECKING:
-    from forge.exercises.child import Measured
+    from forge.exercises.exercise import Exercise
+    from forge.trace.records import StepRecord
 
 State = Literal["right", "wrong", "not written", "not checked"]
 
@@ -62,6 +64,70 @@ class Result:
         """Describe a broken rule in the words of the exercise. more: further fields."""
         words = entry.exercise().rule(rule)
         return cls(entry.number, entry.name, False, rule, words.sentence, found, question=words.question, **more)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of the engine."""
+
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    records: "tuple[StepRecord, ...]"
+    token_text: Callable[[int], str]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.records)
+
+    @property
+    def tokens_per_second(self) -> float:
+        seconds = sum(record.ended - record.started for record in self.records)
+        return self.num_tokens / seconds if seconds else 0.0
+
+    @property
+    def fullest(self) -> "StepRecord":
+        """The step with most blocks in use."""
+        return max(self.records, key=lambda record: (record.cache.used_blocks, record.cache.tokens_held))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same requests with the reader's part and with the engine's own."""
+
+    exercise: "Exercise"
+    yours: Ran
+    reference: Ran
+    calls: Mapping[str, int]
+    """How often the run called each of the reader's functions."""
+
+    @property
+    def identical(self) -> bool:
+        return self.yours.token_ids == self.reference.token_ids
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One size: the microseconds of each round, for the reader's part and the engine's own."""
+
+    size: str
+    yours: Sequence[float]
+    reference: Sequence[float]
+
+    @property
+    def ratio(self) -> float:
+        """Median time of the reader's part over that of the engine's own."""
+        return median(self.yours) / median(self.reference)
+
+    @property
+    def is_noise(self) -> bool:
+        """True if the middle halves of the two sides' rounds overlap, so that their medians cannot be compared."""
+        yours, reference = sorted(self.yours), sorted(self.reference)
+        quarter = len(yours) // 4
+        return yours[quarter] <= reference[-1 - quarter] and reference[quarter] <= yours[-1 - quarter]
 
 
 DEADLINE = 90.0
@@ -310,9 +376,7 @@ def run(entry: Entry, path: Path, console: Console, model: str) -> Report:
     return Report(found, lambda console: console.print(screen, end="", soft_wrap=True), 0 if found["identical"] else 1)
 
 
-def compare_costs(entry: Entry, path: Path) -> "list[Measured] | None":
+def compare_costs(entry: Entry, path: Path) -> list[Measured] | None:
     """Time the reader's part beside the engine's own. None if the reader's code did not end the benchmark."""
-    from forge.exercises.child import Measured
-
     ended = in_child("cost", entry, path)
     return None if ended.result is None else [Measured(**cost) for cost in ended.result["costs"]]

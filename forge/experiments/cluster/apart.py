@@ -134,7 +134,11 @@ def hand_over(llm: LLM, length: int) -> dict[str, Any]:
     first_ms = []
     for received in (handoff, None):
         engine, rows = llm.new_engine(), list[bytes]()
-        engine.on_logits.append(lambda seq_id, row, rows=rows: rows.append(row.tobytes()))
+
+        def keep(seq_id: int, row: Any, rows: list[bytes] = rows) -> None:
+            rows.append(row.tobytes())
+
+        engine.on_logits.append(keep)
         _add(engine, received, "r", prompt, params)
         steps = []
         while engine.has_unfinished():
