@@ -239,8 +239,7 @@ _OF_A_BUG = ("bug", "device", "threads", *_NOT_GIVEN)
 def _run_bug(chapter: str, name: str, engine_args: EngineArgs) -> Report:
     """Run one of a chapter's bugs, which compares texts of the bundled model, with the device and threads of
     `engine_args`."""
-    from forge.book.bug_runs import bug_object, bug_screen, run_with_and_without
-    from forge.book.bugs import find_bug
+    from forge.book.bugs import bug_object, bug_screen, find_bug, run_with_and_without
     from forge.cli.run_control import create_llm
 
     bug = find_bug(name, chapter)
