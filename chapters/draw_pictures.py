@@ -53,7 +53,7 @@ def scheduler(console: ForgeConsole) -> None:
         llm.tokenizer, 64, Range.parse("16:64", ""), Range.parse("64", ""), Arrival.parse("all"), seed=0
     )
     history = new_history(llm)
-    advance(llm, llm.engine, WorkloadRun(llm.engine, workload), lambda record: None, history=history)
+    advance(llm, WorkloadRun(llm.engine, workload), lambda record: None, history=history)
     draw_busiest_step(console, history)
 
 

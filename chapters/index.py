@@ -6,7 +6,7 @@ from pathlib import Path
 
 from forge.book.bugs import bugs_of
 from forge.book.catalog import Entry, entries
-from forge.exercises.catalog import available
+from forge.exercises import ENTRIES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "chapters" / "README.md"
@@ -27,7 +27,7 @@ def _cells(entry: Entry) -> Iterator[str]:
     run = ROOT / "forge" / "experiments" / entry.command.replace("-", "_")
     files = sorted(run.glob("*.py")) if run.is_dir() else [run.with_suffix(".py")]
     pictures = sorted({name for file in files for name in _views(file)} - TOOLBOX)
-    exercises = [exercise for exercise in available() if exercise.chapter == entry.command]
+    exercises = [exercise for exercise in ENTRIES if exercise.chapter == entry.command]
     yield str(entry.number)
     yield _link(entry.path, entry.path.name)
     yield _link(run if run.is_dir() else files[0], entry.command)

@@ -7,8 +7,9 @@ wrong with one is said with the line of the file on which it stands.
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from typing import Any
 
 from forge.book.measured import check_expression, expressions_in, names_in
 from forge.book.source_code import Span
@@ -114,10 +115,9 @@ class Predict:
 
     def names(self) -> set[str]:
         """Return the names of the runs that its answer depends on."""
-        choices = [choice.condition for choice in self.choices if choice.condition]
-        outcomes = [outcome.condition for outcome in self.outcomes if outcome.condition]
-        condition = [self.condition] if self.condition else []
-        expressions = [*choices, *outcomes, *condition, *expressions_in(self.answer)]
+        conditions = [self.condition, *(choice.condition for choice in self.choices)]
+        conditions += [outcome.condition for outcome in self.outcomes]
+        expressions = [*filter(None, conditions), *expressions_in(self.answer)]
         return set().union(*map(names_in, expressions)) - {ANSWER, *GIVEN}
 
 
@@ -237,27 +237,17 @@ def names_of(block: Block) -> set[str]:
     return set().union(*map(names_in, expressions_of(block))) - {ANSWER, *GIVEN}
 
 
-def expressions_of(block: Block) -> list[str]:
-    """Return every expression in `block`, including those in its texts."""
-    texts: list[str] = []
-    conditions: list[str | None] = []
-    if isinstance(block, Predict):
-        texts = [block.question, block.answer, block.why, block.restated, block.untold]
-        texts += [text for choice in block.choices for text in (choice.text, choice.why)]
-        conditions = [block.condition, *(choice.condition for choice in block.choices)]
-    elif isinstance(block, Check):
-        texts = [text for claim in block.claims for text in (claim.sentence, claim.otherwise, claim.unclaimed)]
-        conditions = [condition for claim in block.claims for condition in (claim.expression, claim.condition)]
-    elif isinstance(block, Prose):
-        texts = [block.text]
-    elif isinstance(block, Run):
-        texts, conditions = [block.unclaimed], [block.condition]
-    elif isinstance(block, Recap):
-        texts = [*block.lines]
-    if isinstance(block, Predict | Finding):
-        texts += [outcome.text for outcome in block.outcomes]
-        conditions += [outcome.condition for outcome in block.outcomes]
-    return [*filter(None, conditions), *(expression for text in texts for expression in expressions_in(text))]
+def expressions_of(part: Any) -> list[str]:
+    """Return every expression in a block or a part of one: its conditions, and the placeholders in its texts."""
+    if isinstance(part, str):
+        return expressions_in(part)
+    if isinstance(part, tuple):
+        return [expression for item in part for expression in expressions_of(item)]
+    if not is_dataclass(part) or isinstance(part, Verdict):
+        return []
+    held = {field.name: getattr(part, field.name) for field in fields(part)}
+    conditions = [held.pop(name, None) for name in ("condition", "expression")]
+    return [*filter(None, conditions), *expressions_of(tuple(held.values()))]
 
 
 class _WrongLine(Exception):
@@ -382,37 +372,43 @@ def _source(body: Sequence[str]) -> Source:
     return Source(dotted[0], tuple(light), tuple(spans) or (Span(),), omitted)
 
 
-def _predict(body: Sequence[str]) -> Predict:
-    keys: dict[str, list[str]] = {"question": []}
-    choices: list[tuple[re.Match[str], list[str]]] = []
-    outcomes: list[tuple[str | None, list[str]]] = []
-    last = keys["question"]
+def _entries(body: Sequence[str], keys: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Split a body at its lines `key: value`, each with the lines that follow it; what comes before has no key."""
+    entries: list[tuple[str, list[str]]] = [("", [])]
     for text in body:
-        match, choice = _KEY.match(text), _CHOICE.match(text)
-        if match and match["key"] in ("answer", "restated", "why", "if", "else"):
-            last = keys.setdefault(match["key"], [])
-            last.append(match["value"])
-        elif match and match["key"] in _OUTCOMES:
-            last = _new_outcome(outcomes, match["key"], match["value"])
-        elif choice and (last is keys["question"] or (choices and last is choices[-1][1])):
-            last = []
-            choices.append((choice, last))
+        match = _KEY.match(text)
+        if match and match["key"] in keys:
+            entries.append((match["key"], [match["value"]]))
         else:
-            last.append(text.strip() if choices else text)
-    answer = " ".join(keys.get("answer", [])).strip()
+            entries[-1][1].append(text)
+    return entries
+
+
+def _predict(body: Sequence[str]) -> Predict:
+    entries = _entries(body, ("answer", "restated", "why", "if", "else", *_OUTCOMES))
+    asked: list[str] = []
+    choices: list[tuple[re.Match[str], list[str]]] = []
+    for text in entries[0][1]:
+        if choice := _CHOICE.match(text):
+            choices.append((choice, []))
+        elif choices:
+            choices[-1][1].append(text.strip())
+        else:
+            asked.append(text)
+    texts = {key: _paragraph(lines) for key, lines in entries}
+    answer, condition = texts.get("answer", ""), texts.get("if", "")
     if bool(answer) == bool(choices):
         raise ValueError("a prediction has an answer, or choices of which each ends with ', if CONDITION'")
     if answer and len(expressions_in(answer)) != 1:
         raise ValueError("an answer is one placeholder, such as {{climb.last_over_second:times}}")
     if choices and [choice["word"] for choice, _ in choices].count("otherwise") != 1:
         raise ValueError("of the choices one ends with ', otherwise': it is right where no condition holds")
-    condition = " ".join(keys.get("if", [])).strip()
-    if condition and "else" not in keys:
+    if condition and "else" not in texts:
         raise ValueError("a prediction's 'if: CONDITION' has an 'else: SENTENCE' for where the run does not tell")
-    question, why, restated, untold = (_paragraph(keys.get(key, [])) for key in ("question", "why", "restated", "else"))
+    why, restated, untold = (texts.get(key, "") for key in ("why", "restated", "else"))
     parsed = tuple(_choice(choice, reason) for choice, reason in choices)
-    told = _outcomes(outcomes) if outcomes else ()
-    return Predict(question, answer, parsed, why, told, restated, untold, condition)
+    outcomes = _outcomes(entries) if {*_OUTCOMES} & {*texts} else ()
+    return Predict(_paragraph(asked), answer, parsed, why, outcomes, restated, untold, condition)
 
 
 def _choice(match: re.Match[str], why: Sequence[str]) -> Choice:
@@ -421,40 +417,31 @@ def _choice(match: re.Match[str], why: Sequence[str]) -> Choice:
 
 
 def _finding(body: Sequence[str]) -> Finding:
-    outcomes: list[tuple[str | None, list[str]]] = []
-    last: list[str] | None = None
-    for text in body:
-        match = _KEY.match(text)
-        if match and match["key"] in _OUTCOMES:
-            last = _new_outcome(outcomes, match["key"], match["value"])
-        elif last is not None:
-            last.append(text)
-        elif text.strip():
-            raise ValueError("a finding begins with 'when: CONDITION'")
-    return Finding(_outcomes(outcomes))
+    entries = _entries(body, _OUTCOMES)
+    if _paragraph(entries[0][1]):
+        raise ValueError("a finding begins with 'when: CONDITION'")
+    return Finding(_outcomes(entries))
 
 
 _OUTCOMES = ("when", "otherwise")
 
 
-def _new_outcome(outcomes: list[tuple[str | None, list[str]]], key: str, value: str) -> list[str]:
-    """Begin an outcome and return the list for the lines of its text. The words after `when:` are its condition."""
-    if outcomes and outcomes[-1][0] is None:
+def _outcomes(entries: Sequence[tuple[str, list[str]]]) -> tuple[Outcome, ...]:
+    """Return the outcomes among the entries. The words after `when:` are a condition, and its text follows."""
+    named = [(key, lines) for key, lines in entries if key in _OUTCOMES]
+    if "otherwise" in [key for key, _ in named[:-1]]:
         raise ValueError("'otherwise' is the last outcome")
-    outcomes.append((value, []) if key == "when" else (None, [value]))
-    return outcomes[-1][1]
-
-
-def _outcomes(parsed: Sequence[tuple[str | None, Sequence[str]]]) -> tuple[Outcome, ...]:
-    if not parsed or parsed[-1][0] is not None:
+    if not named or named[-1][0] != "otherwise":
         raise ValueError("an 'otherwise' is missing: what is said where none of the conditions holds?")
-    outcomes = tuple(Outcome(condition, _paragraph(lines)) for condition, lines in parsed)
-    for outcome in outcomes:
-        if outcome.condition is not None:
-            check_expression(outcome.condition)
-        if not outcome.text:
-            raise ValueError(f"no sentence for {outcome.condition or 'otherwise'!r}")
-    return outcomes
+    outcomes = []
+    for key, lines in named:
+        condition, text = (lines[0], lines[1:]) if key == "when" else (None, lines)
+        if condition is not None:
+            check_expression(condition)
+        outcomes.append(Outcome(condition, _paragraph(text)))
+        if not outcomes[-1].text:
+            raise ValueError(f"no sentence for {condition or 'otherwise'!r}")
+    return tuple(outcomes)
 
 
 _OF_A_CLAIM = {"if": "condition", "else": "unclaimed", "otherwise": "otherwise"}

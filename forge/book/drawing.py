@@ -121,15 +121,14 @@ def draw_run(console: Console, run: Run, session: Session) -> None:
         draw_prose(console, session.fill(run.unclaimed))
         return
     draw_command(console, session.command(run))
-    report = session.reports.get(run)
-    if report is not None:
+    if run in session.reports:
         console.print()
-        report.draw(console)
-        draw_other_load(console, run, session)
+        _draw_report(console, run, session)
 
 
-def draw_other_load(console: Console, run: Run, session: Session) -> None:
-    """Draw a warning if other programs disturbed the run."""
+def _draw_report(console: Console, run: Run, session: Session) -> None:
+    """Draw what a run found, with a warning if other programs disturbed it."""
+    session.reports[run].draw(console)
     load = session.loads.get(run)
     if load is not None and load.is_busy:
         console.print()
@@ -284,10 +283,8 @@ def _print_step(console: Console, step: Step, session: Session) -> int:
         if isinstance(block, Run) and not session.leaves_out(block):
             draw_command(console, session.command(block))
             console.print()
-            report = session.perform(block)
-            report.draw(console)
-            draw_other_load(console, block, session)
-            status = max(status, report.status)
+            status = max(status, session.perform(block).status)
+            _draw_report(console, block, session)
         else:
             draw_block(console, block, session)
         if isinstance(block, Check) and block.certain:

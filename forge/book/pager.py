@@ -3,14 +3,20 @@
 A page is a step of the chapter; one that is higher than the screen is shown in several. Everything on a page is drawn
 anew whenever it is shown, from what was measured, so a terminal may change its size at any time. Where the cursor
 cannot be moved pages follow one another like lines.
+
+The output of a command that the reader types comes a screen at a time (`PagedOutput`). That stands in place of standard
+output, so that streamed text, colours and live views stay as they are.
 """
 
 import hashlib
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date
+from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -19,9 +25,7 @@ from forge import __version__
 from forge.book.catalog import Entry
 from forge.book.chapter import Block, Predict, Run, Source, Step
 from forge.book.drawing import draw_block, draw_command, draw_step, draw_title, lines_of
-from forge.book.paged_output import EnoughRead, paged_output
-from forge.book.progress import Progress, save_progress
-from forge.book.review import note_answers
+from forge.book.progress import Progress, note_answers, save_progress
 from forge.book.session import Session, parse_guess
 from forge.errors import ForgeError
 from forge.views.keys import BACK_KEYS, EOF, NEXT_KEYS, Keys, open_keys, read_line
@@ -46,7 +50,9 @@ _KEYS = (
     ("q, Ctrl-D", "quit; forge next goes on at this page"),
 )
 _PASSES = "No answer yet: the same key again goes on without one."
-_ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x1b]*\x1b\\)")
+MORE = "-- any key: more   q: no more --"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x1b\x07]*(?:\x1b\\|\x07)")
+_MOVES = re.compile(r"\x1b\[\d*(?:;\d*)?[ABCDHJf]|\x1b\[\?1049")
 
 RunLine = Callable[[str], int]
 """Runs a command line as a shell would, printing what it prints; returns its exit status."""
@@ -98,7 +104,7 @@ class Pager:
             draw_title(self._console, self._entry.number, self._session.chapter.title)
             self._console.print(f"\nYou left this chapter on page {left + 1} of {len(self._steps)}.\n", highlight=False)
             choices = (("[n]", " goes on there"), ("[b]", " begins on page 1"), ("[q]", "uit"))
-            self._console.print(Text("  ").join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in choices))
+            self._console.print(_keys_and_names(choices))
             while True:
                 key = keys.read_key()
                 if key in NEXT_KEYS:
@@ -203,11 +209,8 @@ class Pager:
 
     def _prompt(self) -> Text:
         """Return the last line of a page that asks, with the answer typed so far."""
-        before = Text.assemble(("[n]", ACCENT), ("o answer  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
-        if self._typed:
-            before = Text.assemble(("[Enter]", ACCENT), (" answers  ", QUIET))
-        if self._objection:
-            before = Text(f"{self._objection} ", TROUBLE)
+        keys = [("[Enter]", " answers")] if self._typed else [("[n]", "o answer"), ("[b]", "ack")]
+        before = Text(f"{self._objection} ", TROUBLE) if self._objection else _keys_and_names(keys).append("  ")
         return Text.assemble(before, ("Your guess: ", TITLE), self._typed, "▌" if self._redraws else "")
 
     def _key_line(self, more: bool) -> Text:
@@ -218,10 +221,10 @@ class Pager:
             keys.insert(2, ("[a]", "gain"))
         if self._console.is_dumb_terminal:  # its keys are read by lines
             keys.append(("Enter", " ends each"))
-        long = Text("  ").join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in keys)
+        long = _keys_and_names(keys)
         if long.cell_len <= self._console.width:
             return long
-        return Text(" ").join(Text.assemble((key, ACCENT), (name.split(" ")[0], QUIET)) for key, name in keys)
+        return _keys_and_names([(key, name.split(" ")[0]) for key, name in keys], " ")
 
     # Going on
 
@@ -353,6 +356,11 @@ class Pager:
         keys.read_key()
 
 
+def _keys_and_names(keys: Sequence[tuple[str, str]], between: str = "  ") -> Text:
+    """Draw keys, each with what it does: `[n]ext  [b]ack`."""
+    return Text(between).join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in keys)
+
+
 def _glossary_line(line: str) -> str | None:
     """Translate `?TERM` or `forge ?TERM` into `glossary TERM`."""
     match = re.match(r"^\s*(?:forge\s+)?\?\s*(.*\S)\s*$", line)
@@ -397,3 +405,63 @@ def _is_rule(line: str) -> bool:
     """True for the line below a heading."""
     plain = _ESCAPES.sub("", line).strip()
     return bool(plain) and set(plain) == {"─"}
+
+
+class EnoughRead(KeyboardInterrupt):
+    """Raised when the reader quits a command's output; the command ends as with Ctrl-C."""
+
+
+class PagedOutput:
+    """A text file that waits after `height` lines of `width` columns, and otherwise behaves as the file below it.
+
+    A view that moves the cursor draws over itself and is not counted.
+    """
+
+    def __init__(self, file: IO[str], height: int, width: int, goes_on: Callable[[], bool]):
+        """goes_on: waits for the reader and returns false if they quit, which raises `EnoughRead`."""
+        self._file, self._height, self._width, self._goes_on = file, max(2, height), max(1, width), goes_on
+        self._lines = self._column = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        if _MOVES.search(text) or threading.current_thread() is not threading.main_thread():
+            self._lines = 0
+            return self._file.write(text)
+        for line in text.splitlines(keepends=True):
+            if self._lines >= self._height - 1:
+                self._lines = self._column = 0
+                self._file.flush()
+                if not self._goes_on():
+                    raise EnoughRead
+            self._file.write(line)
+            self._column += len(_ESCAPES.sub("", line).rstrip("\n"))
+            if line.endswith("\n"):
+                self._lines += max(1, -(-self._column // self._width))
+                self._column = 0
+        return len(text)
+
+
+@contextmanager
+def paged_output(console: Console) -> Iterator[None]:
+    """Make standard output wait for a key after each screen while the context is open, if it is a terminal."""
+    if not can_redraw(console):
+        yield
+        return
+
+    def goes_on() -> bool:
+        file.write(MORE)
+        file.flush()
+        with open_keys(console) as keys:
+            key = keys.read_key()
+        file.write("\r\x1b[2K")
+        return key not in ("q", EOF)
+
+    file = sys.stdout
+    width, height = console.size
+    sys.stdout = PagedOutput(file, height, width, goes_on)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout = file

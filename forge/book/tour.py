@@ -4,23 +4,21 @@ A real server answers a real request. What a station says comes from the records
 saw; each station names the function that does the work there, found in its source as it is now.
 """
 
-import http.client
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.text import Text
 
 from forge.book.source_code import excerpt
 from forge.errors import ForgeError
-from forge.server.server_process import ServerProcess
+from forge.server.server_process import ServerProcess, ask, asked
 from forge.trace.explain import explain_admission, explain_finish
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, plural
@@ -142,8 +140,9 @@ def _visit(url: str, prompt: str, max_tokens: int, model: str, steps_of: StepsOf
         if records:
             break
         time.sleep(0.02)
-    token_ids = _ask(url, "/tokenize", {"prompt": prompt})["tokens"]
-    pieces = tuple(_ask(url, "/detokenize", {"tokens": [token_id]})["prompt"] for token_id in token_ids)
+    token_ids = json.loads(ask(url, "/tokenize", {"prompt": prompt}))["tokens"]
+    answers = [ask(url, "/detokenize", {"tokens": [token_id]}) for token_id in token_ids]
+    pieces = tuple(json.loads(answer)["prompt"] for answer in answers)
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     sent, events = _stream(url, body)
     deadline = time.perf_counter() + PATIENCE_SECONDS
@@ -157,33 +156,9 @@ def _visit(url: str, prompt: str, max_tokens: int, model: str, steps_of: StepsOf
 
 def _stream(url: str, body: dict[str, Any]) -> tuple[float, tuple[tuple[float, bytes], ...]]:
     """Stream one request. Returns when it was sent, and each line of data with its time."""
-    with _post(url, PATH, body) as (sent, answer):
+    with asked(url, PATH, body) as (sent, answer):
         events = [(time.perf_counter(), line.strip()) for line in answer if line.strip()]
     return sent, tuple(events)
-
-
-def _ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    with _post(url, path, body) as (_, answer):
-        return dict(json.loads(answer.read()))
-
-
-@contextmanager
-def _post(url: str, path: str, body: dict[str, Any]) -> Iterator[tuple[float, http.client.HTTPResponse]]:
-    """Send one request; yield when it was sent, and the answer to read. Raises `ForgeError` for any but a good one."""
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=PATIENCE_SECONDS)
-    try:
-        connection.connect()
-        sent = time.perf_counter()
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != http.client.OK:
-            raise ForgeError(f"the server answers {answer.status}: {answer.read(200).decode(errors='replace')}")
-        yield sent, answer
-    except (OSError, ValueError) as error:
-        raise ForgeError(f"{url}{path}: {error}") from None
-    finally:
-        connection.close()
 
 
 def tour_of(visit: Visit) -> Tour:

@@ -11,8 +11,7 @@ from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.exercises import session
-from forge.exercises.catalog import available, find_entry
+from forge.exercises import ENTRIES, find_entry, session
 from forge.exercises.screens import hints_screen, list_screen, print_result, print_solution, started_screen
 from forge.exercises.session import load_builds, next_entry, save_builds
 from forge.views.json_output import as_object
@@ -20,7 +19,7 @@ from forge.views.screen import Report, draw, report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
-    from forge.exercises.catalog import Entry
+    from forge.exercises import Entry
 
 build = typer.Typer(
     help="Write a part of the engine yourself: thirteen exercises, checked, and run by the real engine.",
@@ -51,7 +50,7 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = None, json: option
         return None
 
     folder = session.find_folder(folder)
-    builds, entries = load_builds(folder), available()
+    builds, entries = load_builds(folder), ENTRIES
     started = {entry.number for entry in entries if (folder / entry.file_name).is_file()}
     facts = [
         {
@@ -112,10 +111,8 @@ def run(
 
     The exit status is 0 if the tokens are the same, 1 if not.
     """
-    from forge.exercises import running
-
     folder, entry = _chosen(ctx, folder, number)
-    found = running.run(entry, session.path_of(entry, folder), open_console(), str(engine_args.model))
+    found = session.run(entry, session.path_of(entry, folder), open_console(), str(engine_args.model))
     return found.as_json() if ctx.obj[1] else found
 
 
@@ -141,12 +138,10 @@ def hint(
 @build.command("solution")
 def solution(ctx: typer.Context, number: Number = None, folder: FolderOption = None) -> None:
     """The engine's own source. After passing: yours beside it, why it differs, and what each costs."""
-    from forge.exercises.running import compare_costs
-
     folder, entry = _chosen(ctx, folder, number)
     path = folder / entry.file_name
     has_passed = entry.number in load_builds(folder).passed and path.is_file()
-    costs = compare_costs(entry, path) if has_passed else None
+    costs = session.compare_costs(entry, path) if has_passed else None
     print_solution(open_console(), entry, path if has_passed else None, costs)
 
 
@@ -196,7 +191,7 @@ def _folder(ctx: typer.Context, folder: Path | None) -> Path:
 def _chosen(ctx: typer.Context, folder: Path | None, number: str | None) -> "tuple[Path, Entry]":
     """Return the folder and the exercise; without a number, the one to go on with."""
     folder = _folder(ctx, folder)
-    return folder, find_entry(number) if number is not None else next_entry(load_builds(folder)) or available()[-1]
+    return folder, find_entry(number) if number is not None else next_entry(load_builds(folder)) or ENTRIES[-1]
 
 
 if __name__ == "__main__":  # the process in which a reader's own engine runs a command: FOLDER COMMAND …

@@ -13,12 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from forge.book.catalog import chapter_objects, chapters_screen, entries, find, next_entry
+from forge.book.catalog import entries, find
 from forge.book.chapter import Verdict
-from forge.book.command_line import Given, Syntax, each
 from forge.book.drawing import print_chapter
+from forge.book.given import Given, Syntax, each
 from forge.book.pager import Pager
-from forge.book.progress import Progress, load_progress, save_progress
+from forge.book.progress import (
+    Progress,
+    chapter_objects,
+    chapters_screen,
+    due,
+    load_progress,
+    next_entry,
+    save_progress,
+    settle,
+)
 from forge.book.session import Session
 from forge.cli import completion, options
 from forge.cli.arguments import Takes, command
@@ -153,7 +162,6 @@ def review() -> Found:
     from datetime import date
 
     from forge.book.drawing import draw_block
-    from forge.book.review import due, settle
     from forge.book.session import parse_guess
     from forge.views.keys import read_line
 
@@ -231,8 +239,7 @@ _OF_A_BUG = ("bug", "device", "threads", *_NOT_GIVEN)
 def _run_bug(chapter: str, name: str, engine_args: EngineArgs) -> Report:
     """Run one of a chapter's bugs, which compares texts of the bundled model, with the device and threads of
     `engine_args`."""
-    from forge.book.bug_runs import bug_object, bug_screen, run_with_and_without
-    from forge.book.bugs import find_bug
+    from forge.book.bugs import bug_object, bug_screen, find_bug, run_with_and_without
     from forge.cli.run_control import create_llm
 
     bug = find_bug(name, chapter)

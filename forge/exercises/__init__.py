@@ -9,18 +9,16 @@ A template ends with `check_file(__file__)`, so that it can be run alone.
 """
 
 import sys
-from types import ModuleType
+from pathlib import Path
 
 from forge.exercises.catalog import ENTRIES, Entry, find_entry
 from forge.exercises.loading import load
 
-__all__ = ["ENTRIES", "Entry", "ModuleType", "check_file", "find_entry", "load"]
+__all__ = ["ENTRIES", "Entry", "check_file", "find_entry", "load"]
 
 
 def check_file(path: str) -> None:
     """Check the exercise in this file, print what came of it, and exit."""
-    from pathlib import Path
-
     from forge.exercises.screens import print_result
     from forge.exercises.session import check
     from forge.views.terminal import open_console

@@ -6,16 +6,15 @@ from types import ModuleType
 from unittest.mock import patch
 
 from forge.cache.block_pool import BlockError, BlockPool
-from forge.cache.factory import CacheSize
 from forge.cache.kv_cache import OutOfBlocks
 from forge.cache.paged import PagedKvCache
-from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, drawing, search, to_write, words_of
+from forge.exercises.exercise import Costs, Driven, Exercise, Part, Trial, cache_of_kind, to_write, words_of
+from forge.exercises.trials import drawing, search
 from forge.llm import LLM
 from forge.testing import check_cache
 from forge.testing.caches import Operation
-from forge.trace.records import BlockMap, StepRecord, TableRecord
+from forge.trace.records import BlockMap, TableRecord
 
 _BLOCKS = 6
 _KINDS = {"allocate": 6, "share": 3, "release": 5, "misuse": 1, "recount": 1}
@@ -185,15 +184,10 @@ def _check_all(piece: ModuleType) -> None:
 
 
 def engine(piece: ModuleType) -> AbstractContextManager[None]:
-    def with_pool(cache: PagedKvCache, size: CacheSize) -> PagedKvCache:
-        return _with_pool(piece, cache)
-
-    return cache_of_kind("paged", with_pool)
+    return cache_of_kind("paged", lambda cache, size: _with_pool(piece, cache))
 
 
-def drive(
-    llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None
-) -> tuple[list[RequestOutput], list[StepRecord]]:
+def drive(llm: LLM, prompts: Sequence[str], params: SamplingParams, piece: ModuleType | None) -> Driven:
     """Run requests that an exception interrupts, so that the engine recounts all references from the tables."""
     run, model = llm.start(list(prompts), params), llm.engine.model
     steps = iter(run)

@@ -59,15 +59,10 @@ ENTRIES = (
 )
 
 
-def available() -> tuple[Entry, ...]:
-    """List the exercises that have a template."""
-    return tuple(entry for entry in ENTRIES if entry.template.is_file())
-
-
 def find_entry(name: str) -> Entry:
     """Return the exercise of this number or name. Raises `UsageError` if there is none."""
-    for entry in available():
+    for entry in ENTRIES:
         if name.replace("-", "_") in (str(entry.number), f"{entry.number:02}", entry.name):
             return entry
-    numbers = ", ".join(str(entry.number) for entry in available())
+    numbers = ", ".join(str(entry.number) for entry in ENTRIES)
     raise UsageError(f"there is no exercise {name}; there are {numbers}")

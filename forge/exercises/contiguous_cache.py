@@ -8,8 +8,8 @@ from typing import Any
 from forge.cache.basic import BasicKvCache, _Run
 from forge.cache.factory import CacheSize
 from forge.cache.kv_cache import OutOfBlocks
-from forge.exercises.exercise import Costs, Exercise, Part, cache_of_kind, search, to_write, words_of
-from forge.exercises.trials import CacheTrial
+from forge.exercises.exercise import Costs, Exercise, Part, cache_of_kind, to_write, words_of
+from forge.exercises.trials import CacheTrial, search
 from forge.testing import check_cache
 
 _RUNS, _LENGTH, _BLOCK = 3, 10, 4

@@ -27,13 +27,8 @@ from forge.errors import ForgeError
 from forge.exercises.loading import Endless, line_in, time_limit
 from forge.llm import LLM
 from forge.pieces import current_pieces, standing_in
-from forge.testing.caches import Operation, failure, random_operations, shrunk
-from forge.trace.records import BlockMap, StepRecord
+from forge.trace.records import StepRecord
 
-_TRIES = 400
-"""Shorter lists that a failing list is compared with, at most."""
-_LENGTHS = (4, 8, 16, 40, 120)
-"""Lengths of random lists of operations: short ones first, so that the first failing list is short."""
 _Base = TypeVar("_Base")
 BROKEN = (Exception, Endless, SystemExit)
 """Exceptions that a call of the reader's code may raise."""
@@ -358,40 +353,3 @@ def same(value: Any, copy: Any) -> bool:
             same(getattr(value, member.name), getattr(copy, member.name)) for member in fields(value) if member.init
         )
     return bool(value == copy)
-
-
-def search(new: Callable[[], Any], weighted: Mapping[str, int], lists: int = 60) -> None:
-    """Run random lists of operations. Raises the `Mistake` of the shortest list that fails."""
-    for length in _LENGTHS:
-        for seed in range(lists if length <= 16 else lists // 4):
-            operations = random_operations(seed + 1000 * length, length, weighted)
-            failed = failure(new, operations)
-            if failed is None:
-                continue
-            if isinstance(failed[1], Mistake) and failed[1].rule == "endless":
-                raise failed[1]  # each list that is tried would take seconds
-            shortest = shrunk(new, operations, _TRIES)
-            raise failed[1] if shortest is None else _with_small_numbers(new, *shortest)
-
-
-def _with_small_numbers(new: Callable[[], Any], error: Exception, operations: list[Operation]) -> Exception:
-    """Run the failing list with ever smaller counts and return the failure of the smallest that still fails."""
-    for index, (kind, which, count, word) in enumerate(operations):
-        for smaller in range(count):
-            changed = [*operations[:index], (kind, which, smaller, word), *operations[index + 1 :]]
-            failed = failure(new, changed)
-            if failed is not None and failed[0] == len(operations):
-                error, operations = failed[1], changed
-                break
-    return error
-
-
-def drawing(block_map: BlockMap) -> str:
-    """Draw the pool and the tables as `--show blocks` does."""
-    from forge.views.block_map import SequenceNames, pool_lines, table_lines
-
-    names = SequenceNames()
-    for table in block_map.tables:
-        names.number(table.owner)
-    lines = [*pool_lines(block_map, names, 72, 4), *table_lines(block_map, names, 72, 8)]
-    return "\n".join(line.plain for line in lines)

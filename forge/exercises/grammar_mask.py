@@ -2,9 +2,10 @@
 vocabularies; then the bundled model beside the engine's own grammar library."""
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import product
+from itertools import accumulate, product
 from types import ModuleType
 from typing import Any
 
@@ -24,27 +25,15 @@ _VOCABULARY = (
 _EOS = len(_VOCABULARY) - 1
 
 
+_APART = re.compile(rb"[^][,0-9]|\[,|,[],]|[]0-9]\[|\][0-9]")
+"""A byte that no list has, or two that stand beside each other in none."""
+_DEEPER = {ord("["): 1, ord("]"): -1}
+
+
 def viable(text: bytes) -> bool:
     """Return whether some list begins with these bytes."""
-    depth, last = 0, b""
-    for place in range(len(text)):
-        character = text[place : place + 1]
-        if place and not depth:
-            return False
-        if character == b"[":
-            allowed = last in (b"", b"[", b",")
-            depth += 1
-        elif character == b"]":
-            allowed = depth > 0 and last != b","
-            depth -= 1
-        elif character == b",":
-            allowed = depth > 0 and last not in (b"[", b",")
-        else:
-            allowed = character.isdigit() and depth > 0 and last != b"]"
-        if not allowed:
-            return False
-        last = character
-    return True
+    depths = list(accumulate(_DEEPER.get(byte, 0) for byte in text))  # at depth 0 the list is over
+    return text[:1] in (b"", b"[") and not _APART.search(text) and all(depths[:-1])
 
 
 def complete(text: bytes) -> bool:

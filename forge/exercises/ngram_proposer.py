@@ -16,6 +16,7 @@ from forge.model.model import Draw
 from forge.pieces import standing_in
 from forge.speculation.lookup import NgramProposer
 from forge.testing import check_proposer
+from forge.views.formatting import plural
 from forge.workload.judging import HELD_OUT
 
 _GREEDY = SamplingParams()
@@ -81,7 +82,7 @@ class ProposerTrial(Trial):
         )
         proposals = self.call_anew(f"proposer.propose([{shown}])", self.proposer.propose, asked)
         is_list = isinstance(proposals, list | tuple) and all(isinstance(proposal, Proposal) for proposal in proposals)
-        finding = f"{_plural(len(texts))}; it returned {proposals!r}"
+        finding = f"{plural(len(texts), 'request')}; it returned {proposals!r}"
         self.require(is_list and len(proposals) == len(texts), "one-each", finding)
         return [self._checked(proposal.token_ids, max_tokens) for proposal in proposals]
 
@@ -119,10 +120,6 @@ class ProposerTrial(Trial):
             (proposed,) = self.propose([text], _K)
             finding = f"after {text} it proposes {proposed}, and beside other requests {beside}"
             self.require(proposed == beside, "own-text", finding)
-
-
-def _plural(number: int) -> str:
-    return "one request" if number == 1 else f"{number} requests"
 
 
 def _instead(text: list[int], ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:

@@ -20,13 +20,14 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.exercises.catalog import Entry
+from forge.exercises.child import assembled
 from forge.exercises.loading import limit_process, load
-from forge.exercises.running import assembled
 from forge.exercises.session import passed_entries
 from forge.llm import LLM
 from forge.trace.records import StepRecord
 from forge.views.formatting import plural, rate
-from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
+from forge.views.palette import TITLE
+from forge.views.screen import draw, marked
 from forge.views.terminal import open_console
 
 COMMANDS = ("generate", "compare", "trace-scheduler", "serve")
@@ -79,6 +80,8 @@ class Ran:
     """Each request's prompt, its parameters with a seed, and the ids of its sequences."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """Each sequence's output tokens, by sequence id."""
+    ended: set[int] = field(default_factory=set)
+    """The sequences that ended, and were not aborted."""
     seconds: float = 0.0
 
     @property
@@ -110,6 +113,7 @@ def observed() -> Iterator[list[Ran]]:
             runs[-1].seconds += record.ended - record.started
             for token in record.tokens:
                 runs[-1].tokens.setdefault(token.seq_id, []).append(token.token_id)
+            runs[-1].ended |= {finish.seq_id for finish in record.finished if finish.reason != "abort"}
         return record
 
     with (
@@ -135,16 +139,15 @@ def print_beside_own(ran: Ran) -> bool:
         seconds += record.ended - record.started
     for number, (_, _, seq_ids) in enumerate(requests):
         for sample, seq_id in zip(engine.output(f"own-{number}").outputs, seq_ids, strict=False):
-            yours = ran.tokens.get(seq_id, [])
-            num_tokens += len(sample.token_ids)
-            num_different += list(sample.token_ids)[: len(yours)] != yours
-    console, many = open_console(), plural(len(requests), "request")
+            yours, expected = ran.tokens.get(seq_id, []), list(sample.token_ids)
+            num_tokens += len(expected)
+            num_different += (expected if seq_id in ran.ended else expected[: len(yours)]) != yours
+    many = plural(len(requests), "request")
+    words = f"identical to forge's own: {num_tokens} tokens of {many}"
     if num_different:
-        console.print(Text.assemble(("✗ ", TROUBLE), f"{num_different} of {many} differ from forge's own"))
-    else:
-        console.print(Text.assemble(("✓ ", GOOD), f"identical to forge's own: {num_tokens} tokens of {many}"))
+        words = f"{num_different} of {many} differ from forge's own"
     speeds = f"yours {rate(ran.tokens_per_second)} tokens/s, forge's own {rate(num_tokens / seconds)}"
-    console.print(Text(speeds, QUIET))
+    draw(open_console(), [marked(not num_different, words), speeds])
     return not num_different
 
 

@@ -11,8 +11,8 @@ from forge.cache.block_pool import BlockTable, blocks_for
 from forge.cache.factory import CacheSize
 from forge.cache.kv_cache import CacheStats
 from forge.cache.paged import PagedKvCache
-from forge.exercises.exercise import Costs, Exercise, Part, cache_of_kind, search, to_write, words_of
-from forge.exercises.trials import CacheTrial
+from forge.exercises.exercise import Costs, Exercise, Part, cache_of_kind, to_write, words_of
+from forge.exercises.trials import CacheTrial, search
 from forge.testing import check_cache
 from forge.trace.records import BlockSplit
 

@@ -7,11 +7,10 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
-from forge.cache.factory import CacheSize
 from forge.cache.prefix import PrefixKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, Tokens, chain_hash
-from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, search, to_write, words_of
-from forge.exercises.trials import CacheTrial
+from forge.exercises.exercise import Costs, Exercise, Part, Trial, cache_of_kind, to_write, words_of
+from forge.exercises.trials import CacheTrial, search
 from forge.testing import check_cache
 
 _BLOCKS, _BLOCK = 6, 4
@@ -248,10 +247,7 @@ def _check_cache(piece: ModuleType) -> None:
 
 
 def engine(piece: ModuleType) -> AbstractContextManager[None]:
-    def new_cache(cache: PrefixKvCache, size: CacheSize) -> PrefixKvCache:
-        return cache_of(piece, cache.pool.num_blocks, size.block_size)
-
-    return cache_of_kind("prefix", new_cache)
+    return cache_of_kind("prefix", lambda cache, size: cache_of(piece, cache.pool.num_blocks, size.block_size))
 
 
 def _cost(piece: ModuleType | None, blocks: int) -> Callable[[], object]:

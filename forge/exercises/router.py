@@ -3,7 +3,9 @@ engines behind it: every request ends once, on a running replica, and little is 
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from numbers import Integral
 from types import ModuleType
 from typing import Any
@@ -79,7 +81,7 @@ class RouterTrial(Trial):
             shown = f'fleet.replicas["{name}"], RouteRequest("r", {request.keys})'
             returned = self.ask(fleet, "num_blocks", lambda filled: (shown, (filled.replicas[name], request)))  # noqa: B023
             self.require(isinstance(returned, Integral), "result", f"it returned {returned!r}")
-            expected = _held(blocks, prompt)
+            expected = _held(blocks, request.keys)
             finding = (
                 f"it is {returned}, and not {expected}; {name} has blocks {blocks or 'none'} of {prompt or 'none'}"
             )
@@ -93,7 +95,7 @@ class RouterTrial(Trial):
         record = self.ask(fleet, "choose", lambda filled: (shown, (request, filled.candidates(left_out))))
         self.require(isinstance(record, RouteRecord), "result", f"it returned {record!r}")
         self.require(record.replica in among, "candidate", f"it chose {record.replica!r} of {list(among)}")
-        names, why = _expected(fleet, prompt, among, self.threshold)
+        names, why = _expected(fleet, request, among, self.threshold)
         finding = f"it chose {record.replica}, and not {' or '.join(names)}; {_shown(fleet)}"
         self.require(record.replica in names, _broken_rule(rule, fleet, names, why, record), finding)
         self.require(record.why == why, "told", f'it said "{record.why}", and it is "{why}"; {_shown(fleet)}')
@@ -101,7 +103,7 @@ class RouterTrial(Trial):
         tokens = [tokens for tokens, _, _ in fleet.values()]
         expected = "r", len(fleet), fleet[record.replica][0], min(tokens)
         self.require(told == expected, "told", f"the decision has {told}, and should have {expected}")
-        cached = _held(fleet[record.replica][2], prompt) * _BLOCK
+        cached = _held(fleet[record.replica][2], request.keys) * _BLOCK
         finding = f"it said {record.cached_tokens} cached tokens, and {record.replica} has {cached}; {_shown(fleet)}"
         self.require(record.cached_tokens == cached, "told", finding)
 
@@ -117,26 +119,18 @@ def _broken_rule(rule: str, fleet: Described, names: Sequence[str], why: str, re
     return "tie" if fleet[record.replica][0] == fleet[names[0]][0] else "least-busy"
 
 
-def _held(blocks: str, prompt: str) -> int:
+def _held(blocks: str, keys: Sequence[int]) -> int:
     """Count the prompt's leading blocks that are among these."""
-    return next((number for number, block in enumerate(prompt) if block not in blocks), len(prompt))
+    return sum(takewhile(bool, (key in _keys(blocks) for key in keys)))
 
 
-def _expected(fleet: Described, prompt: str, among: str, threshold: int) -> tuple[tuple[str, ...], str]:
-    """Return the replicas that are right choices, and why."""
-
-    def least_busy(names: Sequence[str]) -> tuple[str, ...]:
-        least = min(fleet[name][:2] for name in names)
-        return tuple(name for name in names if fleet[name][:2] == least)
-
-    least = least_busy(among)
-    held = {name: _held(fleet[name][2], prompt) for name in among}
-    longest = max(held.values())
-    if not longest:
-        return least, "no_prefix"
-    holders = least_busy([name for name in among if held[name] == longest])
-    is_busy = fleet[holders[0]][0] - fleet[least[0]][0] > threshold
-    return (least, "holder_busy") if is_busy else (holders, "prefix")
+def _expected(fleet: Described, request: RouteRequest, among: str, threshold: int) -> tuple[list[str], str]:
+    """Return forge's own choice with the replicas that are as good as it, and why."""
+    filled = _fleet(fleet)
+    asked = replace(request, avoid=frozenset(fleet) - frozenset(among))
+    chosen = PrefixRouter(filled, threshold).choose(asked, filled.candidates(asked.avoid))
+    facts = {name: (*fleet[name][:2], chosen.why == "prefix" and _held(fleet[name][2], request.keys)) for name in among}
+    return [name for name in among if facts[name] == facts[chosen.replica]], chosen.why
 
 
 def _state(fleet: Fleet) -> tuple[Any, ...]:

@@ -1,30 +1,26 @@
 """The exercises on a screen: the list, a check's result, a hint, the engine's own source, a run beside forge's own."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from forge.book.drawing import draw_source
 from forge.book.source_code import excerpt
 from forge.exercises.catalog import Entry
 from forge.exercises.loading import source_of
-from forge.exercises.session import Result
+from forge.exercises.session import Comparison, Measured, Result
 from forge.views.block_map import SequenceNames, pool_lines, table_lines
-from forge.views.formatting import rate
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.scheduler import step_line
-from forge.views.screen import Hanging, Part, Table, draw, question, title, trouble, unbroken
+from forge.views.screen import Hanging, Part, Table, draw, marked, question, sides, title, trouble, unbroken
 from forge.views.speculation import marked_text, steps_of
+from forge.views.terminal import cut
 from forge.views.text import one_line
-
-if TYPE_CHECKING:
-    from forge.exercises.running import Comparison, Measured
-
 
 _SIGNS = {"right": ("✓", GOOD), "wrong": ("✗", TROUBLE), "not written": ("·", QUIET), "not checked": (" ", QUIET)}
 
@@ -33,16 +29,12 @@ def list_screen(
     entries: Sequence[Entry], passed: set[int], started: set[int], go_on: Entry | None, folder: str
 ) -> Iterator[Part]:
     yield from question("Which exercises are done, and which comes next?")
-    table = RichTable.grid(padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    table.add_column(no_wrap=True, style=QUIET)
+    rows = []
     for entry in entries:
         done, begun = entry.number in passed, entry.number in started
         sign = Text("✓", GOOD) if done else Text("→", ACCENT) if entry is go_on else Text("·" if begun else " ", QUIET)
-        table.add_row(sign, Text(f"{entry.number:>2}"), entry.title, Text(entry.chapter, QUIET), f"{entry.hours} h")
-    yield from (table, None)
+        rows.append((sign, f"{entry.number:>2}", entry.title, entry.chapter, f"{entry.hours} h"))
+    yield from (Table(("",) * 5, rows, names=5, styles={3: QUIET, 4: QUIET}, wraps=(2,)), None)
     if started:
         yield f"in {folder}"
     if go_on is None:
@@ -78,12 +70,12 @@ def _result_screen(entry: Entry, result: Result) -> Iterator[Part]:
         )
         yield Hanging(Text(words, ACCENT), 0)
     if result.passed:
-        yield Text.assemble(("✓ ", GOOD), "it keeps all its promises")
+        yield marked(True, "it keeps all its promises")
         yield f"forge build run {entry.number}        runs the engine on it"
         yield f"forge build solution {entry.number}   shows the engine's own, and what each costs"
         yield _asked(entry.exercise().next_question)
         return
-    yield from (None, Hanging(Text.assemble(("✗ ", TROUBLE), result.sentence), 2))
+    yield from (None, Hanging(marked(False, result.sentence), 2))
     yield Hanging(Text(f"  {result.found}"), 2)
     if result.line:
         yield Hanging(Text.assemble("  ", (result.line, ACCENT)), 4)
@@ -120,7 +112,7 @@ def hints_screen(entry: Entry, hints: Sequence[str], numbers: Iterable[int]) -> 
         yield f"There is no further one: forge build solution {entry.number}"
 
 
-def print_solution(console: Console, entry: Entry, path: Path | None, costs: "Sequence[Measured] | None") -> None:
+def print_solution(console: Console, entry: Entry, path: Path | None, costs: Sequence[Measured] | None) -> None:
     """Print the engine's own source. path: the reader's file, if it has passed; its functions come first, then the
     engine's own, why it differs, and what each costs."""
     exercise = entry.exercise()
@@ -136,7 +128,7 @@ def print_solution(console: Console, entry: Entry, path: Path | None, costs: "Se
         draw(console, (None, shown, None, _asked(exercise.next_question)))
 
 
-def _costs(costs: "Sequence[Measured]") -> Table:
+def _costs(costs: Sequence[Measured]) -> Table:
     shown = {
         "median": lambda rounds: _microseconds(median(rounds)),
         "words": lambda cost: "the difference is noise" if cost.is_noise else f"{cost.ratio:.2f} times as long",
@@ -149,54 +141,36 @@ def _microseconds(value: float) -> str:
     return f"{value:,.1f} µs" if value < 1000 else f"{value / 1000:,.2f} ms"
 
 
-def comparison_screen(entry: Entry, comparison: "Comparison") -> Iterator[Part]:
+def comparison_screen(entry: Entry, comparison: Comparison) -> Iterator[Part]:
     yours, reference = comparison.yours, comparison.reference
     yield Text.assemble((f"{entry.number} · {entry.title}", TITLE), ("  the engine on your code", QUIET))
     yield from (None, lambda width: _view(comparison, width), None)
-    table = RichTable.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style=QUIET)
-    table.add_column(justify="right")
-    table.add_column(justify="right", style=QUIET)
-    table.add_row("", "yours", "forge's own")
-    table.add_row("tokens", f"{yours.num_tokens}", f"{reference.num_tokens}")
-    table.add_row("steps", f"{len(yours.records)}", f"{len(reference.records)}")
-    table.add_row("tokens per second", rate(yours.tokens_per_second), rate(reference.tokens_per_second))
-    yield from (table, None)
+    rows = "tokens: {num_tokens}", "steps: {num_steps}", "tokens per second: {tokens_per_second:rate}"
+    yield from (sides(("yours", "forge's own"), (yours, reference), *rows), None)
     called = ", ".join(f"{name.rpartition('.')[2]} {times}" for name, times in comparison.calls.items())
     yield Hanging(Text(f"calls of your functions: {called}", QUIET), 2)
     if comparison.identical:
-        yield Text.assemble(("✓ ", GOOD), f"identical: {yours.num_tokens} tokens")
+        yield marked(True, f"identical: {yours.num_tokens} tokens")
         return
-    pairs = zip(yours.token_ids, reference.token_ids, strict=True)
-    number, index = next((place, _first_difference(*pair)) for place, pair in enumerate(pairs) if pair[0] != pair[1])
-    yield Text.assemble(("✗ ", TROUBLE), f"sample {number} differs from its token {index} on")
+    pairs = enumerate(zip(yours.token_ids, reference.token_ids, strict=True))
+    number, pair = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    yield marked(False, f"sample {number} differs from its token {sum(takewhile(bool, map(eq, *pair)))} on")
 
 
-def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    same = (index for index, (our_id, their_id) in enumerate(zip(ours, theirs, strict=False)) if our_id != their_id)
-    return next(same, min(len(ours), len(theirs)))
-
-
-def _view(comparison: "Comparison", width: int) -> Iterator[Part]:
+def _view(comparison: Comparison, width: int) -> Iterator[Part]:
     """Draw the run as its chapter does."""
     yours = comparison.yours
-    yield from (_cut(one_line(text), width) for text in yours.texts[:4])
+    yield from (cut(Text(one_line(text)), width) for text in yours.texts[:4])
     if comparison.exercise.view == "blocks" and (block_map := yours.fullest.blocks) is not None:
         names = SequenceNames()
         yield from (None, f"step {yours.fullest.step}, the fullest")
         yield from (*pool_lines(block_map, names, width, 4), *table_lines(block_map, names, width, 8))
     elif comparison.exercise.view == "scheduler":
         telling = [record for record in yours.records if record.admitted or record.preempted or record.finished]
-        yield from (None, *(_cut(step_line(record), width) for record in telling[:6]))
+        yield from (None, *(cut(Text(step_line(record)), width) for record in telling[:6]))
     elif comparison.exercise.view == "speculation":
         yield from (None, marked_text(steps_of(yours.records), yours.token_text))
         cycles = [cycle for record in yours.records for cycle in record.cycles if cycle.proposed]
         proposed, accepted = (sum(len(cycle.proposed) for cycle in cycles), sum(cycle.num_accepted for cycle in cycles))
         if proposed:
             yield f"accepted {accepted} of {proposed} draft tokens"
-
-
-def _cut(text: str, width: int) -> Text:
-    line = Text(text)
-    line.truncate(width, overflow="ellipsis")
-    return line

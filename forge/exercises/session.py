@@ -12,15 +12,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
 
-from forge.book.progress import state_file, write_state
+from rich.console import Console
+from rich.text import Text
+
+from forge.book.progress import read_state, write_state
 from forge.errors import ForgeError, UsageError
-from forge.exercises.catalog import ENTRIES, Entry, available
+from forge.exercises.catalog import ENTRIES, Entry
+from forge.views.screen import Report
+
+if TYPE_CHECKING:
+    from forge.exercises.exercise import Exercise
+    from forge.trace.records import StepRecord
 
 State = Literal["right", "wrong", "not written", "not checked"]
 
@@ -57,6 +66,70 @@ class Result:
         return cls(entry.number, entry.name, False, rule, words.sentence, found, question=words.question, **more)
 
 
+@dataclass(frozen=True)
+class Ran:
+    """One run of the engine."""
+
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    records: "tuple[StepRecord, ...]"
+    token_text: Callable[[int], str]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.records)
+
+    @property
+    def tokens_per_second(self) -> float:
+        seconds = sum(record.ended - record.started for record in self.records)
+        return self.num_tokens / seconds if seconds else 0.0
+
+    @property
+    def fullest(self) -> "StepRecord":
+        """The step with most blocks in use."""
+        return max(self.records, key=lambda record: (record.cache.used_blocks, record.cache.tokens_held))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same requests with the reader's part and with the engine's own."""
+
+    exercise: "Exercise"
+    yours: Ran
+    reference: Ran
+    calls: Mapping[str, int]
+    """How often the run called each of the reader's functions."""
+
+    @property
+    def identical(self) -> bool:
+        return self.yours.token_ids == self.reference.token_ids
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One size: the microseconds of each round, for the reader's part and the engine's own."""
+
+    size: str
+    yours: Sequence[float]
+    reference: Sequence[float]
+
+    @property
+    def ratio(self) -> float:
+        """Median time of the reader's part over that of the engine's own."""
+        return median(self.yours) / median(self.reference)
+
+    @property
+    def is_noise(self) -> bool:
+        """True if the middle halves of the two sides' rounds overlap, so that their medians cannot be compared."""
+        yours, reference = sorted(self.yours), sorted(self.reference)
+        quarter = len(yours) // 4
+        return yours[quarter] <= reference[-1 - quarter] and reference[quarter] <= yours[-1 - quarter]
+
+
 DEADLINE = 90.0
 """Seconds that a whole check or run may take. A single call is ended much earlier (`loading.time_limit`)."""
 DEFAULT_FOLDER = "exercises"
@@ -82,7 +155,7 @@ class Builds:
 def load_builds(folder: Path) -> Builds:
     """Read the progress of a folder. A file that cannot be read counts as empty."""
     try:
-        state = _load_state()["folders"][str(folder.resolve())]
+        state = read_state(_STATE)["folders"][str(folder.resolve())]
         hints = {int(number): int(read) for number, read in state["hints"].items()}
         templates = {int(number): str(text) for number, text in state["templates"].items()}
         return Builds(set(map(int, state["passed"])), hints, templates, state["last"] and int(state["last"]))
@@ -92,20 +165,12 @@ def load_builds(folder: Path) -> Builds:
 
 def save_builds(folder: Path, builds: Builds) -> None:
     """Write the progress of a folder. An error of the file system is ignored."""
-    state = _load_state()
+    state = read_state(_STATE)
     folders = state.get("folders")
     state["folders"] = folders if isinstance(folders, dict) else {}
     state["folders"][str(folder.resolve())] = asdict(builds) | {"passed": sorted(builds.passed)}
     state["folder"] = str(folder.resolve())
     write_state(_STATE, state)
-
-
-def _load_state() -> dict[str, Any]:
-    try:
-        state = json.loads(state_file(_STATE).read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
 
 
 def find_folder(chosen: Path | None = None) -> Path:
@@ -115,15 +180,15 @@ def find_folder(chosen: Path | None = None) -> Path:
         return chosen
     here = Path.cwd()
     for folder in (here, *(above / DEFAULT_FOLDER for above in (here, *here.parents))):
-        if any((folder / entry.file_name).is_file() for entry in available()):
+        if any((folder / entry.file_name).is_file() for entry in ENTRIES):
             return Path(os.path.relpath(folder)) if folder.is_relative_to(here) else folder
-    last = _load_state().get("folder")
+    last = read_state(_STATE).get("folder")
     return Path(last) if isinstance(last, str) and Path(last).is_dir() else Path(DEFAULT_FOLDER)
 
 
 def next_entry(builds: Builds) -> Entry | None:
     """Return the exercise to go on with: the last one until it has passed, then the first that has not."""
-    unfinished = [entry for entry in available() if entry.number not in builds.passed]
+    unfinished = [entry for entry in ENTRIES if entry.number not in builds.passed]
     return next((entry for entry in unfinished if entry.number == builds.last), next(iter(unfinished), None))
 
 
@@ -208,18 +273,18 @@ class Ended:
         raise ForgeError(f"the exercise failed itself: {self.stderr.strip().splitlines()[-1]}")
 
 
-def in_child(task: str, entry: Entry, path: Path, options: str = "", deadline: float = DEADLINE) -> Ended:
+def in_child(task: str, entry: Entry, path: Path, **options: Any) -> Ended:
     """Run a task of `child` in a process of its own. When it ends, every process that it started is killed."""
     with tempfile.TemporaryDirectory() as folder:
         result, traces, out, err = (Path(folder, name) for name in ("result.json", "traces", "out", "err"))
         command = [sys.executable, "-m", "forge.exercises.child", task, str(entry.number), str(path)]
-        command += [str(result), str(traces), *([options] if options else [])]
+        command += [str(result), str(traces), json.dumps(options)]
         with out.open("w") as stdout, err.open("w") as stderr:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
             )
             try:
-                status: int | None = process.wait(deadline)
+                status: int | None = process.wait(DEADLINE)
             except subprocess.TimeoutExpired:
                 status = None
                 with suppress(OSError, subprocess.TimeoutExpired):
@@ -270,9 +335,9 @@ def _line_in_trace(trace: str, path: Path) -> str | None:
     return line_at(str(path.resolve()), int(where.group(1))) if where else None
 
 
-def check(entry: Entry, path: Path, deadline: float = DEADLINE) -> Result:
+def check(entry: Entry, path: Path) -> Result:
     """Check a file in a process of its own, and note down the result."""
-    ended = in_child("check", entry, path, deadline=deadline)
+    ended = in_child("check", entry, path)
     if ended.result is not None:
         result = Result(**dict(ended.result) | {"calls": tuple(ended.result["calls"]), "printed": ended.printed})
     else:
@@ -288,3 +353,30 @@ def passed_entries(folder: Path) -> tuple[Entry, ...]:
     """List the exercises of this folder that have passed and whose files still exist."""
     passed = load_builds(folder).passed
     return tuple(entry for entry in ENTRIES if entry.number in passed and (folder / entry.file_name).is_file())
+
+
+class BrokenRun(ForgeError):
+    """The engine stopped on the reader's code."""
+
+    def __init__(self, entry: Entry, words: str, line: str | None):
+        at = f" ({line})" if line else ""
+        super().__init__(f"the engine stopped on your code: {words}{at}. forge build check {entry.number} says more")
+
+
+def run(entry: Entry, path: Path, console: Console, model: str) -> Report:
+    """Run the engine on the reader's code. The screen is drawn there, with the escape codes of this console's terminal.
+    Raises `ForgeError` if it cannot; `BrokenRun` names the reader's line."""
+    terminal = {"width": console.width, "force_terminal": console.is_terminal, "color_system": console.color_system}
+    ended = in_child("run", entry, path, model=model, **terminal)
+    if ended.result is None:
+        raise BrokenRun(entry, ended.failure[1], ended.line)
+    if "error" in ended.result:
+        raise ForgeError(ended.result["error"])
+    found, screen = ended.result["facts"], Text.from_ansi(ended.result["screen"])
+    return Report(found, lambda console: console.print(screen, end="", soft_wrap=True), 0 if found["identical"] else 1)
+
+
+def compare_costs(entry: Entry, path: Path) -> list[Measured] | None:
+    """Time the reader's part beside the engine's own. None if the reader's code did not end the benchmark."""
+    ended = in_child("cost", entry, path)
+    return None if ended.result is None else [Measured(**cost) for cost in ended.result["costs"]]

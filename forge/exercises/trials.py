@@ -1,5 +1,7 @@
 """Trials that several exercises share: of a cache, and of a whole engine.
 
+`search` runs random operations on a trial until one fails, and shortens the list that leads there.
+
 `CacheTrial` runs a reader's cache under the random operations of `forge.testing`, with each call written down as
 Python. The oracle of the conformance tests finds what is wrong; here its words are given a rule of the exercise, the
 calls that led there, and a picture of the blocks.
@@ -9,7 +11,7 @@ scheduler looked at after each step, and compared with what each request says al
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -18,11 +20,16 @@ from forge.cache.block_pool import BlockError
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence as TokenSequence
-from forge.exercises.exercise import BROKEN, Mistake, Trial, drawing
+from forge.exercises.exercise import BROKEN, Mistake, Trial
 from forge.exercises.loading import line_in, time_limit
 from forge.llm import LLM
-from forge.testing.caches import Operation, Oracle
+from forge.testing.caches import Operation, Oracle, failure, random_operations, shrunk
+from forge.trace.records import BlockMap
 
+_TRIES = 400
+"""Shorter lists that a failing list is compared with, at most."""
+_LENGTHS = (4, 8, 16, 40, 120)
+"""Lengths of random lists of operations: short ones first, so that the first failing list is short."""
 Words = Sequence[tuple[str, str]]
 """(a pattern in what the oracle says, the rule that this breaks), the first that fits."""
 
@@ -80,6 +87,43 @@ def _literal(value: Any) -> str:
     return repr(list(value)) if isinstance(value, list | tuple) and not hasattr(value, "_fields") else repr(value)
 
 
+def search(new: Callable[[], Any], weighted: Mapping[str, int], lists: int = 60) -> None:
+    """Run random lists of operations. Raises the `Mistake` of the shortest list that fails."""
+    for length in _LENGTHS:
+        for seed in range(lists if length <= 16 else lists // 4):
+            operations = random_operations(seed + 1000 * length, length, weighted)
+            failed = failure(new, operations)
+            if failed is None:
+                continue
+            if isinstance(failed[1], Mistake) and failed[1].rule == "endless":
+                raise failed[1]  # each list that is tried would take seconds
+            shortest = shrunk(new, operations, _TRIES)
+            raise failed[1] if shortest is None else _with_small_numbers(new, *shortest)
+
+
+def _with_small_numbers(new: Callable[[], Any], error: Exception, operations: list[Operation]) -> Exception:
+    """Run the failing list with ever smaller counts and return the failure of the smallest that still fails."""
+    for index, (kind, which, count, word) in enumerate(operations):
+        for smaller in range(count):
+            changed = [*operations[:index], (kind, which, smaller, word), *operations[index + 1 :]]
+            failed = failure(new, changed)
+            if failed is not None and failed[0] == len(operations):
+                error, operations = failed[1], changed
+                break
+    return error
+
+
+def drawing(block_map: BlockMap) -> str:
+    """Draw the pool and the tables as `--show blocks` does."""
+    from forge.views.block_map import SequenceNames, pool_lines, table_lines
+
+    names = SequenceNames()
+    for table in block_map.tables:
+        names.number(table.owner)
+    lines = [*pool_lines(block_map, names, 72, 4), *table_lines(block_map, names, 72, 8)]
+    return "\n".join(line.plain for line in lines)
+
+
 def oldest_first(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:
     """Choose the first of the other sequences, which the plan has usually scheduled already."""
     return next((sequence for sequence in running if sequence is not requester), None)
@@ -124,17 +168,14 @@ class EngineTrial(Trial):
         raise self.broken("ends", f"after {_MOST_STEPS} steps requests still run")
 
     def compare(self, prompts: list[list[int]]) -> None:
-        samples = self.limited(prompts)
+        try:
+            with time_limit(_RUN_SECONDS):
+                samples = self.run(prompts)
+        except BROKEN as error:
+            raise self.mistake_of(error) from None
         expected = _alone(tuple(map(tuple, prompts)), self.n)
         for number, (ours, theirs) in enumerate(zip(samples, expected, strict=True)):
             self.require(ours == theirs, "same-tokens", f"sample {number} says {ours[:8]}…, and alone {theirs[:8]}…")
-
-    def limited(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        try:
-            with time_limit(_RUN_SECONDS):
-                return self.run(prompts)
-        except BROKEN as error:
-            raise self.mistake_of(error) from None
 
 
 @cache

@@ -4,8 +4,9 @@ and compares the emitted tokens and the last token's distribution exactly."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
+from itertools import product, takewhile
 from numbers import Integral
+from operator import eq
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -34,12 +35,9 @@ class VerificationTrial(Trial):
         returned = self.call_anew(f"piece.verify_greedy({argmax}, {draft})", self.piece.verify_greedy, argmax, draft)
         emitted = self._tokens(returned)
         finding = f"it emits {emitted}, and the target alone would say {expected}"
-        if emitted == expected:
-            return
         self.require(len(emitted) <= len(expected), "first-rejected", finding)
-        self.require(emitted != expected[:-1], "own-token", finding)
-        self.require(len(emitted) != len(expected), "own-token", finding)
-        self.require(False, "greedy", finding)
+        is_last_wrong = emitted == expected[:-1] or len(emitted) == len(expected)
+        self.require(emitted == expected, "own-token" if is_last_wrong else "greedy", finding)
 
     def _tokens(self, returned: Any) -> list[int]:
         self.require(are_ids(returned), "result", f"it returned {returned!r}")
@@ -102,8 +100,7 @@ class VerificationTrial(Trial):
         finding = (
             f"of {draft} {accepted} stand; emitted is {emitted}, where negative numbers are tokens drawn by choose"
         )
-        stood = next((i for i, pair in enumerate(zip(emitted, draft, strict=False)) if pair[0] != pair[1]), None)
-        stood = min(len(emitted), len(draft)) if stood is None else stood
+        stood = sum(takewhile(bool, map(eq, emitted, draft)))
         self.require(stood == accepted, "accept" if len(draft) == 1 else "each-position", finding)
         self.require(len(emitted) <= accepted + 1, "first-rejected", finding)
         self.require(len(emitted) == accepted + 1, "own-token", finding)
@@ -226,50 +223,40 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
     or if a token was not drawn from a distribution."""
     verify_forge = Speculator.verify
 
-    def verify(
-        self: Speculator,
-        sequence: TokenSequence,
-        proposals: Sequence[Proposal],
-        logits_of_draft: Callable[[int], np.ndarray],
-        argmax_of_drafts: Sequence[Sequence[int]],
-        max_logits_of_drafts: Sequence[Sequence[float]],
-        wants_probabilities: bool,
-    ) -> Verification:
-        arguments = sequence, proposals, logits_of_draft, argmax_of_drafts, max_logits_of_drafts, wants_probabilities
-        params = sequence.params
-        if len(proposals) != 1 or sequence.matcher is not None:
+    def verify(self: Speculator, *arguments: Any) -> Verification:
+        sequence, proposals, logits_of_draft, argmax_of_drafts, _, wants_probabilities = arguments
+        params, (proposal, *others) = sequence.params, proposals
+        is_drawn = self.acceptance == "rejection" and proposal.distributions is not None
+        if others or sequence.matcher is not None or not (params.plain_greedy or is_drawn):
             return verify_forge(self, *arguments)
-        (proposal,), draft, start = proposals, list(proposals[0].token_ids), len(sequence.token_ids) - 1
+        draft = list(proposal.token_ids)
         if params.plain_greedy:
-            emitted = [int(token) for token in piece.verify_greedy(list(argmax_of_drafts[0]), draft)]
-            verdicts = [
-                TokenVerdict(token, index < len(emitted) - 1, int(argmax_of_drafts[0][index]))
-                for index, token in enumerate(draft[: len(emitted)])
-            ]
-            _verified[sequence.seq_id] = start, len(emitted) - 1
-            if not wants_probabilities:
-                tokens = [SampledToken(token, None, None) for token in emitted]
-                return Verification(tuple(tokens), (tuple(verdicts),), 0)
-        elif self.acceptance != "rejection" or proposal.distributions is None:
-            return verify_forge(self, *arguments)
+            returned = piece.verify_greedy(list(argmax_of_drafts[0]), draft)
+            decided: list[tuple[Any, ...]] = [(int(token_id),) for token_id in argmax_of_drafts[0]]
         else:
-            emitted, verdicts = _sampled(piece, sequence, proposal, logits_of_draft(0))
-            _verified[sequence.seq_id] = start, len(emitted) - 1
-        rows = logits_of_draft(0)
-        tokens = [
-            sampling.sampled_token(row, sampling.log_sum_exp(row, float(row.max())), token, params)
-            for row, token in zip(rows, emitted, strict=False)
-        ]
-        return Verification(tuple(tokens), (tuple(verdicts),), 0)
+            returned, decided = _sampled(piece, sequence, proposal, logits_of_draft(0))
+        emitted = [int(token) for token in returned]
+        num_accepted = len(emitted) - 1
+        _verified[sequence.seq_id] = len(sequence.token_ids) - 1, num_accepted
+        pairs = enumerate(zip(draft[: len(emitted)], decided, strict=False))
+        verdicts = tuple(TokenVerdict(token, index < num_accepted, *numbers) for index, (token, numbers) in pairs)
+        if params.plain_greedy and not wants_probabilities:
+            tokens = [SampledToken(token, None, None) for token in emitted]
+        else:
+            tokens = [
+                sampling.sampled_token(row, sampling.log_sum_exp(row, float(row.max())), token, params)
+                for row, token in zip(logits_of_draft(0), emitted, strict=False)
+            ]
+        return Verification(tuple(tokens), (verdicts,), 0)
 
     return verify
 
 
 def _sampled(
     piece: ModuleType, sequence: TokenSequence, proposal: Proposal, rows: np.ndarray
-) -> tuple[list[int], list[TokenVerdict]]:
-    """Return the tokens that the reader's `verify_sampled` emits, drawn with the noise that the engine's own would
-    use."""
+) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Return what the reader's `verify_sampled` returns, drawn with the noise that the engine's own would use, and of
+    each draft token the numbers that decide about it."""
     params, draft, history = sequence.params, list(proposal.token_ids), list(sequence.token_ids)
     nexts = [sequence.draw._replace(history=[*history, *draft[:index]]) for index in range(len(rows))]
     scores = [sampling.penalized(row, draw) for row, draw in zip(rows, nexts, strict=True)]
@@ -283,12 +270,9 @@ def _sampled(
             return gumbel_argmax(*filtered(scores[-1], params), DrawName.of(nexts[-1]))
         return distribution.draw(DrawName.of(nexts[accepted], Purpose.RESAMPLE))
 
-    emitted = [int(token) for token in piece.verify_sampled(p, q, draft, draws, choose)]
-    verdicts = [
-        TokenVerdict(token, index < len(emitted) - 1, int(scores[index].argmax()), None, *odds[index], draws[index])
-        for index, token in enumerate(draft[: len(emitted)])
-    ]
-    return emitted, verdicts
+    best = [int(row.argmax()) for row in scores]
+    decided = [(best[index], None, *pair, draws[index]) for index, pair in enumerate(odds)]
+    return piece.verify_sampled(p, q, draft, draws, choose), decided
 
 
 def _roll_back_with(piece: ModuleType, cache: Any) -> Any:

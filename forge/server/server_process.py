@@ -1,6 +1,8 @@
-"""`forge serve` in a process of its own, on a port that is free: started, told to end, and never left behind."""
+"""`forge serve` in a process of its own, on a port that is free: started, asked, told to end, and never left behind."""
 
 import ctypes
+import http.client
+import json
 import re
 import signal
 import subprocess
@@ -8,7 +10,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
 
 from forge.errors import ForgeError
 
@@ -16,6 +21,8 @@ PATIENCE = 600.0
 """Seconds until a server must be ready: the first time on a machine its kernels are compiled."""
 GRACE = 60.0
 """Seconds that it has to end before it is killed."""
+ANSWER_SECONDS = 120.0
+"""Seconds without a byte after which no more of an answer is expected."""
 _READY = re.compile(r"served at (http://\S+)")
 
 _DIE_WITH_PARENT = 1
@@ -90,6 +97,43 @@ class ServerProcess:
                 self.url = match[1]
                 self._heard.set()
         self._heard.set()
+
+
+@contextmanager
+def asked(url: str, path: str, body: dict[str, Any] | None = None) -> Iterator[tuple[float, http.client.HTTPResponse]]:
+    """Send one request to a server on this machine, with JSON or, without a body, a GET; yield when it was sent, and
+    the answer to read. No proxy is asked: its 127.0.0.1 is another machine. Raises `ForgeError` for any but a good
+    answer."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=ANSWER_SECONDS)
+    try:
+        connection.connect()
+        sent = time.perf_counter()
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != http.client.OK:
+            raise ForgeError(f"the server answers {answer.status}: {answer.read(200).decode(errors='replace')}")
+        yield sent, answer
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ForgeError(f"{url}{path}: {error}") from None
+    finally:
+        connection.close()
+
+
+def ask(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    """Return the whole answer to a request that `asked` sends."""
+    with asked(url, path, body) as (_, answer):
+        return answer.read()
+
+
+def metric_sum(text: str, metric: str) -> float:
+    """Sum a metric of Prometheus' text over its labels: `name`, or `name{label="value"}` over the others."""
+    name, _, label = metric.partition("{")
+    lines = (line for line in text.splitlines() if line.startswith(f"{name}{{") and label.rstrip("}") in line)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def end_with_parent() -> None:

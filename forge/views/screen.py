@@ -182,6 +182,11 @@ def check(holds: bool, claim: str, otherwise: str = "") -> Text:
     return Text(f"✓ {claim}", GOOD) if holds else trouble(f"✗ {otherwise or f'not {claim}'}")
 
 
+def marked(holds: bool, words: str) -> Text:
+    """Format words after a ✓ or a ✗, which alone is coloured."""
+    return Text.assemble(("✓ ", GOOD) if holds else ("✗ ", TROUBLE), words)
+
+
 def draw(console: Console, parts: "Iterable[Part]") -> None:
     for part in parts:
         if isinstance(part, Table | RichTable):

@@ -9,9 +9,8 @@ import pytest
 
 from forge.backends.reference import ReferenceOperations
 from forge.book import bugs
-from forge.book.bug_runs import run_requests, run_with_and_without
-from forge.book.bugs import BUGS, BugRequest, bugs_of
-from forge.book.command_line import Given
+from forge.book.bugs import BUGS, BugRequest, bugs_of, run_requests, run_with_and_without
+from forge.book.given import Given
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.cli.chapters import with_given

@@ -21,9 +21,8 @@ from forge.book.chapter import (
     expressions_of,
     names_of,
 )
-from forge.book.command_line import Given
 from forge.book.drawing import draw_step, lines_of, print_chapter
-from forge.book.given import model_facts
+from forge.book.given import Given, model_facts
 from forge.book.measured import evaluate, expressions_in, names_in
 from forge.book.session import Session
 from forge.book.source_code import excerpt

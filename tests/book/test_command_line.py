@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from forge.book.command_line import Given, Syntax
+from forge.book.given import Given, Syntax
 
 SYNTAX = Syntax(
     ("prompt", "max_tokens"), {"--model": "model", "-m": "model", "--kv": "kv", "--only": "only", "--seed": "seed"}

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from forge.book import paged_output as module
-from forge.book.paged_output import EnoughRead, PagedOutput, paged_output
+from forge.book import pager as module
+from forge.book.pager import EnoughRead, PagedOutput, paged_output
 from tests.views.records import piped
 
 

@@ -1,8 +1,8 @@
 import json
 from pathlib import Path
 
-from forge.book.catalog import Entry, next_entry
-from forge.book.progress import Progress, load_progress, save_progress, state_file
+from forge.book.catalog import Entry
+from forge.book.progress import Progress, load_progress, next_entry, save_progress, state_file
 
 ENTRIES = tuple(Entry(Path(f"0{number}_{name}.md")) for number, name in ((1, "one"), (2, "two_b"), (3, "three")))
 

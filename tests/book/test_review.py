@@ -3,8 +3,7 @@ from datetime import date
 import pytest
 
 from forge.book.catalog import entries, find
-from forge.book.progress import Progress, load_progress, save_progress
-from forge.book.review import due, note_answers, questions, settle
+from forge.book.progress import Progress, due, load_progress, note_answers, questions, save_progress, settle
 from forge.book.session import Guess
 
 TODAY, TOMORROW = date(2026, 11, 23), date(2026, 11, 24)

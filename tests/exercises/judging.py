@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from forge.exercises.catalog import find_entry
+from forge.exercises import find_entry
 from forge.exercises.session import Result
 
 _PROCESSES = 2

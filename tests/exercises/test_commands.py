@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from forge.exercises import session
-from forge.exercises.catalog import available, find_entry
+from forge.exercises import ENTRIES, find_entry, session
 from tests.book.terminal import Terminal
 from tests.cli.conftest import environment
 from tests.cli.conftest import forge as forge  # a fixture
@@ -34,10 +33,10 @@ def write(folder, name, source):
 
 def test_the_list_says_what_is_done_and_what_comes_next(forge, folder):
     out = forge("build", "--folder", str(folder)).out
-    assert all(entry.title in out for entry in available())
-    assert f"forge build start {available()[0].number}" in out
+    assert all(entry.title in out for entry in ENTRIES)
+    assert f"forge build start {ENTRIES[0].number}" in out
     facts = json.loads(forge("build", "--json", "--folder", str(folder)).out)["exercises"]
-    assert [entry["passed"] for entry in facts] == [False] * len(available())
+    assert [entry["passed"] for entry in facts] == [False] * len(ENTRIES)
 
 
 def test_start_writes_a_file_once(forge, folder):
@@ -258,7 +257,7 @@ def test_after_passing_the_two_sources_their_costs_and_a_question_are_shown(forg
     assert find_entry("9").exercise().next_question[:30] in out
 
 
-@pytest.mark.parametrize("entry", available(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_what_a_solution_shows_of_the_engine_fits_a_screen(entry):
     from forge.book.source_code import excerpt
 
@@ -267,7 +266,7 @@ def test_what_a_solution_shows_of_the_engine_fits_a_screen(entry):
     assert exercise.differs and exercise.next_question.endswith("?")
 
 
-@pytest.mark.parametrize("entry", available(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_a_solution_is_the_engines_own_source(forge, entry):
     found = forge("build", "solution", str(entry.number))
     assert found.status == 0 and "forge/" in found.out

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from forge import LLM, SamplingParams
-from forge.exercises import own_engine, session
-from forge.exercises.catalog import available, find_entry
+from forge.exercises import ENTRIES, find_entry, own_engine, session
 from tests.cli.conftest import environment
 from tests.cli.conftest import forge as forge  # a fixture
 from tests.exercises.mistakes import right
@@ -24,9 +23,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "exercises"
     path.mkdir()
-    for entry in available():
+    for entry in ENTRIES:
         (path / entry.file_name).write_text(right(entry.name), encoding="utf-8")
-    session.save_builds(path, session.Builds(passed={entry.number for entry in available()}))
+    session.save_builds(path, session.Builds(passed={entry.number for entry in ENTRIES}))
     return path
 
 
@@ -50,6 +49,13 @@ def test_all_parts_at_once_say_what_forges_own_say(folder, kv):
     assert _generated(False, **options) == expected[0]
 
 
+def test_without_a_cache_forges_own_scheduler_decides(folder):
+    params = SamplingParams(max_tokens=8, temperature=0)
+    expected = LLM("hash", kv="off").generate("abc", params)[0].outputs[0].token_ids
+    with own_engine.all_parts(folder):
+        assert LLM("hash", kv="off").generate("abc", params)[0].outputs[0].token_ids == expected
+
+
 def test_generate_names_the_parts_and_compares_with_forges_own(folder):
     command = [sys.executable, "-m", "forge", "build", "engine", "generate", "-m", "hash", "abc abc abc", "20"]
     done = subprocess.run(command, env=environment(**os.environ), capture_output=True, text=True, cwd=folder.parent)
@@ -67,6 +73,18 @@ def test_a_wrong_part_is_seen_in_the_tokens(folder, capsys):
         LLM.from_engine_args(own_engine.EngineArgs("hash")).generate("abc", SamplingParams(max_tokens=8, temperature=0))
     assert not own_engine.print_beside_own(runs[0])
     assert "1 of 1 request differ" in capsys.readouterr().out
+
+
+def test_an_answer_that_is_too_short_is_no_identical_one(folder, capsys):
+    args = own_engine.EngineArgs("hash", kv="paged")
+    with own_engine.all_parts(folder), own_engine.observed() as runs:
+        LLM.from_engine_args(args).generate("abc", SamplingParams(max_tokens=8, temperature=0))
+    (tokens,) = runs[0].tokens.values()
+    assert len(tokens) == 8 and own_engine.print_beside_own(runs[0])
+    del tokens[5:]
+    assert not own_engine.print_beside_own(runs[0])
+    runs[0].ended.clear()  # aborted: as far as it came it is the same
+    assert own_engine.print_beside_own(runs[0])
 
 
 def test_the_parts_reach_the_process_of_a_server(folder):

@@ -2,8 +2,9 @@
 
 import pytest
 
-from forge.exercises.catalog import find_entry
-from forge.exercises.running import BrokenRun, compare
+from forge.exercises import find_entry
+from forge.exercises.child import compare
+from forge.exercises.session import BrokenRun
 from tests.exercises.mistakes import SOLVED, right
 
 

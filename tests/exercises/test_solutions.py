@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge import exercises
-from forge.exercises import find_entry
-from forge.exercises.catalog import available
+from forge.exercises import ENTRIES, find_entry
 from forge.exercises.session import Result
 from tests.exercises.judging import Judged, judge_all, judges
 from tests.exercises.mistakes import SOLVED, Variant, right, right_ones, wrong_ones
@@ -73,7 +72,7 @@ EQUIVALENT = {
 """Mutants that do what the right solution does, or something else that is right, and why."""
 
 
-@pytest.mark.parametrize("entry", available(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_every_rule_has_its_words_and_is_checked_somewhere(entry):
     folder = Path(exercises.__file__).parent
     sources = "".join((folder / f"{name}.py").read_text("utf-8") for name in (entry.name, "trials"))
@@ -111,7 +110,7 @@ def _mutants(name: str, share: int) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module", params=[60, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 def judgements(request) -> Judgements:
     share = request.param
-    sources = {(entry.name, entry.template.read_text(encoding="utf-8")) for entry in available()}
+    sources = {(entry.name, entry.template.read_text(encoding="utf-8")) for entry in ENTRIES}
     for name in SOLVED:
         sources |= {(name, solution.source) for solution in (*_right(name, share), *_wrong(name, share))}
         sources |= {(name, source) for _, source in _mutants(name, share)} | {(name, right(name))}
@@ -159,7 +158,7 @@ def test_what_is_listed_as_right_is_a_mutant(name):
     assert EQUIVALENT[name].keys() <= {what for what, _ in mutants(right(name))}
 
 
-@pytest.mark.parametrize("entry", available(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_a_template_says_what_is_not_written(entry, judgements):
     result = judgements.of(entry.name, entry.template.read_text(encoding="utf-8"))
     assert result.rule == "unwritten", _said(result)
@@ -167,8 +166,8 @@ def test_a_template_says_what_is_not_written(entry, judgements):
 
 
 def test_every_exercise_that_there_is_has_a_solution():
-    assert [entry.name for entry in available()] == SOLVED
-    assert all(find_entry(str(entry.number)) == entry for entry in available())
+    assert [entry.name for entry in ENTRIES] == SOLVED
+    assert all(find_entry(str(entry.number)) == entry for entry in ENTRIES)
 
 
 def _said(result: Result) -> str:

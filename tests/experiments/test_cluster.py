@@ -1,6 +1,8 @@
 """Chapter 12's exercises: each answer holds for what its command measures."""
 
 import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 
@@ -8,7 +10,7 @@ from forge.bench.http_client import Timed
 from forge.cli.main import main
 from forge.cluster.simulation import StepTime, Transport
 from forge.experiments.cluster import measured as measured_part
-from forge.experiments.cluster.failure import num_identical
+from forge.experiments.cluster.failure import _stream, metric, num_identical
 from forge.experiments.cluster.measured import fit_costs, measured_object, screen
 
 COMMAND = ("cluster", "--only", "run", "--json")
@@ -56,6 +58,38 @@ def test_an_unknown_router_is_refused(capfd):
 
 def test_requests_that_fail_both_times_are_not_identical():
     assert num_identical(["a", "b", "c", ""], ["a", "x", "", ""]) == 1
+
+
+def test_a_stream_that_is_refused_is_lost_and_ends_no_other():
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_error(503)
+
+        def log_message(self, *arguments):
+            pass
+
+    began = []
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        text, _, _ = _stream(url, 0, lambda: began.append(1), lambda text: None)
+    assert (text, began) == ("", [1])
+
+
+def test_a_proxy_is_not_asked_for_a_server_on_this_machine(monkeypatch):
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'reachable{engine="a"} 1\nreachable{engine="b"} 2\nreachable_since{engine="a"} 9\n')
+
+        def log_message(self, *arguments):
+            pass
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        assert metric(f"http://127.0.0.1:{server.server_port}", "reachable") == 3
 
 
 @pytest.mark.parametrize("part", ["failure", "measured"])

@@ -68,8 +68,8 @@ def measure_apart(model: str) -> Report:
 def run_way(llm: LLM, name: str, decoded: int) -> Way:
     """Run sequences that decode, and long prompts that arrive meanwhile."""
     way, params = Way(name), SamplingParams(max_tokens=decoded, temperature=0.0, ignore_eos=True)
-    budget = CHUNK + DECODING if name == "chunked" else None
-    options = {"chunked_prefill": name == "chunked"} | ({"max_num_batched_tokens": budget} if budget else {})
+    chunks = {"chunked_prefill": True, "max_num_batched_tokens": CHUNK + DECODING}
+    options = chunks if name == "chunked" else {"chunked_prefill": False}
     engine, prefills = llm.new_engine(**options), llm.new_engine()
     last: dict[int, float] = {}
     arrived: dict[int, float] = {}
@@ -81,7 +81,8 @@ def run_way(llm: LLM, name: str, decoded: int) -> Way:
         if steps and steps % EVERY == 0 and steps <= EVERY * num_arrivals:
             prompt, request_id, waited, handoff = _prompt(PROMPT, 100 + steps), f"p{steps}", 0.0, None
             if name == "apart":
-                handoff, waited = _prefilled(prefills, prompt)
+                handoff, *spent = _prefilled(prefills, prompt)
+                waited = sum(spent)
             (seq_id,) = _add(engine, handoff, request_id, prompt, SamplingParams(max_tokens=2))
             arrived[seq_id] = clock - waited
             names.append(request_id)
@@ -104,16 +105,18 @@ def _prompt(length: int, number: int) -> list[int]:
     return [97 + (number * 7 + place * place) % 26 for place in range(length)]
 
 
-def _prefilled(engine: Engine, prompt: list[int]) -> tuple[KvHandoff, float]:
-    """Prefill on the other engine; return the hand-over and the milliseconds that it took."""
-    began = time.perf_counter()
+def _prefilled(engine: Engine, prompt: list[int]) -> tuple[KvHandoff, float, float]:
+    """Prefill on this engine. Returns the hand-over, and the milliseconds to compute its blocks and to read them."""
     (seq_id,) = engine.add_request("prefill", prompt[:-1], prefill_params(), retain_cache=True)
+    began = time.perf_counter()
     while engine.has_unfinished():
         engine.step()
+    computed = time.perf_counter()
     handoff = hand_off(engine, seq_id)
+    exported = time.perf_counter()
     engine.release(seq_id)
     engine.forget("prefill")
-    return handoff, (time.perf_counter() - began) * 1e3
+    return handoff, (computed - began) * 1e3, (exported - computed) * 1e3
 
 
 def _add(engine: Engine, handoff: KvHandoff | None, *arguments: Any) -> tuple[int, ...]:
@@ -126,14 +129,7 @@ def hand_over(llm: LLM, length: int) -> dict[str, Any]:
     step that only decodes. send: over this machine's loopback, as one engine sends them to another; the fastest of
     three. share: all of these over the time to compute the blocks."""
     prompt, params = _prompt(length, length), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    source = llm.new_engine()
-    (seq_id,) = source.add_request("p", prompt[:-1], prefill_params(), retain_cache=True)
-    began = time.perf_counter()
-    while source.has_unfinished():
-        source.step()
-    computed = time.perf_counter()
-    handoff = hand_off(source, seq_id)
-    exported = time.perf_counter()
+    handoff, prefill_ms, export_ms = _prefilled(llm.new_engine(), prompt)
     logits: list[list[bytes]] = []
     first_ms = []
     for received in (handoff, None):
@@ -150,7 +146,6 @@ def hand_over(llm: LLM, length: int) -> dict[str, Any]:
             steps.append((record.ended - record.started) * 1e3)
         first_ms.append(steps[0] - percentile(steps[1:], 0.5))
         logits.append(rows)
-    prefill_ms, export_ms = (computed - began) * 1e3, (exported - computed) * 1e3
     import_ms, send_ms = max(0.0, first_ms[0]), min(_send_ms(handoff) for _ in range(3))
     return {
         "prompt_tokens": length,

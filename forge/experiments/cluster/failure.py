@@ -5,9 +5,9 @@ import os
 import signal
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from rich.text import Text
 
 from forge.errors import ForgeError
-from forge.server.server_process import ServerProcess
+from forge.server.server_process import ServerProcess, ask, asked, metric_sum
 from forge.views.palette import QUIET
 from forge.views.progress import progress_line
 from forge.views.screen import Part, Report, check, fill, question, report, sentences, title
@@ -24,10 +24,10 @@ from forge.views.screen import Part, Report, check, fill, question, report, sent
 STREAMS = WHOLE = 6
 MAX_TOKENS = 400
 MODEL = "tales"
+_PATH = "/v1/completions"
 SHOWN = 60
 """Characters of a stream that are shown before the kill, and after it."""
 QUESTION = "What do clients notice when an engine dies?"
-MISSING = "Ray Serve is not installed, so no engine was killed: pip install 'ray[serve]'"
 
 
 @dataclass(frozen=True)
@@ -61,26 +61,31 @@ def ray_is_installed() -> bool:
     return find_spec("ray") is not None
 
 
+def without_ray(question: str, facts: Mapping[str, Any], missing: str) -> Report:
+    """Report that nothing could be measured. missing: what was not done."""
+    told = f"Ray Serve is not installed, so {missing}: pip install 'ray[serve]'"
+    return report(facts, lambda: (title(question), None, told))
+
+
 def measure_failure(replicas: int) -> Report:
     if not ray_is_installed():
-        failure = Failure(ray=False)
-    else:
-        options = ("--model", MODEL, "--ray-address", "local", "--threads", "1", "--replicas", str(replicas))
-        with ServerProcess(options) as server, progress_line() as progress:
-            progress(f"starting {replicas} engines")
-            server.wait_until_ready()
-            wait_until(lambda: metric(server.url, "forge:replicas_reachable") == replicas)
-            progress("answers while no engine dies")
-            before, gaps, _ = _ask_all(server, progress, kill=False)
-            progress("the same while one is killed")
-            after, pauses, (said, said_next) = _ask_all(server, progress, kill=True)
-            began = time.perf_counter()
-            wait_until(lambda: metric(server.url, "forge:replicas_reachable") == replicas)
-            identical = num_identical(before, after)
-            resumed, lost = int(metric(server.url, "forge:requests_resumed_total")), STREAMS + WHOLE - identical
-            gap_ms, pause_ms, seconds = sorted(gaps)[len(gaps) // 2], max(pauses), time.perf_counter() - began
-            counts = STREAMS, WHOLE, resumed, identical, lost
-            failure = Failure(True, *counts, gap_ms, pause_ms, seconds, said, said_next)
+        return without_ray(QUESTION, asdict(Failure(ray=False)), "no engine was killed")
+    options = ("--model", MODEL, "--ray-address", "local", "--threads", "1", "--replicas", str(replicas))
+    with ServerProcess(options) as server, progress_line() as progress:
+        progress(f"starting {replicas} engines")
+        server.wait_until_ready()
+        wait_until(lambda: metric(server.url, "forge:replicas_reachable") == replicas)
+        progress("answers while no engine dies")
+        before, gaps, _ = _ask_all(server, progress, kill=False)
+        progress("the same while one is killed")
+        after, pauses, (said, said_next) = _ask_all(server, progress, kill=True)
+        began = time.perf_counter()
+        wait_until(lambda: metric(server.url, "forge:replicas_reachable") == replicas)
+        identical = num_identical(before, after)
+        resumed, lost = int(metric(server.url, "forge:requests_resumed_total")), STREAMS + WHOLE - identical
+        gap_ms, pause_ms, seconds = sorted(gaps)[len(gaps) // 2], max(pauses), time.perf_counter() - began
+        counts = STREAMS, WHOLE, resumed, identical, lost
+        failure = Failure(True, *counts, gap_ms, pause_ms, seconds, said, said_next)
     return report(asdict(failure), lambda: screen(failure), 1 if failure.lost else 0)
 
 
@@ -113,12 +118,9 @@ def _ask_all(
         return texts, [gap for _, gap, _ in streamed], around
 
 
-def _post(url: str, number: int, stream: bool) -> Any:
+def _body(number: int, stream: bool) -> dict[str, Any]:
     prompt = f"Once upon a time there were {number} hens"
-    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-    data = json.dumps(body | {"stream": stream}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", data, {"content-type": "application/json"})
-    return urllib.request.urlopen(request, timeout=120)
+    return {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream}
 
 
 def _stream(
@@ -128,40 +130,35 @@ def _stream(
     milliseconds, and the characters that came before that. on_begin: is called at its first event. watch: is called
     with the end of the text at every event."""
     text, last, longest, paused_at, is_well = "", 0.0, 0.0, 0, False
-    try:
-        with _post(url, number, True) as answer:
-            for line in answer:
-                if not line.startswith(b"data: "):
-                    continue
-                now = time.perf_counter()
-                if last == 0.0:
-                    on_begin()
-                elif now - last > longest:
-                    longest, paused_at = now - last, len(text)
-                last, is_well = now, line.startswith(b"data: [DONE]")
-                if not is_well:
-                    event = json.loads(line[6:])
-                    text += "".join(choice["text"] for choice in event.get("choices", ()))
-                    watch(text[-SHOWN:].replace("\n", " "))
-    finally:
-        if last == 0.0:
-            on_begin()  # it has failed, and nothing waits for it
+    with suppress(ForgeError), asked(url, _PATH, _body(number, True)) as (_, answer):
+        for line in answer:
+            if not line.startswith(b"data: "):
+                continue
+            now = time.perf_counter()
+            if last == 0.0:
+                on_begin()
+            elif now - last > longest:
+                longest, paused_at = now - last, len(text)
+            last, is_well = now, line.startswith(b"data: [DONE]")
+            if not is_well:
+                event = json.loads(line[6:])
+                text += "".join(choice["text"] for choice in event.get("choices", ()))
+                watch(text[-SHOWN:].replace("\n", " "))
+    if last == 0.0:
+        on_begin()  # it has failed, and nothing waits for it
     return (text if is_well else ""), longest * 1e3, paused_at
 
 
 def _whole(url: str, number: int) -> str:
     try:
-        with _post(url, STREAMS + number, False) as answer:
-            return json.load(answer)["choices"][0]["text"]
-    except OSError:
+        return json.loads(ask(url, _PATH, _body(STREAMS + number, False)))["choices"][0]["text"]
+    except ForgeError:
         return ""
 
 
 def metric(url: str, name: str) -> float:
     """Return the sum of a metric over its labels."""
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+    return metric_sum(ask(url, "/metrics").decode(), name)
 
 
 def _below(pid: int) -> Iterator[int]:
@@ -191,9 +188,6 @@ def wait_until(condition: Any, seconds: float = 60.0) -> None:
 
 
 def screen(failure: Failure) -> Iterator[Part]:
-    if not failure.ray:
-        yield from (title(QUESTION), None, MISSING)
-        return
     ran = "{streams:plural stream} and {whole:plural request} without one ran when it was killed"
     yield from question(QUESTION, fill(ran, failure))
     lines = (

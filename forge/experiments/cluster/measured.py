@@ -9,19 +9,19 @@ import asyncio
 import json
 import random
 import threading
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import fmean, median
 from typing import Any
 
 from forge.bench.http_client import HttpClient, Timed
 from forge.cluster.simulation import SimulationOptions, SimulationResult, StepTime, Transport, fit_step_time, replay
-from forge.experiments.cluster.failure import metric, ray_is_installed, wait_until
-from forge.server.server_process import ServerProcess
+from forge.errors import ForgeError
+from forge.experiments.cluster.failure import metric, ray_is_installed, wait_until, without_ray
+from forge.server.server_process import ANSWER_SECONDS, ServerProcess, ask, asked
 from forge.trace.totals import percentile
 from forge.views.progress import progress_line
-from forge.views.screen import Part, Report, Table, check, fill, question, report, sentences, title
+from forge.views.screen import Part, Report, Table, check, fill, question, report, sentences
 from forge.workload.conversations import KnownRequest
 
 MODEL, CLIENTS, LONE = "tales", 8, 2
@@ -35,7 +35,6 @@ BLOCKS, BATCHED_TOKENS, SEQUENCES = 1024, 512, 16
 WITHIN = 0.25
 """How far a simulated time may be from the measured one, as a share of that."""
 QUESTION = "What do two engines serve, against one with as many threads?"
-MISSING = "Ray Serve is not installed, so nothing was measured: pip install 'ray[serve]'"
 _WORDS = ("fox", "hen", "owl", "mill", "boy", "girl", "king", "bird", "cat", "dog", "tree", "river", "the", "a", "old")
 _BUSY_MS = 20.0
 """An engine that begins its next step within so many milliseconds has not waited for a request."""
@@ -43,7 +42,7 @@ _BUSY_MS = 20.0
 
 def measure_replicas() -> Report:
     if not ray_is_installed():
-        return report({"ray": False}, lambda: screen({"ray": False}))
+        return without_ray(QUESTION, {"ray": False}, "nothing was measured")
     sizes = {"num-blocks": BLOCKS, "max-num-seqs": SEQUENCES, "max-num-batched-tokens": BATCHED_TOKENS}
     common = ["--model", MODEL, "--kv", "prefix", *[f"--{name}={size}" for name, size in sizes.items()]]
     two_options = ("--replicas", "2", "--threads", "1", "--ray-address", "local")
@@ -82,10 +81,7 @@ def prompts_of(url: str) -> list[list[int]]:
     begun = ["Once upon a time " + " ".join(draw.choices(_WORDS, k=SHARED_WORDS)) for _ in range(BEGINNINGS)]
     for _ in range(TURNS * REQUESTS):
         text = f"{draw.choice(begun)} {' '.join(draw.choices(_WORDS, k=OWN_WORDS))}."
-        data = json.dumps({"prompt": text}).encode()
-        request = urllib.request.Request(f"{url}/tokenize", data, {"content-type": "application/json"})
-        with urllib.request.urlopen(request) as answer:
-            prompts.append(json.load(answer)["tokens"])
+        prompts.append(json.loads(ask(url, "/tokenize", {"prompt": text}))["tokens"])
     return prompts
 
 
@@ -107,18 +103,16 @@ async def ask_all(url: str, prompts: Sequence[list[int]], clients: int) -> list[
 @contextmanager
 def steps_of(url: str) -> Iterator[list[dict[str, Any]]]:
     """Collect the steps of all engines meanwhile."""
-    steps, answer = list[dict[str, Any]](), urllib.request.urlopen(f"{url}/debug/steps")
+    steps, is_open = list[dict[str, Any]](), threading.Event()
 
     def read() -> None:
-        try:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    steps.append(json.loads(line[6:]))
-        except (OSError, ValueError):
-            pass  # it was closed
+        with suppress(ForgeError), asked(url, "/debug/steps") as (_, answer):  # until the server ends
+            is_open.set()
+            steps.extend(json.loads(line[6:]) for line in answer if line.startswith(b"data: {"))
 
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
+    is_open.wait(ANSWER_SECONDS)
     try:
         yield steps
     finally:
@@ -245,9 +239,6 @@ def _speeds(turns: Sequence[Sequence[Timed]], lone: Sequence[Timed]) -> dict[str
 
 
 def screen(facts: dict[str, Any]) -> Iterator[Part]:
-    if not facts["ray"]:
-        yield from (title(QUESTION), None, MISSING)
-        return
     about = (
         "{clients} clients; answers of {answer_tokens.least} to {answer_tokens.most} tokens, {allowed_tokens} allowed"
     )

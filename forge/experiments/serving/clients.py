@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forge.bench.http_client import HttpClient, Timed, follow, read_head
+from forge.server.server_process import metric_sum
 from forge.trace.records import StepRecord
 
 PATH = "/v1/completions"
@@ -318,10 +319,4 @@ class _Clients:
 
 def parse_metrics(text: str) -> dict[str, float]:
     """Parse the figures of `_GAUGES` from Prometheus' text, each summed over its labels."""
-    sums = dict.fromkeys(_GAUGES, 0.0)
-    for line in text.splitlines():
-        for name, metric in _GAUGES.items():
-            title, _, label = metric.partition("{")
-            if line.startswith(title + "{") and label.rstrip("}") in line:
-                sums[name] += float(line.rsplit(" ", 1)[1])
-    return sums
+    return {name: metric_sum(text, metric) for name, metric in _GAUGES.items()}
