@@ -17,34 +17,19 @@ from itertools import count
 from typing import Any
 
 from forge.cache.prefix_index import PrefixIndex
-from forge.cluster.fleet import NoReplica, RouteRequest
-from forge.cluster.handoff import MIN_PROMPT, prefill_of
+from forge.cluster.fleet import Breaker, NoReplica, RouteRequest
 from forge.cluster.link import Link, open_link, watch_pulses
 from forge.cluster.metrics import ClusterMetrics
-from forge.cluster.pool import Breaker, Pool
-from forge.cluster.routers import DEFAULT_THRESHOLD
-from forge.cluster.wire import Address, Place, ReplicaUpdate, Source, Unreachable
+from forge.cluster.routers import DEFAULT_THRESHOLD, Pool
+from forge.cluster.wire import MIN_PROMPT, Address, Place, ReplicaUpdate, Source, Unreachable, prefill_of
 from forge.engine.handoff import Emitted
 from forge.engine.output_text import OutputText
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
-from forge.server.engine_client import EngineDead, Generation, Prompt, RequestFailed, ResumableClient
+from forge.server import messages
+from forge.server.engine_client import Generation, Prompt, ResumableClient
+from forge.server.errors import EngineDead, RequestFailed
 from forge.server.exchange import current_exchange
-from forge.server.messages import (
-    Abort,
-    Answer,
-    Ask,
-    AskTasks,
-    Fault,
-    Gauges,
-    Ready,
-    RequestEnd,
-    Submit,
-    TokenDelta,
-    Watch,
-    Withdraw,
-    prompt_id,
-)
 from forge.server.resumption import SeenStream, StreamPosition, checksum_of, shown_id
 from forge.tokenizer import StreamingDetokenizer
 from forge.trace.records import StepRecord
@@ -62,14 +47,14 @@ class NoHealthyReplica(EngineDead):
     """No engine can be reached at the moment."""
 
     def __init__(self) -> None:
-        ForgeError.__init__(self, "no engine can be reached at the moment: come back in some seconds")
+        super().__init__("no engine can be reached at the moment: come back in some seconds")
 
 
 @dataclass(eq=False)
 class _Request:
     """A prompt that has not ended, with its tokens so far."""
 
-    submit: Submit
+    submit: messages.Submit
     token_ids: list[list[int]]
     """Of each sample, the output tokens that have come."""
     logprobs: list[list[Any]]
@@ -108,7 +93,7 @@ class _Request:
 class _Question:
     """A question to one engine, or prefill-only requests to any."""
 
-    command: Ask | AskTasks
+    command: messages.Ask | messages.AskTasks
     replica: str | None = None
     avoid: frozenset[str] = frozenset()
     began: float = field(default_factory=time.perf_counter)
@@ -136,7 +121,7 @@ class ClusterClient(ResumableClient):
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._leaving: set[str] = set()
         """Replicas that leave as soon as another one is connected to."""
-        self._gauges_of: dict[str, Gauges] = {}
+        self._gauges_of: dict[str, messages.Gauges] = {}
         self._requests: dict[int, _Request] = {}
         self._asked: dict[int, _Question] = {}
         self._homeless: list[_Request] = []
@@ -174,13 +159,13 @@ class ClusterClient(ResumableClient):
         if not self.is_ready:
             raise NoHealthyReplica
 
-    def take_ready(self, ready: Ready) -> None:
+    def take_ready(self, ready: messages.Ready) -> None:
         """Store what the engines said of the model."""
         self._device, self._block_size = ready.device, ready.block_size
         self._tokenizer = ready.tokenizer()
 
     def new_metrics(  # type: ignore[override]  # reads as one `Metrics`
-        self, model_name: str, ready: Ready
+        self, model_name: str, ready: messages.Ready
     ) -> ClusterMetrics:
         self.metrics = ClusterMetrics(model_name, ready, self)
         for name in self._links:
@@ -259,7 +244,7 @@ class ClusterClient(ResumableClient):
         if self.metrics is not None:
             self.metrics.join(name)
         if self._is_watching:
-            link.send(Watch(True))
+            link.send(messages.Watch(True))
         self.on_join(name)
         homeless, self._homeless = self._homeless, []
         for request in homeless:
@@ -326,7 +311,8 @@ class ClusterClient(ResumableClient):
         request_id = f"{shown_id(seen)}~{secrets.token_hex(3)}"  # its engine may not know yet that it was left
         generation, known = Generation(request_id, prompts, params, stream=True), None
         if not seen.tokens:
-            known = await self.tokens_of(seen.request_id) or await self.tokens_of(prompt_id(seen.request_id, 0))
+            of_prompt = messages.prompt_id(seen.request_id, 0)
+            known = await self.tokens_of(seen.request_id) or await self.tokens_of(of_prompt)
             if known is None:
                 raise UsageError(f"no engine remembers the request {seen.request_id}: leave Last-Event-ID out")
             return self._submit(generation, known[0], priority, salt)
@@ -383,16 +369,16 @@ class ClusterClient(ResumableClient):
 
     def _send(self, command: Any) -> None:
         match command:
-            case Ask() | AskTasks():
+            case messages.Ask() | messages.AskTasks():
                 self._put_question(self._asked.setdefault(command.number, _Question(command)))
-            case Abort(key):
+            case messages.Abort(key):
                 if key in self._requests:
                     self._abort(self._requests.pop(key))
-            case Withdraw(number):
+            case messages.Withdraw(number):
                 asked = self._asked.pop(number, None)
                 if asked is not None and asked.replica in self._links:
                     self._links[asked.replica][1].send(command)
-            case Watch(is_on):
+            case messages.Watch(is_on):
                 self._is_watching = is_on
                 for _, link in self._links.values():
                     link.send(command)
@@ -480,7 +466,7 @@ class ClusterClient(ResumableClient):
         self._homeless = [waiting for waiting in self._homeless if waiting is not request]
         for name in (request.replica, request.prefill):
             if name in self._links:
-                self._links[name][1].send(Abort(request.submit.key))
+                self._links[name][1].send(messages.Abort(request.submit.key))
 
     def _end_everywhere(self, request: _Request) -> None:
         """Stop counting a request as under way to any engine."""
@@ -506,7 +492,7 @@ class ClusterClient(ResumableClient):
         if decision is None or decision.replica not in self._links:
             return None
         try:
-            answer = await self._answer_to(Ask(next(self._numbers), subject, arguments), 1)
+            answer = await self._answer_to(messages.Ask(next(self._numbers), subject, arguments), 1)
         except RequestFailed:  # its engine has failed
             return None
         if answer is None:
@@ -524,7 +510,7 @@ class ClusterClient(ResumableClient):
 
     async def tokens_of(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
         """Return the seed of a request that any front had, and its samples' tokens, if an engine remembers them."""
-        asked = [(Ask(next(self._numbers), "tokens", (request_id,)), name) for name in self._links]
+        asked = [(messages.Ask(next(self._numbers), "tokens", (request_id,)), name) for name in self._links]
         self._asked |= {question.number: _Question(question, name) for question, name in asked}
         answers = await asyncio.gather(*[self._answer_to(question, 0) for question, _ in asked], return_exceptions=True)
         arrived = [answer for answer in answers if isinstance(answer, tuple)]
@@ -532,7 +518,7 @@ class ClusterClient(ResumableClient):
 
     def _put_question(self, question: _Question) -> None:
         command = question.command
-        if isinstance(command, Ask):
+        if isinstance(command, messages.Ask):
             if question.replica is None and command.arguments:
                 question.replica = self.replica_of(command.arguments[0])
             if question.replica not in self._links:
@@ -555,7 +541,7 @@ class ClusterClient(ResumableClient):
         """Ask another replica after one has failed at a question, of which nothing has been sent."""
         self.pools[ENGINES].fleet.end(f"ask-{question.command.number}")
         question.avoid |= {name}
-        if isinstance(question.command, Ask) or len(question.avoid) >= ATTEMPTS:
+        if isinstance(question.command, messages.Ask) or len(question.avoid) >= ATTEMPTS:
             self._answer_failed(question, f"the replica that was asked has failed: {why}")
         else:
             self._put_question(question)
@@ -565,7 +551,8 @@ class ClusterClient(ResumableClient):
         self._asked.pop(number, None)
         future = self._questions.get(number)
         if future is not None:
-            asyncio.get_running_loop().call_soon(self._take_answer, Answer(number, None, Fault(why, internal=True)))
+            answer = messages.Answer(number, None, messages.Fault(why, internal=True))
+            asyncio.get_running_loop().call_soon(self._take_answer, answer)
 
     # Updates
 
@@ -595,7 +582,6 @@ class ClusterClient(ResumableClient):
         update.records = [self._located(name, record) for record in update.records]
         update.steps, update.gauges = [], None  # they are counted
         self._take_in(update)
-        self._flush_when_due()
         if name not in self._addresses:
             self._close_if_done(name)
 
@@ -620,7 +606,7 @@ class ClusterClient(ResumableClient):
                 accepted.append(key)
         return accepted
 
-    def _note_tokens(self, tokens: list[TokenDelta], now: float) -> list[TokenDelta]:
+    def _note_tokens(self, tokens: list[messages.TokenDelta], now: float) -> list[messages.TokenDelta]:
         """Note tokens; return them without those of samples that have ended: they were chosen again."""
         new, find = [], self._requests.get
         for token in tokens:
@@ -646,7 +632,7 @@ class ClusterClient(ResumableClient):
         request.ended.add(sample)
         return True
 
-    def _finish(self, name: str, end: RequestEnd) -> RequestEnd | None:
+    def _finish(self, name: str, end: messages.RequestEnd) -> messages.RequestEnd | None:
         """Forget a request that has ended, and return its end with the times of all engines that had it. One whose
         engine could not finish it, or has computed its prompt for another, continues elsewhere: None."""
         request = self._requests.get(end.key)
@@ -654,7 +640,7 @@ class ClusterClient(ResumableClient):
             return end
         fault = end.fault
         if fault is None and any(sample.finish_reason == "error" for sample in end.output.outputs):
-            fault = Fault("it could not finish it", internal=True)
+            fault = messages.Fault("it could not finish it", internal=True)
         if fault is not None and fault.internal:
             self._fail_over(request, name, fault.message)
             return None
@@ -685,18 +671,18 @@ class ClusterClient(ResumableClient):
         del self._requests[refusal.key]
         return False
 
-    def _retry_answer(self, name: str, answer: Answer) -> bool:
+    def _retry_answer(self, name: str, answer: messages.Answer) -> bool:
         """Ask another engine where this one failed at prefill-only requests, and take the question as answered
         otherwise. Return whether it was asked again, and so this answer is dropped."""
         question = self._asked.get(answer.number)
         if question is None:
             return False
         self.pools[ENGINES].fleet.end(f"ask-{answer.number}")
-        if answer.fault is not None and answer.fault.internal and isinstance(question.command, AskTasks):
+        if answer.fault is not None and answer.fault.internal and isinstance(question.command, messages.AskTasks):
             self._ask_elsewhere(question, name, answer.fault.message)
             return True
         del self._asked[answer.number]
-        if isinstance(question.command, AskTasks) and answer.fault is None and self.metrics is not None:
+        if isinstance(question.command, messages.AskTasks) and answer.fault is None and self.metrics is not None:
             lengths = [len(token_ids) for token_ids, _ in question.command.requests]
             self.metrics.take_answered(name, lengths, time.perf_counter() - question.began)
         return False
@@ -708,4 +694,4 @@ class ClusterClient(ResumableClient):
         return replace(record, replica=name, routes=routes)
 
     def _sum_gauges(self) -> None:
-        self.gauges = Gauges(*[sum(values) for values in zip(Gauges(), *self._gauges_of.values(), strict=True)])
+        self.gauges = messages.Gauges(*map(sum, zip(messages.Gauges(), *self._gauges_of.values(), strict=True)))

@@ -7,18 +7,15 @@ takes its place.
 
 import asyncio
 import os
-import socket
-import subprocess
-import sys
 import time
 from math import ceil
 from typing import Any, NamedTuple
 
 from forge.cluster.control import check_interface
 from forge.cluster.link import STUCK_SECONDS, PulseReader
-from forge.cluster.wire import Address, connect
+from forge.cluster.wire import Address, connect, start_process
 from forge.errors import UsageError
-from forge.server.messages import LoadFailed, Ready, frame, received
+from forge.server.messages import LoadFailed, Ready, received
 
 DEAD_AFTER = 5.0
 """Seconds without a pulse after which an engine is killed. A front gives it up before."""
@@ -63,12 +60,9 @@ class EngineReplica:
         self._address: Address = ("", 0)
         self._ready: Ready | None = None
         self._pulses = PulseReader(self._end)
-        self._control, control = socket.socketpair()
-        command = [sys.executable, "-m", "forge.cluster.replica_engine", str(control.fileno())]
         # In a group of its own: Ray's reaper kills its whole group when the process that has started Ray ends.
-        self._process = subprocess.Popen(command, pass_fds=[control.fileno()], start_new_session=True)
-        control.close()
-        self._control.sendall(frame((host or _node_address(), secret, os.getppid(), model, options)))
+        load = host or _node_address(), secret, os.getppid(), model, options
+        self._process, self._control = start_process("forge.cluster.replica_engine", load)
         message = await asyncio.to_thread(next, received(self._control), None)
         if message is None:
             raise ReplicaFailed("the engine's process has ended before its model was loaded")

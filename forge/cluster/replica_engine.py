@@ -12,9 +12,7 @@ import logging
 import os
 import queue
 import select
-import signal
 import socket
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -24,8 +22,19 @@ from typing import Any
 
 from forge.cache.prefix import PrefixKvCache
 from forge.cluster.events import CacheEvents, EventLog, LoadMeter
-from forge.cluster.handoff import fetch
-from forge.cluster.wire import PULSE_INTERVAL, Address, Place, Pulse, Purpose, ReplicaUpdate, Source, admit, listen
+from forge.cluster.wire import (
+    PULSE_INTERVAL,
+    Address,
+    Place,
+    Pulse,
+    Purpose,
+    ReplicaUpdate,
+    Source,
+    admit,
+    fetch,
+    listen,
+    starters_socket,
+)
 from forge.engine.handoff import KvHandoff, add_handed_over, add_resumed, hand_off
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
@@ -417,11 +426,9 @@ def main() -> None:
 
     Its one argument is the file descriptor of the control socket, whose first message says what to load.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # the actor decides when this process ends
-        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(message)s")
     logger.setLevel(logging.INFO)
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = starters_socket()
     host, secret, raylet, model, options = next(received(control))
     with reporting_failures(control):
         llm = LLM(model, **options)

@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 
 from forge import __version__
 from forge.engine.outputs import RequestOutput
-from forge.server.engine_client import EngineClient, EngineDead, Generation
-from forge.server.errors import ApiError, install_handlers
+from forge.server.engine_client import EngineClient, Generation
+from forge.server.errors import ERRORS, ApiError, EngineDead, answer_error
 from forge.server.exchange import Exchange, Exchanges
 from forge.server.messages import Ready
 from forge.server.messages_api import add_messages
@@ -51,12 +51,17 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
     """Build the application around a connected engine."""
     service = Service(client, ready, settings)
     app = FastAPI(
-        title="forge", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS, redirect_slashes=False
+        title="forge",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        redirect_slashes=False,
+        exception_handlers=dict.fromkeys(ERRORS, answer_error),
     )
     app.state.service = service
     app.state.body_parser = BodyParser(ready.max_model_len)
     app.router.route_class = StrictRoute
-    install_handlers(app)
     _add_generation(app, service)
     _add_text(app, service)
     add_responses(app, service, _STREAMED)

@@ -25,6 +25,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Logprobs
 from forge.errors import ForgeError, UsageError
 from forge.server import messages
+from forge.server.errors import ClientStalled, EngineDead, RequestFailed
 from forge.server.metrics import Metrics
 from forge.server.resumption import SeenStream, StreamPosition
 from forge.trace.records import StepRecord
@@ -38,28 +39,6 @@ MAX_PENDING_CHARS = 1 << 20
 
 MAX_DELTAS = 256
 """Tokens of a lone stream that wait to be taken apart from each other."""
-
-
-class EngineDead(ForgeError):
-    """The engine's process is gone."""
-
-    def __init__(self) -> None:
-        super().__init__("the engine's process has died")
-
-
-class RequestFailed(ForgeError):
-    """The engine could not finish a request, and that is its own fault."""
-
-
-class ShuttingDown(ForgeError):
-    """The server is shutting down: another one may take the request."""
-
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down")
-
-
-class ClientStalled(ForgeError):
-    """A client did not take what was generated for it."""
 
 
 @dataclass(slots=True)
@@ -88,6 +67,58 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
+
+
+class Connection(asyncio.BufferedProtocol):
+    """The loop's end of a socket that carries messages. Those of one turn of the loop go out in one piece."""
+
+    def __init__(self, on_message: Callable[[Any], None], on_lost: Callable[[], None]):
+        self.is_open = True
+        self._on_message, self._on_lost = on_message, on_lost
+        self._received = memoryview(bytearray(_RECEIVE))
+        self._inbox, self._unsent = messages.Inbox(), list[bytes]()
+        self._transport: asyncio.Transport | None = None
+
+    async def open(self, connection: socket.socket) -> None:
+        """Let the running loop receive messages from now on."""
+        connection.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=connection)
+
+    def send(self, message: Any) -> None:
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unsent.append(messages.frame(message))
+
+    def _write(self) -> None:
+        if self._transport is not None:
+            unsent, self._unsent = self._unsent, []
+            self._transport.write(b"".join(unsent))
+
+    def abort(self) -> None:
+        """Close the connection. What has come and was not read is ignored."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    # Called by the loop
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._write()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._received
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        for message in self._inbox.feed(self._received[:num_bytes]):
+            if self.is_open:
+                self._on_message(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._on_lost()
+        self.is_open = False
 
 
 class Generation:
@@ -411,6 +442,7 @@ class EngineClient(ABC):
             for take in (self._feed, self.on_record):
                 if take is not None:
                     take(record)
+        self._flush_when_due()
 
     def _take_end(self, key: int, output: RequestOutput, fault: messages.Fault | None) -> None:
         place = self._generations.pop(key, None)
@@ -473,7 +505,7 @@ class ResumableClient(EngineClient):
         that belongs to another request."""
 
 
-class ProcessClient(EngineClient, asyncio.BufferedProtocol):
+class ProcessClient(EngineClient):
     """Starts the engine's process and talks with it.
 
     It is made before the loop runs, so that a bad model is a plain error.
@@ -482,9 +514,6 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
     def __init__(self, model: str, options: dict[str, Any]):
         super().__init__()
         self._model, self._options = model, options
-        self._received = memoryview(bytearray(_RECEIVE))
-        self._transport: asyncio.Transport | None = None
-        self._commands: list[bytes] = []
         self._question: tuple[int, float] | None = None
         """The question of `probe` that has no answer yet, and when it was sent."""
         self.died = asyncio.Event()
@@ -505,7 +534,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         self.process.start()
         self.pid = self.process.pid
         theirs.close()
-        self._inbox = messages.Inbox()
+        self._connection = Connection(self._take_in, self._lost)
 
     def wait_until_ready(self) -> messages.Ready:
         """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
@@ -519,10 +548,9 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
 
     async def connect(self) -> None:
         """Let the running loop receive updates from now on."""
-        self._socket.setblocking(False)
-        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
+        await self._connection.open(self._socket)
         if self.on_record is not None:
-            self._transport.write(messages.frame(messages.Watch(True)))
+            self._connection.send(messages.Watch(True))
 
     async def restart(self) -> None:
         """Start the engine's process again after it died. Raises the `ForgeError` of one that does not load."""
@@ -536,8 +564,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
     def disconnect(self) -> None:
         """Leave the loop; the engine's process ends when its socket closes."""
         self._is_leaving = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._connection.abort()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # a restart may wait on it in another thread
 
@@ -572,32 +599,14 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         return time.monotonic() - self._question[1] < patience
 
     def _send(self, command: Any) -> None:
-        """Send `command` in one piece with all other commands of this turn of the loop."""
-        if not self._commands:
-            asyncio.get_running_loop().call_soon(self._write)
-        self._commands.append(messages.frame(command))
-
-    def _write(self) -> None:
-        commands, self._commands = self._commands, []
-        if not self.dead and self._transport is not None:
-            self._transport.write(b"".join(commands))
+        self._connection.send(command)
 
     def _take_answer(self, answer: messages.Answer) -> None:
         if self._question is not None and answer.number == self._question[0]:
             self._question = None
         super()._take_answer(answer)
 
-    # Called by the loop
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._received
-
-    def buffer_updated(self, num_bytes: int) -> None:
-        for update in self._inbox.feed(self._received[:num_bytes]):
-            self._take_in(update)
-        self._flush_when_due()
-
-    def connection_lost(self, error: Exception | None) -> None:
+    def _lost(self) -> None:
         self.dead, self._question = True, None
         self.gauges = messages.Gauges()
         if not self._is_leaving:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, assert_never
 
-from forge.server.engine_client import Generation, ShuttingDown
-from forge.server.errors import error_response
+from forge.server.engine_client import Generation
+from forge.server.errors import CLIENT_LEFT, ShuttingDown, error_response
 from forge.server.settings import AccessLog
 from forge.server.strict_json import to_json
 
@@ -25,8 +25,6 @@ access = logging.getLogger("forge.access")
 HEADER = b"x-request-id"
 _ID = re.compile(r"[\w.:@/+=-]{1,128}", re.ASCII)
 """The ids that a client may give: an id stands in a header and in lines of the log."""
-CLIENT_LEFT = 499
-"""The status of a request whose client left before its answer, as nginx has it."""
 OTHER_ROUTE = "other"
 """The route of what is no endpoint. Its path is any client's choice, and no label of a metric."""
 

@@ -13,8 +13,8 @@ from fastapi.responses import Response
 from forge import __version__
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ResumableClient, ShuttingDown
-from forge.server.errors import ApiError
+from forge.server.engine_client import EngineClient, Generation, Prompt, ResumableClient
+from forge.server.errors import ApiError, EngineDead, ShuttingDown
 from forge.server.exchange import current_exchange
 from forge.server.messages import Ready
 from forge.server.metrics import HttpMetrics

@@ -23,7 +23,8 @@ import uvicorn
 
 from forge.errors import ForgeError, UsageError
 from forge.server.app import create_app
-from forge.server.engine_client import EngineClient, ProcessClient, ShuttingDown
+from forge.server.engine_client import EngineClient, ProcessClient
+from forge.server.errors import ShuttingDown
 from forge.server.exchange import Exchanges, WithRequestId, access
 from forge.server.http_protocol import HttpProtocol
 from forge.server.messages import Ready

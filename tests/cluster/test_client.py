@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from forge import SamplingParams
-from forge.cluster import pool
+from forge.cluster import fleet as fleet_module
 from forge.cluster.client import NoHealthyReplica
-from forge.cluster.handoff import MIN_PROMPT
-from forge.cluster.keeper_messages import Joined
+from forge.cluster.control import Joined
 from forge.cluster.launch import ClusterFront
+from forge.cluster.wire import MIN_PROMPT
 from forge.engine.structured_output import StructuredOutput
 from forge.engine.task import Task
 from forge.errors import UsageError
@@ -266,11 +266,11 @@ async def test_an_engine_whose_steps_raise_gets_no_requests_and_none_is_lost():
         a.break_steps()
         alone = expected(SEEDED, 7)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pool, "FIRST_PAUSE", pool.LONGEST_PAUSE)  # no trial while this runs
+            patch.setattr(fleet_module, "FIRST_PAUSE", fleet_module.LONGEST_PAUSE)  # no trial while this runs
             for number in range(30):
                 assert await read(submit(client, f"r{number}", SEEDED)) == alone
         went = [client.pools["engines"].decisions[f"r{number}"].replica for number in range(30)]
-        assert set(went) == {"b"} and client.num_resumed <= pool.FAILURES, (
+        assert set(went) == {"b"} and client.num_resumed <= fleet_module.FAILURES, (
             "it is asked a few times, and then left alone"
         )
         assert client.pools["engines"].fleet.num_healthy == 1 and client.is_ready

@@ -9,6 +9,7 @@ from forge import LLM
 from forge.cluster import ray_address
 from forge.cluster.control import (
     Change,
+    Deployment,
     ask_for_change,
     changed,
     check_interface,
@@ -16,7 +17,6 @@ from forge.cluster.control import (
     listen_for_changes,
     version_of,
 )
-from forge.cluster.keeper_messages import Deployment
 from forge.cluster.options import ClusterOptions
 from forge.cluster.ray_address import take_lock
 from forge.errors import ForgeError, UsageError
