@@ -24,10 +24,9 @@ from forge.cluster.routers import DEFAULT_THRESHOLD, Pool
 from forge.cluster.wire import MIN_PROMPT, Address, Place, ReplicaUpdate, Source, Unreachable, prefill_of
 from forge.engine.handoff import Emitted
 from forge.engine.output_text import OutputText
-from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
 from forge.server import messages
-from forge.server.engine_client import Generation, Prompt, ResumableClient
+from forge.server.engine_client import Generation, ResumableClient
 from forge.server.errors import EngineDead, RequestFailed
 from forge.server.exchange import current_exchange
 from forge.server.resumption import SeenStream, StreamPosition, checksum_of, shown_id
@@ -283,46 +282,31 @@ class ClusterClient(ResumableClient):
 
     # Commands
 
-    def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        stream: bool = False,
-        priority: int = 0,
-        salt: str = "",
-    ) -> Generation:
+    def submit(self, generation: Generation) -> None:
         """Submit as `EngineClient.submit` does. Raises `NoHealthyReplica` if no engine can be reached."""
-        generation = Generation(request_id, prompts, params, stream)
-        return self._submit(generation, secrets.randbits(32), priority, salt)
+        self._submit(generation, secrets.randbits(32))
 
-    async def resume(
-        self,
-        seen: SeenStream,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-    ) -> Generation:
+    async def resume(self, seen: SeenStream, generation: Generation) -> None:
         """Resume as `ResumableClient.resume` does. If an engine remembers the tokens, the prompt goes on behind them;
         else they are all generated again, and are the same."""
-        request_id = f"{shown_id(seen)}~{secrets.token_hex(3)}"  # its engine may not know yet that it was left
-        generation, known = Generation(request_id, prompts, params, stream=True), None
+        known, params = None, generation.params
+        # Its engine may not know yet that it was left.
+        generation.request_id = f"{shown_id(seen.request_id)}~{secrets.token_hex(3)}"
         if not seen.tokens:
             of_prompt = messages.prompt_id(seen.request_id, 0)
             known = await self.tokens_of(seen.request_id) or await self.tokens_of(of_prompt)
             if known is None:
                 raise UsageError(f"no engine remembers the request {seen.request_id}: leave Last-Event-ID out")
-            return self._submit(generation, known[0], priority, salt)
-        if len(prompts) == 1 and params.logprobs is None and any(seen.tokens):
+            self._submit(generation, known[0])
+            return
+        if len(generation.prompts) == 1 and params.logprobs is None and any(seen.tokens):
             known = await self.tokens_of(seen.request_id)
         if known is None or known[0] != seen.seed or len(known[1]) != params.n:
-            return self._submit(generation, seen.seed, priority, salt, seen)
+            self._submit(generation, seen.seed, seen)
+            return
         # A sample may have ended with its last token, which is chosen again.
         emitted = [tokens[:-1] for tokens in known[1]]
-        self._submit(generation, seen.seed, priority, salt, seen, emitted)
+        self._submit(generation, seen.seed, seen, emitted)
         for sample, tokens in enumerate(emitted):
             text = OutputText(
                 StreamingDetokenizer(self._tokenizer),
@@ -333,17 +317,14 @@ class ClusterClient(ResumableClient):
             for token_id in tokens:
                 generation.add_token(sample, token_id, text.push(token_id), None)
         generation.wake()
-        return generation
 
     def _submit(
         self,
         generation: Generation,
         seed: int,
-        priority: int,
-        salt: str,
         seen: SeenStream | None = None,
         emitted: Sequence[Sequence[int]] | None = None,
-    ) -> Generation:
+    ) -> None:
         """Submit a generation's prompts. seed: for a request that gives none. The tokens must be the same wherever they
         are chosen, so it is fixed here; a prompt's is that of the request and its number. emitted: the tokens of each
         sample that are known."""
@@ -357,7 +338,7 @@ class ClusterClient(ResumableClient):
             pinned = None if seen is None else position.model
             generation.position = position
         exchange = current_exchange() if self.is_traced else None
-        for index, command in enumerate(self._follow(generation, priority, salt)):
+        for index, command in enumerate(self._follow(generation)):
             if params.seed is None:
                 command = command._replace(params=replace(params, seed=(seed + index) % 2**64))
             token_ids = [list(tokens) for tokens in emitted or [()] * params.n]
@@ -365,7 +346,6 @@ class ClusterClient(ResumableClient):
             request.trace = exchange.id if exchange is not None else ""
             self._requests[command.key] = request
             self._place(request)
-        return generation
 
     def _send(self, command: Any) -> None:
         match command:

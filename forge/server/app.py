@@ -18,10 +18,17 @@ from forge.server.messages import Ready
 from forge.server.messages_api import add_messages
 from forge.server.metrics import CONTENT_TYPE, family, process_families, text_of
 from forge.server.middleware import Gate
-from forge.server.requests import DEFAULT_TOKENS, LONG_WORK, beside_the_loop, special_of
+from forge.server.requests import LONG_WORK, beside_the_loop, special_of
 from forge.server.responses import Answer, CompletionShape, usage_object
 from forge.server.responses_api import add_responses
-from forge.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
+from forge.server.schema import (
+    DEFAULT_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 from forge.server.scores import add_scores
 from forge.server.service import Service
 from forge.server.settings import Settings
@@ -94,32 +101,29 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Continue texts."""
         reader, request_id = service.reader, service.id_of(body, "cmpl")
         model = reader.accept(body)
-        cut = reader.cut_of(body, DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
-        prompts = await reader.prompts(body.prompt, **special_of(body), cut=cut)
+        prompts = await reader.prompts(body.prompt, **special_of(body), cut=reader.cut_of(body))
         params = reader.completion_params(body, prompts)
         # The prompt's log probabilities are there when it has ended: such a stream has one chunk per choice.
         piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
-        shown, generation = await service.begin(request_id, prompts, params, body, request, piecemeal)
-        shape = CompletionShape(shown, model, service.tokenizer, body, prompts, service.fingerprint)
-        return await service.respond(generation, request, shape, bool(body.stream))
+        generation = await service.begin(request_id, prompts, params, body, request, piecemeal)
+        shape = CompletionShape(generation, model, service.tokenizer, body, service.fingerprint)
+        return await service.respond(shape, request, bool(body.stream))
 
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        shape, generation = await service.begin_chat(service.id_of(body, "chatcmpl"), body, request)
-        return await service.respond(generation, request, shape)
+        return await service.respond(await service.begin_chat(service.id_of(body, "chatcmpl"), body, request), request)
 
     @app.post("/generate", responses=_STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue a text, and say what it cost and why it waited."""
         reader, request_id = service.reader, service.id_of(body, "gen")
         reader.accept(body)
-        cut = reader.cut_of(body, DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
-        prompt = await reader.one_prompt(body.prompt, **special_of(body), cut=cut)
+        prompt = await reader.one_prompt(body.prompt, **special_of(body), cut=reader.cut_of(body))
         max_tokens = reader.max_tokens(body.max_tokens, DEFAULT_TOKENS, len(prompt.token_ids), "max_tokens")
         params = reader.params(body, 1, max_tokens)
-        _, generation = await service.begin(request_id, [prompt], params, body, request, bool(body.stream))
-        return await service.respond(generation, request, _NativeAnswer(service))
+        generation = await service.begin(request_id, [prompt], params, body, request)
+        return await service.respond(_NativeAnswer(generation, service), request)
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
@@ -233,7 +237,8 @@ def _describe(app: FastAPI) -> None:
 class _NativeAnswer(Answer):
     """All of a request's choices with the milliseconds of each token, and what happened to it."""
 
-    def __init__(self, service: Service):
+    def __init__(self, generation: Generation, service: Service):
+        super().__init__(generation)
         self._service = service
         self._timeline: dict[str, Any] = {}
 
@@ -242,11 +247,11 @@ class _NativeAnswer(Answer):
         self._timeline = timeline or {"samples": [], "events": []}  # without one its engine has died since
         return await super().whole(outputs)
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        async for deltas in generation.updates():
+    async def events(self) -> AsyncIterator[bytes]:
+        async for deltas in self.generation.updates():
             for delta in deltas:
                 yield event({"index": delta.choice, "text": delta.text, "token_ids": delta.token_ids})
-        yield b"data: " + await self.whole(await generation.finished()) + b"\n\n" + DONE
+        yield b"data: " + await self.whole(await self.generation.finished()) + b"\n\n" + DONE
 
     def written(self, outputs: Sequence[RequestOutput]) -> bytes:
         (output,), service, timeline = outputs, self._service, self._timeline

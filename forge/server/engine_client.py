@@ -127,11 +127,17 @@ class Generation:
     Choice i is sample `i % n` of prompt `i // n`.
     """
 
-    def __init__(self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, stream: bool):
-        self.request_id = request_id
-        self.prompts = tuple(prompts)
-        self.params = params
-        self.stream = stream
+    def __init__(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        stream: bool = False,
+        priority: int = 0,
+        salt: str = "",
+    ):
+        self.request_id, self.prompts, self.params = request_id, tuple(prompts), params
+        self.stream, self.priority, self.salt = stream, priority, salt
         self.keys: list[int] = []
         self.arrived = time.perf_counter()
         self.outputs: list[RequestOutput | None] = [None] * len(self.prompts)
@@ -313,35 +319,24 @@ class EngineClient(ABC):
         names = [generation.request_id for generation, _ in self._generations.values()]
         return any(request_id == name or request_id.startswith(f"{name}-") for name in names)
 
-    def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        stream: bool = False,
-        priority: int = 0,
-        salt: str = "",
-    ) -> Generation:
-        """Send prompts to the engine; return what follows them. Raises `EngineDead`."""
+    def submit(self, generation: Generation) -> None:
+        """Send a generation's prompts to the engine, and follow it to its end. Raises `EngineDead`."""
         if self.dead:
             raise EngineDead
-        generation = Generation(request_id, prompts, params, stream)
-        for command in self._follow(generation, priority, salt):
+        for command in self._follow(generation):
             self._send(command)
-        return generation
 
-    def _follow(self, generation: Generation, priority: int, salt: str) -> list[messages.Submit]:
+    def _follow(self, generation: Generation) -> list[messages.Submit]:
         """Follow a generation from now on; return the commands that queue its prompts."""
-        request_id, params, stream = generation.request_id, generation.params, generation.stream
-        commands = []
+        commands, rest = [], (generation.priority, generation.salt, generation.stream)
         for index, prompt in enumerate(generation.prompts):
-            key = next(self._keys)
-            own_id = request_id if len(generation.prompts) == 1 else messages.prompt_id(request_id, index)
+            key, own_id = next(self._keys), generation.request_id
+            if len(generation.prompts) > 1:
+                own_id = messages.prompt_id(own_id, index)
             generation.keys.append(key)
             self._generations[key] = generation, index
-            commands.append(messages.Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
-        if stream:
+            commands.append(messages.Submit(key, own_id, prompt.token_ids, generation.params, prompt.text, *rest))
+        if generation.stream:
             self._streams.add(generation)
         return commands
 
@@ -492,17 +487,9 @@ class ResumableClient(EngineClient):
     """An `EngineClient` whose streams have ids, by which a client resumes them."""
 
     @abstractmethod
-    async def resume(
-        self,
-        seen: SeenStream,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-    ) -> Generation:
-        """Begin a stream again that another connection began, without what its client has seen. Raises `UsageError` if
-        that belongs to another request."""
+    async def resume(self, seen: SeenStream, generation: Generation) -> None:
+        """Submit a stream that another connection began, under an id of its own, without what its client has seen.
+        Raises `UsageError` if that belongs to another request."""
 
 
 class ProcessClient(EngineClient):

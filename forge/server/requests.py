@@ -22,7 +22,6 @@ from forge.server.settings import Limits
 from forge.server.structured import param_of, parts_of, shown_call, shown_tools, structured_output
 from forge.tokenizer import Tokenizer
 
-DEFAULT_TOKENS = 16
 _AS_GIVEN = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
     *("min_tokens", "drafts", "num_speculative_tokens", "include_stop_str_in_output"),
@@ -88,17 +87,17 @@ class RequestReader:
         check_supported(body.model_extra or {}, UNSUPPORTED | {"best_of": (getattr(body, "n", None) or 1,)})
         return self.model(body.model)
 
-    def cut_of(self, body: schema.CutPrompt, max_tokens: int | None = 0) -> Cut | None:
-        """Return how a body wants long prompts cut; None if it does not. max_tokens: of the answer, for which room is
-        left if the body asks to keep as much as fits."""
+    def cut_of(self, body: schema.RequestBody) -> Cut | None:
+        """Return how a body wants long prompts cut; None if it does not."""
+        if not isinstance(body, schema.CutPrompt):
+            return None
         number = body.truncate_prompt_tokens
         if number is None:
             return None
         if number == 0:
             raise ApiError("truncate_prompt_tokens keeps at least 1 token", param="truncate_prompt_tokens")
-        return Cut(
-            number if number > 0 else max(1, self.max_model_len - (max_tokens or 0)), body.truncation_side or "left"
-        )
+        kept = number if number > 0 else max(1, self.max_model_len - body.room_for_answer)
+        return Cut(kept, body.truncation_side or "left")
 
     # Prompts
 
@@ -131,8 +130,9 @@ class RequestReader:
         token_ids = cut.applied(await self.encode(part, param, parse=parse, bos=bos))
         return Prompt(self.checked_ids(token_ids, param), self.tokenizer.decode(token_ids))
 
-    async def chat_prompt(self, body: schema.Conversation, cut: Cut | None = None) -> Prompt:
-        """Write a conversation as the model's chat template does."""
+    async def chat_prompt(self, body: schema.Conversation) -> Prompt:
+        """Write a conversation as the model's chat template does. Raises `ApiError` as `accept` does."""
+        self.accept(body)
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
             error = "continue_final_message goes on with the last message: set add_generation_prompt to false"
@@ -165,6 +165,7 @@ class RequestReader:
             raise ApiError(str(error), param="messages") from None
         except RecursionError:
             raise ApiError("the messages or tools are nested too deeply", param="messages") from None
+        cut = self.cut_of(body)
         if cut is not None and len(token_ids) > cut.num_tokens:
             token_ids = cut.applied(token_ids)
             rendered = self.tokenizer.decode(token_ids)
@@ -229,7 +230,7 @@ class RequestReader:
 
     def completion_params(self, body: schema.CompletionRequest, prompts: Sequence[Prompt]) -> SamplingParams:
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        max_tokens = self.max_tokens(body.max_tokens, DEFAULT_TOKENS, longest, "max_tokens")
+        max_tokens = self.max_tokens(body.max_tokens, schema.DEFAULT_TOKENS, longest, "max_tokens")
         if max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens is 0: ask for at least 1 token, or for the prompt with echo", param="max_tokens")
         self._check_logprobs(body.logprobs, "logprobs")
@@ -346,10 +347,18 @@ def _num_chars(message: schema.Message) -> int:
     return len(message.content or "")
 
 
-def chat_from(fields: Mapping[str, Any]) -> schema.ChatRequest:
-    """Build the chat that another API's body is translated to. Raises `ApiError`."""
+def chat_from(
+    body: schema.RequestBody, not_here: Mapping[str, tuple[Any, ...]], fields: Mapping[str, Any]
+) -> schema.ChatRequest:
+    """Build the chat that another API's body is translated to: `fields`, and what else the body has of a chat's.
+
+    not_here: a chat's parameters that have another name in that API, or no place, with the values that ask for nothing.
+    Raises `ApiError`."""
+    extra = body.model_extra or {}
+    check_supported(extra, not_here)
+    shared = {name: value for name, value in extra.items() if name not in not_here}
     try:
-        return schema.ChatRequest.model_validate(fields)
+        return schema.ChatRequest.model_validate({**shared, "model": body.model, **fields})
     except ValidationError as error:
         raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]) from None
 

@@ -13,6 +13,7 @@ from forge.errors import ForgeError
 from forge.server.engine_client import Delta, Generation, Prompt
 from forge.server.errors import ApiError, to_api_error
 from forge.server.requests import beside_the_loop
+from forge.server.resumption import shown_id
 from forge.server.schema import ChatRequest, CompletionRequest, OpenAiRequest
 from forge.server.splitting import ReasoningSplitter, ToolCallSplitter
 from forge.server.streaming import DONE, event
@@ -70,8 +71,11 @@ def whole_timings(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     return timings_object(usage["prompt_tokens"] - cached, waited, usage["completion_tokens"], last - first, cached)
 
 
+@dataclass
 class Answer(ABC):
     """The answer to one request in the form of one API."""
+
+    generation: Generation
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the whole answer, once all outputs have ended."""
@@ -82,7 +86,7 @@ class Answer(ABC):
         """Write the whole answer. Runs on a thread beside the loop if that takes long."""
 
     @abstractmethod
-    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    def events(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events while it is generated."""
 
 
@@ -90,16 +94,15 @@ class Answer(ABC):
 class Shape(Answer):
     """The parts that both of OpenAI's answers share."""
 
-    request_id: str
     model: str
     tokenizer: Tokenizer
     body: OpenAiRequest
-    prompts: Sequence[Prompt]
     fingerprint: str
     object_names: ClassVar[tuple[str, str]]
     """What a whole answer and a chunk call themselves."""
 
     def __post_init__(self) -> None:
+        self.request_id, self.prompts = shown_id(self.generation.request_id), self.generation.prompts
         self._num_tokens = 0
         """Output tokens in the chunks so far."""
         self._head = {"id": self.request_id, "created": int(time.time()), "model": self.model}
@@ -173,12 +176,12 @@ class Shape(Answer):
             for entry in output.prompt_logprobs or ()
         ]
 
-    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    def events(self) -> AsyncIterator[bytes]:
         """Yield the chunks; those of a generation that is not streamed when all choices have ended, one for each."""
-        return self._chunks(generation) if generation.stream else self._whole_choices(generation)
+        return self._chunks() if self.generation.stream else self._whole_choices()
 
-    async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
-        position = generation.position
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        generation, position = self.generation, self.generation.position
         begin = b"".join(map(event, self.begin(generation.params.n)))
         if begin and (position is None or position.seen is None):
             yield begin if position is None else position.mark(begin)
@@ -189,23 +192,23 @@ class Shape(Answer):
                 chunks = [chunk for delta in deltas for chunk in position.new_chunks(delta, self.delta(delta))]
                 piece = position.mark(b"".join(map(event, chunks)))
             if generation.has_nothing_more:
-                yield piece + await self._last_events(generation)
+                yield piece + await self._last_events()
                 return
             if piece:
                 yield piece
-        yield await self._last_events(generation)
+        yield await self._last_events()
 
-    async def _whole_choices(self, generation: Generation) -> AsyncIterator[bytes]:
-        outputs = await generation.finished()
+    async def _whole_choices(self) -> AsyncIterator[bytes]:
+        outputs = await self.generation.finished()
         choices = self.choices(outputs)
-        for _ in range(len(generation.prompts) * generation.params.n):
+        for _ in range(len(self.prompts) * self.generation.params.n):
             yield await beside_the_loop(size_of(outputs), lambda: event(self.chunk_of([next(choices)])))
-        yield await self._last_events(generation)
+        yield await self._last_events()
 
-    async def _last_events(self, generation: Generation) -> bytes:
+    async def _last_events(self) -> bytes:
         """Return what follows the last choice's end: a chunk of usage without choices, if requested, and the mark of
         the end."""
-        outputs = await generation.finished()
+        outputs = await self.generation.finished()
         if not self.body.usage_wanted:
             return DONE
         timings = {"timings": whole_timings(outputs)} if self.body.timings_per_token else {}
@@ -394,6 +397,7 @@ class EventWriter(Answer):
     the same events."""
 
     def __init__(self, shape: ChatShape):
+        super().__init__(shape.generation)
         self._shape = shape
 
     @abstractmethod
@@ -450,13 +454,13 @@ class EventWriter(Answer):
         self.finish(outputs)
         return to_json(self.answer(outputs))
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         yield self.begin()
         try:
-            async for deltas in generation.updates():
+            async for deltas in self.generation.updates():
                 if piece := b"".join(map(self.push, deltas)):
                     yield piece
-            outputs = await generation.finished()
+            outputs = await self.generation.finished()
             last = self.finish(outputs)
             self._on_end(outputs)
             yield last

@@ -13,12 +13,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from forge.engine.outputs import RequestOutput
-from forge.engine.sampling_params import SamplingParams
 from forge.grammar.thinking import CLOSE
-from forge.server.engine_client import Generation, Prompt
+from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError, named_as
 from forge.server.exchange import current_exchange
-from forge.server.fields import check_supported
 from forge.server.requests import chat_from, text_parts, thinking_of
 from forge.server.response_store import ResponseKey, ResponseStore, StoredResponse, continued_prompt
 from forge.server.responses import ChatShape, EventWriter, usage_object
@@ -66,21 +64,18 @@ class Conversation:
 
 def chat_request(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
     """Translate the body to a chat: items is the whole conversation. Raises `ApiError`."""
-    extra = body.model_extra or {}
-    check_supported(extra, _NOT_HERE)
     for name in body.include or ():
         if name not in _INCLUDES:
             raise ApiError(f"include: {name[:60]} is not supported by this server", param="include")
-    chat: dict[str, Any] = {name: value for name, value in extra.items() if name not in _NOT_HERE}
-    chat |= {"model": body.model, "stream": body.stream, "max_completion_tokens": body.max_output_tokens}
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    chat: dict[str, Any] = {"stream": body.stream, "max_completion_tokens": body.max_output_tokens}
     chat["messages"] = [*instructions, *_messages(items)]
     chat |= {"tools": _tools(body), "tool_choice": _tool_choice(body), "response_format": _response_format(body)}
     if body.top_logprobs is not None or _LOGPROBS in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
-    return chat_from(chat)
+    return chat_from(body, _NOT_HERE, chat)
 
 
 def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -158,13 +153,12 @@ class ResponseWriter(EventWriter):
     def __init__(
         self,
         body: ResponsesRequest,
-        params: SamplingParams,
         shape: ChatShape,
         keep: Callable[[Sequence[RequestOutput], dict[str, Any]], None],
     ):
         """keep: called with the outputs and the response when it has ended."""
         super().__init__(shape)
-        self._body, self._params, self._keep = body, params, keep
+        self._body, self._keep = body, keep
         self._created = int(time.time())
         self._logprobs: list[dict[str, Any]] = []
         """Log probabilities of tokens whose text has not come yet."""
@@ -224,12 +218,12 @@ class ResponseWriter(EventWriter):
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": body.store,
-            "temperature": self._params.temperature,
+            "temperature": self.generation.params.temperature,
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
             "top_logprobs": body.top_logprobs or 0,
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": self._params.top_p,
+            "top_p": self.generation.params.top_p,
             "truncation": "disabled",
             "usage": None,
         }
@@ -323,16 +317,14 @@ def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation with a list of items, and store the answer unless `store` is false."""
         with named_as(_NAMES):
-            writer, generation = await _begin(service, store, body, request)
-        return await service.respond(generation, request, writer)
+            writer = await _begin(service, store, body, request)
+        return await service.respond(writer, request)
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponsesRequest) -> dict[str, Any]:
         """Count the tokens of the conversation."""
         with named_as(_NAMES):
-            conversation, chat = read(store, body)
-            service.reader.accept(chat)
-            prompt = await _prompt(service, body, conversation, chat)
+            prompt = await _prompt(service, body, *read(store, body))
         return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
     @app.get("/v1/responses/{response_id}")
@@ -390,22 +382,19 @@ async def _prompt(service: Service, body: ResponsesRequest, conversation: Conver
         prompt = await continued_prompt(reader, token_ids.tolist(), chat, list(_messages(conversation.new)))
         if prompt is not None:
             return prompt
-    return await reader.chat_prompt(chat, reader.cut_of(chat, chat.max_completion_tokens or 1))
+    return await reader.chat_prompt(chat)
 
 
 def _setting(body: ResponsesRequest, chat: ChatRequest) -> bytes:
     return to_json([body.instructions or "", shown_tools(chat), thinking_of(chat), bool(chat.add_special_tokens)])
 
 
-async def _begin(
-    service: Service, store: ResponseStore, body: ResponsesRequest, request: Request
-) -> tuple[ResponseWriter, Generation]:
+async def _begin(service: Service, store: ResponseStore, body: ResponsesRequest, request: Request) -> ResponseWriter:
     """Submit the chat. Raises `ApiError`."""
     conversation, chat = read(store, body)
-    service.reader.accept(chat)
     prompt = await _prompt(service, body, conversation, chat)
     request_id = new_id("resp")
-    shape, generation = await service.begin_chat(request_id, chat, request, prompt)
+    shape = await service.begin_chat(request_id, chat, request, prompt)
     stored_as = owned(request_id)
 
     def keep(outputs: Sequence[RequestOutput], response: dict[str, Any]) -> None:
@@ -417,4 +406,4 @@ async def _begin(
         output, setting = response["output"], _setting(body, chat)
         store.put(stored_as, StoredResponse.of(to_json(response), conversation.items, output, setting, token_ids))
 
-    return ResponseWriter(body, generation.params, shape, keep), generation
+    return ResponseWriter(body, shape, keep)

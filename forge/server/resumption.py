@@ -64,9 +64,9 @@ def parse_event_id(text: str) -> SeenStream:
     )
 
 
-def shown_id(seen: SeenStream) -> str:
-    """Return the request's id in the events of a resumed stream: the one that it began with."""
-    return seen.request_id.partition("~")[0]
+def shown_id(request_id: str) -> str:
+    """Return a request's id as its client knows it: of a resumed stream, the one that it began with."""
+    return request_id.partition("~")[0]
 
 
 def checksum_of(prompts: Iterable[Sequence[int]], params: SamplingParams) -> int:

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+DEFAULT_TOKENS = 16
+"""`max_tokens` of a completion that does not say."""
 MAX_ITEMS = 8192
 """Items of any list but one of token ids: prompts, messages, documents."""
 MAX_BIASES = 16_384
@@ -55,6 +57,11 @@ class CutPrompt(RequestBody):
     """The side where tokens are cut off; None means left."""
     add_special_tokens: bool | None = None
     """Whether BOS is put before the prompt where the model wants it: by default yes, and no in a chat."""
+
+    @property
+    def room_for_answer(self) -> int:
+        """The number of tokens that a prompt leaves room for if as much of it is kept as fits."""
+        return 0
 
 
 class StreamOptions(Body, extra="forbid"):
@@ -133,6 +140,10 @@ class Sampling(CutPrompt):
     """Names of the drafts that propose for this request. None means all of them, an empty list none."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
     """Draft tokens per cycle at most, 0 for none; by default what the server is set to."""
+
+    @property
+    def room_for_answer(self) -> int:
+        return DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def usage_wanted(self) -> bool:
@@ -257,6 +268,10 @@ class ChatRequest(Conversation, OpenAiRequest):
     reasoning_effort: ReasoningEffort | None = None
     """`none` turns thinking off; any other leaves it to the model."""
     parallel_tool_calls: bool | None = None
+
+    @property
+    def room_for_answer(self) -> int:
+        return self.max_completion_tokens or self.max_tokens or 1
 
 
 class GenerateRequest(Sampling):

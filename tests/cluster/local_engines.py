@@ -134,7 +134,13 @@ def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 def submit(client: ClusterClient, request_id: str, params: SamplingParams, prompt: list[int] = PROMPT) -> Generation:
-    return client.submit(request_id, [Prompt(prompt)], params, stream=True)
+    generation = stream_of(params, prompt, request_id)
+    client.submit(generation)
+    return generation
+
+
+def stream_of(params: SamplingParams, prompt: list[int] = PROMPT, request_id: str = "r") -> Generation:
+    return Generation(request_id, [Prompt(prompt)], params, stream=True)
 
 
 def seed_of(client: ClusterClient, generation: Generation) -> int:

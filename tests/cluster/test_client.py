@@ -21,7 +21,7 @@ from forge.engine.structured_output import StructuredOutput
 from forge.engine.task import Task
 from forge.errors import UsageError
 from forge.server.app import _NativeAnswer
-from forge.server.engine_client import Prompt, RequestFailed
+from forge.server.engine_client import Generation, Prompt, RequestFailed
 from forge.server.exchange import _CURRENT, Exchange
 from forge.server.resumption import parse_event_id
 from tests.cluster.local_engines import (
@@ -33,6 +33,7 @@ from tests.cluster.local_engines import (
     in_a_loop,
     read,
     seed_of,
+    stream_of,
     submit,
 )
 from tests.waiting import eventually
@@ -127,7 +128,7 @@ async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_on
         engines[name].kill()
         assert await answering is None, "no engine knows it any more"
         reader, tokenizer = SimpleNamespace(model_names=["hash"]), engines[name].llm.tokenizer
-        answer = _NativeAnswer(SimpleNamespace(client=client, reader=reader, tokenizer=tokenizer))
+        answer = _NativeAnswer(generation, SimpleNamespace(client=client, reader=reader, tokenizer=tokenizer))
         body = json.loads(await answer.whole(await generation.finished()))
         assert len(body["choices"][0]["tokens"]) == 40 and body["id"] == "r"
 
@@ -204,7 +205,7 @@ async def test_a_stream_that_has_begun_goes_on_at_its_own_version_of_the_model_o
             client.leave("b")
             await eventually(lambda: "b" not in client._links)
             with pytest.raises(UsageError, match="of a model that was replaced"):
-                await client.resume(seen, [Prompt(PROMPT)], SEEDED)
+                await client.resume(seen, stream_of(SEEDED))
 
         updating = []
         found = await read(
@@ -544,7 +545,8 @@ async def test_several_prompts_of_one_request_survive_too():
         engine.hold_after(5)
     async with front_of(a, b, router="round-robin") as client:
         prompts = [Prompt([*PROMPT, number]) for number in range(4)]
-        generation = client.submit("r", prompts, SEEDED, stream=False)
+        generation = Generation("r", prompts, SEEDED)
+        client.submit(generation)
         await eventually(lambda: a.llm.engine.scheduler.has_unfinished() and b.llm.engine.scheduler.has_unfinished())
         a.kill(), b.go_on()
         outputs = await generation.finished()
@@ -565,6 +567,18 @@ async def test_a_subscriber_to_records_sees_the_steps_of_all_engines_and_why_req
         assert {record.replica for record in seen} == {"a", "b"}
         assert {route.router for record in seen for route in record.routes} == {"round-robin"}
     a.kill(), b.kill()
+
+
+@in_a_loop
+async def test_a_live_view_sees_the_steps_of_engines_that_were_connected_to_before_it():
+    a, records = LocalEngine(), []
+    async with front_of(a) as client:
+        client.on_record = records.append
+        await client.connect()  # as a front's server does once more, with its view
+        await eventually(lambda: a.server._watched)
+        await read(submit(client, "r", SamplingParams(max_tokens=3)))
+        await eventually(lambda: len(records) >= 3)
+    a.kill()
 
 
 @pytest.mark.parametrize("case", ["sampled", "three samples", "log probabilities"])
@@ -589,18 +603,19 @@ def test_a_client_of_a_dead_front_reads_the_rest_from_another(case: str):
             seen = parse_event_id(position.mark(b"data\n\n").decode().split("id: ")[1].strip())
             assert seen.seed == seed
             await eventually(lambda: a.is_idle)
-            rest = await other.resume(seen, [Prompt(PROMPT)], params)
+            rest, by_id = stream_of(params), stream_of(params)
+            await other.resume(seen, rest)
             async for deltas in rest.updates():
                 for delta in deltas:
                     if rest.position.is_new(delta):
                         texts[delta.choice] += delta.text
             assert texts == [text for text, *_ in expected(params, seed)]
-            by_id = await other.resume(replace(seen, tokens=(), ended=()), [Prompt(PROMPT)], params)
+            await other.resume(replace(seen, tokens=(), ended=()), by_id)
             assert await read(by_id) == expected(params, seed)
             with pytest.raises(UsageError, match="no engine remembers the request cmpl-none"):
-                await other.resume(parse_event_id("cmpl-none"), [Prompt(PROMPT)], params)
+                await other.resume(parse_event_id("cmpl-none"), stream_of(params))
             with pytest.raises(UsageError, match="another request"):
-                await other.resume(seen, [Prompt([*PROMPT, 1])], params)
+                await other.resume(seen, stream_of(params, [*PROMPT, 1]))
         a.kill()
 
     run()

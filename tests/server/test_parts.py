@@ -211,7 +211,8 @@ def test_an_answers_size_counts_its_tokens_and_all_log_probabilities():
     sample = CompletionOutput(0, "ab", (1, 1), "length", None, (token, token), RequestMetrics(3, 2, 0.0, None, None))
     output = RequestOutput("r", None, (1, 1, 1), (sample,), (None, token, token), 0)
     assert size_of([output, output]) == 2 * (2 + 4 + 4)
-    shape = CompletionShape("id", "m", ByteTokenizer(), schema.CompletionRequest(prompt=""), [Prompt([1])] * 2, "fp")
+    generation = Generation("id", [Prompt([1])] * 2, SamplingParams())
+    shape = CompletionShape(generation, "m", ByteTokenizer(), schema.CompletionRequest(prompt=""), "fp")
     body = json.loads(shape.written([output, output]))
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert body["choices"][1]["logprobs"]["token_logprobs"] == [-0.5, -0.5] and body["usage"]["total_tokens"] == 10
