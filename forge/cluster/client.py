@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -129,14 +129,13 @@ class ClusterClient(ResumableClient):
         self._loop_tasks: list[asyncio.Task[None]] = []
         self._is_watching = False
         self.metrics: ClusterMetrics | None = None
-        self.on_join: Callable[[str], None] = lambda name: None
-        """Called when a replica can be reached."""
         self.num_resumed = 0
         """Requests that went on at another engine."""
 
     async def connect(self) -> None:
-        """Let replicas join from now on."""
-        self._is_watching = self.on_record is not None
+        """Let replicas join from now on. Once more: a live view has come, which sees those that have joined too."""
+        if self.on_record is not None:
+            self._send(messages.Watch(True))
         if not self._loop_tasks:
             links = lambda: [link for _, link in self._links.values()]  # noqa: E731
             self._loop_tasks = [asyncio.create_task(watch_pulses(links)), asyncio.create_task(self._end_homeless())]
@@ -244,7 +243,6 @@ class ClusterClient(ResumableClient):
             self.metrics.join(name)
         if self._is_watching:
             link.send(messages.Watch(True))
-        self.on_join(name)
         homeless, self._homeless = self._homeless, []
         for request in homeless:
             self._place(request)
