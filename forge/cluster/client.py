@@ -101,9 +101,17 @@ class _Question:
 class ClusterClient(ResumableClient):
     """Places requests at engines and follows them to their ends. `join` and `leave` say which engines there are."""
 
-    def __init__(self, secret: bytes, router: str = "prefix", threshold: int = DEFAULT_THRESHOLD, apart: bool = False):
+    def __init__(
+        self,
+        secret: bytes,
+        ready: messages.Ready,
+        router: str = "prefix",
+        threshold: int = DEFAULT_THRESHOLD,
+        apart: bool = False,
+    ):
         """apart: whether engines of the kind `PREFILLS` compute prompts for the others."""
         super().__init__()
+        self._device, self._block_size, self._tokenizer = ready.device, ready.block_size, ready.tokenizer()
         self.secret = secret
         """Of the engines that run now."""
         # What decodes comes with its blocks wherever it goes, so there prefixes decide where its prompt is computed.
@@ -111,7 +119,7 @@ class ClusterClient(ResumableClient):
         if apart:
             self.pools[PREFILLS] = Pool(router, threshold)
         self._keys, self._numbers = count(secrets.randbits(60)), count(secrets.randbits(60))  # no other front has these
-        self._index, self._block_size = PrefixIndex(), 16
+        self._index = PrefixIndex()
         self._links: dict[str, tuple[Pool, Link]] = {}
         self._addresses: dict[str, tuple[Pool, Address]] = {}
         """Of every replica that there is."""
@@ -157,15 +165,11 @@ class ClusterClient(ResumableClient):
         if not self.is_ready:
             raise NoHealthyReplica
 
-    def take_ready(self, ready: messages.Ready) -> None:
-        """Store what the engines said of the model."""
-        self._device, self._block_size = ready.device, ready.block_size
-        self._tokenizer = ready.tokenizer()
-
     def new_metrics(  # type: ignore[override]  # reads as one `Metrics`
         self, model_name: str, ready: messages.Ready
     ) -> ClusterMetrics:
         self.metrics = ClusterMetrics(model_name, ready, self)
+        self.on_end = self.metrics.take_output
         for name in self._links:
             self.metrics.join(name)
         return self.metrics

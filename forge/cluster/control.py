@@ -19,7 +19,7 @@ from forge.cluster.options import ClusterOptions
 from forge.cluster.ray_address import server_folder
 from forge.cluster.wire import Address
 from forge.errors import ForgeError, UsageError
-from forge.server.messages import Ready
+from forge.server.messages import LoadFailed, Ready
 
 _SOCKET = "control"
 
@@ -136,9 +136,9 @@ async def listen_for_changes(name: str, make: Callable[[Change], Awaitable[None]
             async with lock:
                 await make(change)
         except ForgeError as error:
-            answer = {"message": str(error), "exit_code": error.exit_code}
+            answer = LoadFailed(str(error), error.exit_code)._asdict()
         except (ValueError, TypeError) as error:
-            answer = {"message": f"no change: {error}", "exit_code": UsageError.exit_code}
+            answer = LoadFailed(f"no change: {error}", UsageError.exit_code)._asdict()
         writer.write(json.dumps(answer).encode() + b"\n")
         await writer.drain()
         writer.close()
@@ -162,6 +162,4 @@ def ask_for_change(name: str, change: Change) -> None:
         raise ForgeError(f"the server {name} has ended before its engines were changed")
     answer = json.loads(line)
     if answer:
-        error = ForgeError(answer["message"])
-        error.exit_code = answer["exit_code"]
-        raise error
+        raise LoadFailed(**answer).error()

@@ -107,8 +107,7 @@ class ClusterFront:
                 case None:
                     raise ForgeError("Ray ended before the engines ran: its logs are in /tmp/ray and /tmp/forge-ray-*")
         cluster = self._plan.cluster
-        self.client = client = ClusterClient(secret, cluster.router, cluster.prefix_threshold, len(kinds) > 1)
-        client.take_ready(ready)
+        self.client = client = ClusterClient(secret, ready, cluster.router, cluster.prefix_threshold, len(kinds) > 1)
         await client.connect()
         for joined in replicas:
             client.join(*joined)
@@ -203,22 +202,16 @@ def serve_cluster(
     cores = os.cpu_count() or 1
     options = options | {"threads": options.get("threads") or max(1, cores // cluster.most)}
     name = cluster.attach or cluster.name or default_name(model)
-    listening = listen(settings, share=cluster.reuse_port)
-    try:
-        front = ClusterFront(name, model, options, cluster)
-        return asyncio.run(_serve(front, name, settings, listening, live, on_ready))
-    finally:
-        listening.close()
 
+    async def run(front: ClusterFront) -> int:
+        try:
+            client, ready = await front.start()
+            client.on_record = live(ready) if live is not None else None
+            client.is_traced = settings.access_log != "off"
+            logger.info("the engines are called %s: --attach %s is another front of them", name, name)
+            return await serve_client(client, ready, settings, listening, on_ready)
+        finally:
+            await front.stop()
 
-async def _serve(
-    front: ClusterFront, name: str, settings: Settings, listening: socket.socket, live: Any, on_ready: Any
-) -> int:
-    try:
-        client, ready = await front.start()
-        client.on_record = live(ready) if live is not None else None
-        client.is_traced = settings.access_log != "off"
-        logger.info("the engines are called %s: --attach %s is another front of them", name, name)
-        return await serve_client(client, ready, settings, listening, on_ready)
-    finally:
-        await front.stop()
+    with listen(settings, share=cluster.reuse_port) as listening:
+        return asyncio.run(run(ClusterFront(name, model, options, cluster)))

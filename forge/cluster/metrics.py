@@ -31,7 +31,7 @@ class ClusterMetrics:
     """
 
     def __init__(self, model_name: str, ready: Ready, front: Front):
-        self._new = partial(Metrics, model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
+        self._new = partial(Metrics, model_name, ready)
         self._front, self._labels = front, f"model_name={json.dumps(model_name)}"
         self._by_replica: dict[str, Metrics] = {}
         self._gauges: dict[str, Gauges] = {}

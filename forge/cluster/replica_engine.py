@@ -305,19 +305,19 @@ class ReplicaEngine(EngineServer):
 
     def _answer_tokens(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
         """The seed of a request and the tokens of its samples so far; None for one that is not known (any more)."""
-        if request_id in self._keys:
+        if any(request.request_id == request_id for request in self._requests.values()):
             output = self.engine.output(request_id)
             return output.seed, tuple([sample.token_ids for sample in output.outputs])
         return self._remembered.get(request_id)
 
     def _take_output(self, request: Any, fault: Fault | None) -> None:
-        (seq_id, *_) = self._log.seq_ids(request.request_id)
         super()._take_output(request, fault)
         output = self._update.ends[-1].output
         self._remembered[request.request_id] = output.seed, tuple([sample.token_ids for sample in output.outputs])
         if len(self._remembered) > REMEMBERED:
             self._remembered.popitem(last=False)
         place = self._places.pop(request.key, None)
+        seq_id = request.seq_ids[0]
         if place is not None and place.hands_over and self.engine.is_retained(seq_id):
             self._handed_off[request.key] = time.monotonic(), hand_off(self.engine, seq_id)
             self.engine.release(seq_id)

@@ -258,7 +258,7 @@ class EngineClient(ABC):
         """The device that the engine computes on."""
         self.gauges = messages.Gauges()
         self.on_step: Callable[[messages.StepSummary], None] = lambda step: None
-        self.on_end: Callable[[Generation, RequestOutput], None] = lambda generation, output: None
+        self.on_end: Callable[[RequestOutput, SamplingParams, float], None] = lambda output, params, arrived: None
         self.on_record: Callable[[StepRecord], None] | None = None
         """Called with every step's whole record, for `--live`."""
         self.on_death: Callable[[int], None] = lambda num_failed: None
@@ -289,8 +289,8 @@ class EngineClient(ABC):
 
     def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
         """Create the counters of the engine's work."""
-        metrics = Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
-        self.on_step, self.on_death = metrics.take_step, metrics.take_failures
+        metrics = Metrics(model_name, ready)
+        self.on_step, self.on_end, self.on_death = metrics.take_step, metrics.take_output, metrics.take_failures
         return metrics
 
     def check_ready(self) -> None:
@@ -446,7 +446,7 @@ class EngineClient(ABC):
         generation, index = place
         if fault is None and any(sample.finish_reason == "error" for sample in output.outputs):
             fault = messages.Fault("the engine could not finish this request", internal=True)
-        self.on_end(generation, output)
+        self.on_end(output, generation.params, generation.arrived)
         if fault is not None:
             self.abort(generation, _error_of(fault))
             return

@@ -17,7 +17,7 @@ from forge.engine.outputs import RequestOutput
 from forge.server.errors import ApiError, error_object, named_as
 from forge.server.requests import chat_from, text_parts
 from forge.server.responses import ChatShape, EventWriter, usage_object
-from forge.server.schema import MAX_ITEMS, MAX_TOOLS, Body, ChatRequest, ReasoningEffort, RequestBody, Texts
+from forge.server.schema import MAX_ITEMS, MAX_TOOLS, Body, ChatRequest, ReasoningEffort, RequestBody, Texts, harmless
 from forge.server.service import Service
 from forge.server.streaming import named_event
 
@@ -28,18 +28,17 @@ _NAMES = {
     "chat_template_kwargs": "thinking",
 }
 """A chat's parameters by their names here."""
-_NOT_HERE: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("stop", "max_completion_tokens", "response_format", "stream_options", "chat_template_kwargs"), ()),
-    **dict.fromkeys(("reasoning_effort", "request_id", "top_logprobs", "prompt_logprobs", "parallel_tool_calls"), ()),
-    **{
-        "logprobs": (False,),
-        "return_token_ids": (False,),
-        "timings_per_token": (False,),
+_NOT_HERE = harmless(
+    {
+        """
+            stop max_completion_tokens response_format stream_options chat_template_kwargs reasoning_effort request_id
+            top_logprobs prompt_logprobs parallel_tool_calls continue_final_message add_generation_prompt
+        """: (),
+        "logprobs return_token_ids timings_per_token": (False,),
         "n": (1,),
         "service_tier": ("auto", "standard_only"),
-    },
-    **dict.fromkeys(("continue_final_message", "add_generation_prompt"), ()),
-}
+    }
+)
 """A chat's parameters that have another name here, or no place in a message; with the values that ask for nothing."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.server.messages import Gauges, StepSummary
+from forge.server.messages import Gauges, Ready, StepSummary
 from forge.trace.speculation_summary import DraftTotals
 
 _TTFT = (
@@ -115,17 +115,15 @@ class Histogram:
 class Metrics:
     """Counts what the engine reports, and writes it as Prometheus text."""
 
-    def __init__(
-        self, model_name: str, max_model_len: int, num_blocks: int, block_size: int, replica: str | None = None
-    ):
+    def __init__(self, model_name: str, ready: Ready, replica: str | None = None):
         """replica: which of several engines this is; None for the only one."""
         which = 'engine="0"' + ("" if replica is None else f',replica="{_escaped(replica)}"')
-        self._cache = f'block_size="{block_size}",num_gpu_blocks="{num_blocks}",{which}'
+        self._cache = f'block_size="{ready.block_size}",num_gpu_blocks="{ready.num_blocks}",{which}'
         self._labels = f'model_name="{_escaped(model_name)}",{which}'
         self.counts = dict.fromkeys(_COUNTERS, 0)
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.drafts: dict[str, DraftTotals] = {}
-        tokens = _bounds_of_tokens(max_model_len)
+        tokens = _bounds_of_tokens(ready.max_model_len)
         self.histograms = {name: Histogram(bounds or tokens) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._last_step_ended = 0.0
 

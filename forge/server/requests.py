@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
 from forge.grammar.thinking import thinks
@@ -17,10 +17,9 @@ from forge.grammar.vocabulary import Vocabulary
 from forge.server import schema
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError, validation_error
-from forge.server.fields import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, check_supported
-from forge.server.settings import Limits
-from forge.server.structured import param_of, parts_of, shown_call, shown_tools, structured_output
-from forge.tokenizer import Tokenizer
+from forge.server.messages import Ready
+from forge.server.settings import Settings
+from forge.server.structured import parts_of, shown_call, shown_tools, structured_output
 
 _AS_GIVEN = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
@@ -50,25 +49,15 @@ class Cut(NamedTuple):
 class RequestReader:
     """Reads bodies for one model."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        model_names: Sequence[str],
-        vocab_size: int,
-        max_model_len: int,
-        limits: Limits,
-        default_sampling: Mapping[str, Any] = MappingProxyType({}),
-    ):
-        """default_sampling: what a body that does not say gets; greedy where this does not say either."""
-        self.tokenizer = tokenizer
-        self.model_names = tuple(model_names)
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.limits = limits
-        self.default_sampling = default_sampling
-        self._longest = f"this model's maximum context length is {max_model_len} tokens"  # clients look for these words
-        self._most_chars = max_model_len * max(map(len, tokenizer.spec.tokens))
-        self.grammars = GrammarSandbox(lambda: Vocabulary.of(tokenizer, vocab_size))
+    def __init__(self, ready: Ready, settings: Settings):
+        self.tokenizer, self.limits = ready.tokenizer(), settings.limits
+        self.model_names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
+        self.vocab_size, self.max_model_len = ready.vocab_size, ready.max_model_len
+        self.default_sampling = ready.default_sampling
+        """What a body that does not say gets; greedy where this does not say either."""
+        self._longest = f"this model's maximum context length is {self.max_model_len} tokens"  # clients look for it
+        self._most_chars = self.max_model_len * max(map(len, self.tokenizer.spec.tokens))
+        self.grammars = GrammarSandbox(lambda: Vocabulary.of(self.tokenizer, self.vocab_size))
 
     def model(self, name: str | None) -> str:
         """Return the model's name for the answer. Raises `ApiError` if the server has no model of that name."""
@@ -84,7 +73,9 @@ class RequestReader:
     def accept(self, body: schema.RequestBody) -> str:
         """Return the model's name as the answer has it. Raises `ApiError` for another model, and for a parameter that
         requests what this server does not do."""
-        check_supported(body.model_extra or {}, UNSUPPORTED | {"best_of": (getattr(body, "n", None) or 1,)})
+        schema.check_supported(
+            body.model_extra or {}, schema.UNSUPPORTED | {"best_of": (getattr(body, "n", None) or 1,)}
+        )
         return self.model(body.model)
 
     def cut_of(self, body: schema.RequestBody) -> Cut | None:
@@ -105,11 +96,15 @@ class RequestReader:
         """Return one `Prompt` for each that the body has under the name `param`. `how` as for `one_prompt`."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
-        if not prompt:
-            raise ApiError(f"{param} is empty: give one or more texts or lists of token ids", param=param)
-        if len(prompt) > self.limits.max_prompts:
-            raise ApiError(f"{param} has {len(prompt)} entries, at most {self.limits.max_prompts} go", param=param)
+        self.check_number(prompt, param)
         return [await self.one_prompt(text, param, **how) for text in prompt]
+
+    def check_number(self, prompts: Sequence[Any], param: str) -> None:
+        """Raise `ApiError` for no prompts, and for too many."""
+        if not prompts:
+            raise ApiError(f"{param} is empty: give one or more texts or lists of token ids", param=param)
+        if len(prompts) > self.limits.max_prompts:
+            raise ApiError(f"{param} has {len(prompts)} entries, at most {self.limits.max_prompts} go", param=param)
 
     async def one_prompt(
         self,
@@ -139,7 +134,7 @@ class RequestReader:
             raise ApiError(error, param="continue_final_message")
         messages = body.messages or []
         for message in messages:
-            check_supported(message.model_extra or {}, UNSUPPORTED_IN_MESSAGES, "messages.")
+            schema.check_supported(message.model_extra or {}, schema.UNSUPPORTED_IN_MESSAGES, "messages.")
         begins = not continues and body.add_generation_prompt is not False
         template: dict[str, Any] = {"add_generation_prompt": begins, "continue_final_message": continues}
         template |= {"tools": shown_tools(body), "enable_thinking": thinking_of(body)}
@@ -251,10 +246,7 @@ class RequestReader:
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        asked = getattr(body, param)
-        if asked == 0:
-            raise ApiError(f"{param} must be at least 1", param=param)
-        max_tokens = self.max_tokens(asked, self.max_model_len, num_prompt_tokens, param)
+        max_tokens = self.max_tokens(getattr(body, param), self.max_model_len, num_prompt_tokens, param)
         self._check_prompt_logprobs(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         fields: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
@@ -298,20 +290,17 @@ class RequestReader:
         except UsageError as error:
             raise ApiError(str(error), param=str(error).split()[0]) from None
 
-    async def compiled(self, params: SamplingParams, body: schema.Sampling) -> SamplingParams:
-        """Return `params` once their grammar is known to compile within the limits. Others are read meanwhile. Raises
+    async def compiled(self, structured: StructuredOutput, body: schema.Sampling) -> StructuredOutput:
+        """Return a body's form once it is known to compile within the limits. Others are read meanwhile. Raises
         `ApiError`."""
-        structured = params.structured
-        if structured is None:
-            return params
-        for beginning, param, part in (*parts_of(body), ("", param_of(body), structured)):
+        for beginning, param, part in parts_of(body, structured):
             try:
                 checked = await asyncio.wrap_future(self.grammars.check(part))
             except UsageError as error:
                 raise ApiError(beginning + str(error), param=param) from None
             except CompilersBusy as error:
                 raise ApiError(str(error), 429, param=param, code="queue_full", retry_after=1) from None
-        return replace(params, structured=replace(checked, thinking=structured.thinking))
+        return replace(checked, thinking=structured.thinking)
 
     def _texts(self, texts: Sequence[str] | None, param: str) -> tuple[str, ...]:
         most, longest = self.limits.max_stop, self.limits.max_stop_chars
@@ -355,7 +344,7 @@ def chat_from(
     not_here: a chat's parameters that have another name in that API, or no place, with the values that ask for nothing.
     Raises `ApiError`."""
     extra = body.model_extra or {}
-    check_supported(extra, not_here)
+    schema.check_supported(extra, not_here)
     shared = {name: value for name, value in extra.items() if name not in not_here}
     try:
         return schema.ChatRequest.model_validate({**shared, "model": body.model, **fields})

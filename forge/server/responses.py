@@ -27,12 +27,11 @@ def usage_object(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     cached = sum(output.metrics.tokens_cached for output in outputs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    return {**_usage(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _usage(prompt: int, completion: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def size_of(outputs: Sequence[RequestOutput]) -> int:
@@ -103,6 +102,7 @@ class Shape(Answer):
 
     def __post_init__(self) -> None:
         self.request_id, self.prompts = shown_id(self.generation.request_id), self.generation.prompts
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         self._num_tokens = 0
         """Output tokens in the chunks so far."""
         self._head = {"id": self.request_id, "created": int(time.time()), "model": self.model}
@@ -134,7 +134,8 @@ class Shape(Answer):
     def chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.object_names[1], "choices": choices}
         if self.body.usage_wanted:  # the chunks before the last have what there is so far, or an empty one
-            chunk["usage"] = self._usage_so_far() if self.body.continuous_usage else None
+            so_far = _usage(self._num_prompt_tokens, self._num_tokens)
+            chunk["usage"] = so_far if self.body.continuous_usage else None
         if self.body.timings_per_token:
             chunk["timings"] = self._timings_so_far()
         return chunk
@@ -145,13 +146,7 @@ class Shape(Answer):
         if self._num_tokens and not self._first_token:
             self._first_token = now
         first = self._first_token or now
-        prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return timings_object(prompt, first - self._began, self._num_tokens, now - first)
-
-    def _usage_so_far(self) -> dict[str, int]:
-        prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
-        total = prompt + self._num_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
+        return timings_object(self._num_prompt_tokens, first - self._began, self._num_tokens, now - first)
 
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
         """Return why a choice ended. The stop reason is null for EOS."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
@@ -20,7 +21,7 @@ from forge.server.exchange import current_exchange
 from forge.server.requests import chat_from, text_parts, thinking_of
 from forge.server.response_store import ResponseKey, ResponseStore, StoredResponse, continued_prompt
 from forge.server.responses import ChatShape, EventWriter, usage_object
-from forge.server.schema import ChatRequest, ResponsesRequest
+from forge.server.schema import ChatRequest, ResponsesRequest, harmless
 from forge.server.service import Service
 from forge.server.streaming import named_event
 from forge.server.strict_json import JsonAnswer, to_json
@@ -33,16 +34,13 @@ _NAMES = {
     "reasoning_effort": "reasoning",
 }
 """A chat's parameters by their names here."""
-_NOT_HERE: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format", "prompt", "request_id"), ()),
-    **{
-        "logprobs": (False,),
+_NOT_HERE = harmless(
+    {
+        "messages max_tokens max_completion_tokens response_format prompt request_id prompt_logprobs": (),
+        "logprobs return_token_ids timings_per_token": (False,),
         "n": (1,),
-        "prompt_logprobs": (),
-        "return_token_ids": (False,),
-        "timings_per_token": (False,),
-    },
-}
+    }
+)
 """A chat's parameters that have another name here, or no place in a response; with the values that ask for nothing."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _LOGPROBS = "message.output_text.logprobs"
@@ -121,15 +119,13 @@ def _parts(content: Any) -> Any:
 
 
 def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+    functions = []
     for tool in body.tools or ():
         if tool.get("type") != "function":
             kind = str(tool.get("type"))[:40]
             raise ApiError(f"tools: {kind} is not supported, only functions are", param="tools")
-    fields = ("name", "description", "parameters", "strict")
-    functions = [
-        {"type": "function", "function": {name: tool[name] for name in fields if name in tool}}
-        for tool in body.tools or ()
-    ]
+        fields = tool.keys() & {"name", "description", "parameters", "strict"}
+        functions.append({"type": "function", "function": {name: tool[name] for name in fields}})
     return functions or None
 
 
@@ -402,8 +398,9 @@ async def _begin(service: Service, store: ResponseStore, body: ResponsesRequest,
             return
         sample = outputs[0].outputs[0]
         ends_plainly = sample.finish_reason == "length" or sample.stop_reason in service.tokenizer.eos_token_ids
-        token_ids = [*prompt.token_ids, *sample.token_ids] if ends_plainly else None
-        output, setting = response["output"], _setting(body, chat)
-        store.put(stored_as, StoredResponse.of(to_json(response), conversation.items, output, setting, token_ids))
+        token_ids = np.array([*prompt.token_ids, *sample.token_ids], np.int32) if ends_plainly else None
+        items, setting = to_json([*conversation.items, *response["output"]]), _setting(body, chat)
+        stored = StoredResponse(to_json(response), items, len(conversation.items), setting, token_ids)
+        store.put(stored_as, stored)
 
     return ResponseWriter(body, shape, keep)

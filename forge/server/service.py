@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -43,16 +44,10 @@ class Service:
         self.has_room_for_connections: Callable[[], bool] = lambda: True
         self.fingerprint = _fingerprint(ready)
         self.steps = StepFeed(client, settings.debug_texts)
-        names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
-        self.tokenizer = ready.tokenizer()
-        self.reader = RequestReader(
-            self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits, ready.default_sampling
-        )
+        self.reader = RequestReader(ready, settings)
         self.reader.grammars.start()
-        self.metrics = client.new_metrics(names[0], ready)
-        client.on_end = lambda generation, output: self.metrics.take_output(
-            output, generation.params, generation.arrived
-        )
+        self.tokenizer = self.reader.tokenizer
+        self.metrics = client.new_metrics(self.reader.model_names[0], ready)
 
     async def begin(
         self,
@@ -69,7 +64,7 @@ class Service:
         none."""
         if params.structured is not None:
             async with leaving_client(request):
-                params = await self.reader.compiled(params, body)
+                params = replace(params, structured=await self.reader.compiled(params.structured, body))
         self.check_queue(len(prompts))
         client, event_id = self.client, request.headers.get("last-event-id")
         stream = bool(body.stream if stream is None else stream)

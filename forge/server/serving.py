@@ -173,7 +173,7 @@ async def serve_client(
     )
     connections = server.server_state.connections
     service.has_room_for_connections = lambda: len(connections) < max_connections
-    ending = _Ending(client, service, server, app.state.exchanges, settings.limits.grace)
+    ending = _Ending(service, server, app.state.exchanges)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.begin)
@@ -213,11 +213,9 @@ class _Server(uvicorn.Server):
 class _Ending:
     """The orderly end of a server, from the first signal on."""
 
-    def __init__(
-        self, client: EngineClient, service: Service, server: uvicorn.Server, exchanges: Exchanges, grace: float
-    ):
-        self._client, self._service, self._server, self._exchanges = client, service, server, exchanges
-        self._grace = grace
+    def __init__(self, service: Service, server: uvicorn.Server, exchanges: Exchanges):
+        self._service, self._server, self._exchanges = service, server, exchanges
+        self._client, self._grace = service.client, service.limits.grace
         self._hurry = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 

@@ -151,23 +151,17 @@ def structured_output(body: Sampling) -> StructuredOutput | None:
         raise ApiError(str(error), param=name) from None
 
 
-def parts_of(body: Sampling) -> Iterator[tuple[str, str, StructuredOutput]]:
-    """Return the parts of a grammar that can be wrong by themselves: what a message begins with, the parameter, the
-    form."""
-    tools = tool_use(body)
+def parts_of(body: Sampling, whole: StructuredOutput) -> Iterator[tuple[str, str, StructuredOutput]]:
+    """Return the parts of a grammar that can be wrong by themselves, and then the whole: what a message begins with,
+    the parameter, the form."""
+    tools, (param, form) = tool_use(body), _form(body)
     if tools is not None:
         for name, schema in tools.schemas():
             yield f"{name}: ", "tools", schema
-        name, form = _form(body)
         if form is not None:
-            yield "", name, StructuredOutput(**form)
-
-
-def param_of(body: Sampling) -> str:
-    """Return the parameter that an error about the whole form is about."""
-    if tool_use(body) is not None:
-        return "tools"
-    return _form(body)[0]
+            yield "", param, StructuredOutput(**form)
+        param = "tools"
+    yield "", param, whole
 
 
 def _form(body: Sampling) -> tuple[str, dict[str, Any] | None]:

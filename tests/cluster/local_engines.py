@@ -109,9 +109,9 @@ async def front_of(
     *engines: LocalEngine, prefills: tuple[LocalEngine, ...] = (), **options: Any
 ) -> AsyncIterator[ClusterClient]:
     """A front whose replicas are called a, b, …; those that compute prompts p, q, …. The engines go on after it."""
-    client = ClusterClient(SECRET, apart=bool(prefills), **options)
-    client.take_ready(ready_message((engines or prefills)[0].llm))
-    client.new_metrics("hash", ready_message((engines or prefills)[0].llm))
+    ready = ready_message((engines or prefills)[0].llm)
+    client = ClusterClient(SECRET, ready, apart=bool(prefills), **options)
+    client.new_metrics("hash", ready)
     await client.connect()
     for kind, names, found in ((ENGINES, "abcd", engines), (PREFILLS, "pqrs", prefills)):
         for name, engine in zip(names, found, strict=False):

@@ -102,7 +102,7 @@ async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_on
         engine.slow_down(0.003)
     async with front_of(*engines.values()) as client:
         outputs, seen, killed = [], [], []
-        client.on_end = lambda generation, output: outputs.append((generation, output))
+        client.on_end = lambda output, params, arrived: outputs.append((output, arrived))
         generation = submit(client, "r", SEEDED)
 
         def kill(number: int) -> None:
@@ -112,9 +112,9 @@ async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_on
                 engines.pop(killed[0]).kill()
 
         await read(generation, kill)
-        ((_, output),) = outputs
+        ((output, arrived),) = outputs
         times = output.outputs[0].metrics
-        assert times.arrived == generation.arrived < times.first_token <= seen[0]
+        assert times.arrived == arrived == generation.arrived < times.first_token <= seen[0]
         (name,) = engines
         text = client.metrics.text(client.gauges)
         assert f'replica="{name}"' in text and f'replica="{killed[0]}"' not in text, "the dead one's series are gone"

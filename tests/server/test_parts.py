@@ -8,6 +8,7 @@ import socket
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -27,10 +28,17 @@ from forge.server.metrics import Histogram, Metrics, ThroughputLine
 from forge.server.requests import RequestReader, beside_the_loop, special_of
 from forge.server.responses import CompletionShape, size_of
 from forge.server.serving import OncePerSecond
-from forge.server.settings import Limits
+from forge.server.settings import Settings
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from forge.trace.records import RequestMetrics
 from tests.waiting import PATIENCE
+
+READY = SimpleNamespace(model_name="m", max_model_len=100, num_blocks=10, block_size=16)
+
+
+def reader_of(tokenizer: ByteTokenizer, recommended: dict[str, float] | None = None) -> RequestReader:
+    facts = {"tokenizer": lambda: tokenizer, "vocab_size": tokenizer.vocab_size, "default_sampling": recommended or {}}
+    return RequestReader(SimpleNamespace(**vars(READY), **facts), Settings())
 
 
 @given(st.lists(st.text(max_size=50), max_size=20), st.lists(st.integers(1, 40), min_size=1, max_size=50))
@@ -73,7 +81,7 @@ def test_a_histogram_counts_each_value_below_its_bounds(values, times):
 
 
 def test_the_line_about_throughput_is_said_when_something_happened():
-    metrics = Metrics("m", 100, 10, 16)
+    metrics = Metrics("m", READY)
     line = ThroughputLine(metrics)
     assert line.line(10.0, Gauges()) is None
     metrics.take_step(StepSummary(1.0, 10.5, 100, 4, 50, 0))
@@ -84,7 +92,7 @@ def test_the_line_about_throughput_is_said_when_something_happened():
 
 
 def test_guesses_are_counted_by_the_place_they_stood_at():
-    metrics = Metrics("m", 100, 10, 16)
+    metrics = Metrics("m", READY)
     for accepted in ((2, 0), (), (3,)):
         metrics.take_step(StepSummary(1.0, 10.5, 0, 2, 3, 0, tuple(("small", 4, one, True) for one in accepted)))
     metrics.take_step(StepSummary(1.0, 10.5, 0, 1, 1, 0, (("other", 1, 0, False),)))
@@ -99,7 +107,7 @@ def test_guesses_are_counted_by_the_place_they_stood_at():
 
 
 def test_a_models_name_cannot_break_the_metrics():
-    text = Metrics('a"b\\c\nd', 100, 10, 16).text(Gauges())
+    text = Metrics('a"b\\c\nd', READY).text(Gauges())
     assert 'model_name="a\\"b\\\\c\\nd"' in text
 
 
@@ -221,7 +229,7 @@ def test_an_answers_size_counts_its_tokens_and_all_log_probabilities():
 def test_the_bos_token_comes_where_the_model_wants_it_unless_the_body_does_not():
     tokenizer = ByteTokenizer()
     tokenizer.spec = replace(tokenizer.spec, prefix_ids=(256,), bos_token_id=256)
-    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits())
+    reader = reader_of(tokenizer)
 
     def first(body: schema.CompletionRequest | schema.ChatRequest) -> int:
         if isinstance(body, schema.ChatRequest):
@@ -246,7 +254,7 @@ def test_the_bos_token_comes_where_the_model_wants_it_unless_the_body_does_not()
 )
 def test_a_body_that_says_nothing_is_greedy_unless_the_model_s_file_recommends_otherwise(recommended, asked, used):
     tokenizer = ByteTokenizer()
-    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits(), recommended)
+    reader = reader_of(tokenizer, recommended)
     params = reader.completion_params(schema.CompletionRequest(prompt="a", **asked), [Prompt([1])])
     assert (params.temperature, params.top_k) == used
 
@@ -294,10 +302,10 @@ def test_more_grammars_than_may_wait_are_429():
     def busy(structured):
         raise CompilersBusy(128)
 
-    tokenizer, body = ByteTokenizer(), schema.CompletionRequest(prompt="x", structured_outputs={"regex": "a"})
-    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits())
+    body = schema.CompletionRequest(prompt="x", structured_outputs={"regex": "a"})
+    reader = reader_of(ByteTokenizer())
     reader.grammars.check = busy
-    params = SamplingParams(structured=StructuredOutput(regex="a"))
+    structured = StructuredOutput(regex="a")
     with pytest.raises(ApiError, match="128 grammars are waiting") as caught:
-        asyncio.run(reader.compiled(params, body))
+        asyncio.run(reader.compiled(structured, body))
     assert (caught.value.status, caught.value.param) == (429, "structured_outputs") and caught.value.retry_after
