@@ -136,7 +136,7 @@ class ClusterClient(ResumableClient):
         """Whether engines log requests, each with the id of its HTTP request."""
         self._loop_tasks: list[asyncio.Task[None]] = []
         self._is_watching = False
-        self.metrics: ClusterMetrics | None = None
+        self.metrics: ClusterMetrics = ClusterMetrics(ready, self)  # type: ignore[assignment]  # reads as one `Metrics`
         self.num_resumed = 0
         """Requests that went on at another engine."""
 
@@ -164,15 +164,6 @@ class ClusterClient(ResumableClient):
         """Raise `NoHealthyReplica` if no engine would answer a request."""
         if not self.is_ready:
             raise NoHealthyReplica
-
-    def new_metrics(  # type: ignore[override]  # reads as one `Metrics`
-        self, model_name: str, ready: messages.Ready
-    ) -> ClusterMetrics:
-        self.metrics = ClusterMetrics(model_name, ready, self)
-        self.on_end = self.metrics.take_output
-        for name in self._links:
-            self.metrics.join(name)
-        return self.metrics
 
     def probe(self, patience: float) -> bool:
         """Return whether this front still watches its engines. `check_ready` says whether one can be reached."""
@@ -243,8 +234,7 @@ class ClusterClient(ResumableClient):
                 logger.warning("%s; next try in %.1f s", error, pause)
         self._links[name] = pool, link
         pool.fleet.join(name, self._versions[name])
-        if self.metrics is not None:
-            self.metrics.join(name)
+        self.metrics.join(name)
         if self._is_watching:
             link.send(messages.Watch(True))
         homeless, self._homeless = self._homeless, []
@@ -260,8 +250,7 @@ class ClusterClient(ResumableClient):
         pool.fleet.leave(link.name)
         self._gauges_of.pop(link.name, None)
         self._sum_gauges()
-        if self.metrics is not None:
-            self.metrics.leave(link.name)
+        self.metrics.leave(link.name)
         if self._is_leaving:
             return
         if link.name in self._addresses:
@@ -438,9 +427,8 @@ class ClusterClient(ResumableClient):
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
         """Abort as `EngineClient.abort` does, and count the abort where its requests were."""
         requests = [self._requests[key] for key in generation.keys if key in self._requests]
-        if self.metrics is not None:
-            for request in requests:
-                self.metrics.take_end(request.replica, "abort" if error is None else "error", generation.params.n)
+        for request in requests:
+            self.metrics.take_end(request.replica, "abort" if error is None else "error", generation.params.n)
         super().abort(generation, error)
 
     def _abort(self, request: _Request) -> None:
@@ -552,8 +540,7 @@ class ClusterClient(ResumableClient):
         if update.gauges is not None:
             self._gauges_of[name] = update.gauges
             self._sum_gauges()
-        if self.metrics is not None:
-            self.metrics.take_update(name, update, now)
+        self.metrics.take_update(name, update, now)
         self._judge(name, pool, update)
         update.accepted = self._note_accepted(name, update.accepted)
         update.tokens = self._note_tokens(update.tokens, now)
@@ -631,7 +618,7 @@ class ClusterClient(ResumableClient):
             self._continue(request)
             return None
         del self._requests[end.key]
-        if request.resumed and self.metrics is not None and end.key in self._generations:
+        if request.resumed and end.key in self._generations:
             arrived = self._generations[end.key][0].arrived
             return end._replace(output=self.metrics.timed(name, end.output, arrived, request.first_token))
         return end
@@ -664,7 +651,7 @@ class ClusterClient(ResumableClient):
             self._ask_elsewhere(question, name, answer.fault.message)
             return True
         del self._asked[answer.number]
-        if isinstance(question.command, messages.AskTasks) and answer.fault is None and self.metrics is not None:
+        if isinstance(question.command, messages.AskTasks) and answer.fault is None:
             lengths = [len(token_ids) for token_ids, _ in question.command.requests]
             self.metrics.take_answered(name, lengths, time.perf_counter() - question.began)
         return False

@@ -207,8 +207,6 @@ class Fleet:
 
     replicas: dict[str, Replica] = field(default_factory=dict)
     prefixes: PrefixMap = field(default_factory=PrefixMap)
-    mask: int = 0
-    """The bits of all replicas."""
     _by_index: list[Replica | None] = field(default_factory=list)
     _suspended: set[str] = field(default_factory=set)
     """Replicas that no request goes to while there is another."""
@@ -224,7 +222,6 @@ class Fleet:
             index = self._free_index()
             replica = self.replicas[name] = Replica(name, index, version=version)
             self._by_index[index : index + 1] = [replica]
-            self.mask |= 1 << index
             self._healthy.clear()
         return self.replicas[name]
 
@@ -240,7 +237,6 @@ class Fleet:
         self._suspended.discard(name)
         if replica is not None:
             self._by_index[replica.index] = None
-            self.mask &= ~(1 << replica.index)
             self.prefixes.forget(replica.index)
             self._healthy.clear()
 

@@ -30,9 +30,8 @@ class ClusterMetrics:
     When a replica is gone its series go with it: a counter that never moves again says nothing.
     """
 
-    def __init__(self, model_name: str, ready: Ready, front: Front):
-        self._new = partial(Metrics, model_name, ready)
-        self._front, self._labels = front, f"model_name={json.dumps(model_name)}"
+    def __init__(self, ready: Ready, front: Front):
+        self._new, self._front = partial(Metrics, ready), front
         self._by_replica: dict[str, Metrics] = {}
         self._gauges: dict[str, Gauges] = {}
         self._offsets: dict[str, float] = {}
@@ -112,16 +111,17 @@ class ClusterMetrics:
     def generation_tokens(self) -> int:
         return self._generation_tokens_gone + sum(metrics.generation_tokens for metrics in self._by_replica.values())
 
-    def text(self, gauges: Gauges) -> str:
+    def text(self, model_name: str, gauges: Gauges) -> str:
         """Write everything in Prometheus' text format: each name once, with the replicas' values under it."""
+        labels = f"model_name={json.dumps(model_name)}"
         fronts = (
             ("replicas_reachable", "gauge", "Engines that this front can reach.", len(self._by_replica)),
             ("requests_resumed_total", "counter", "Requests that went on elsewhere.", self._front.num_resumed),
             ("requests_failed_total", "counter", "Choices that no engine could finish.", self._num_failed),
         )
         families = [
-            family(f"forge:{name}", kind, help_text, {self._labels: value}) for name, kind, help_text, value in fronts
+            family(f"forge:{name}", kind, help_text, {labels: value}) for name, kind, help_text, value in fronts
         ]
         for name in sorted(self._by_replica):
-            families += self._by_replica[name].families(self._gauges[name])
+            families += self._by_replica[name].families(model_name, self._gauges[name])
         return text_of(families)

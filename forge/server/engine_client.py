@@ -253,16 +253,15 @@ class EngineClient(ABC):
     `ProcessClient` has one engine, in a process beside it. A cluster's client has many.
     """
 
+    metrics: Metrics
+    """The counters of the engine's work. They are there before `connect`."""
+
     def __init__(self) -> None:
         self._device = ""
         """The device that the engine computes on."""
         self.gauges = messages.Gauges()
-        self.on_step: Callable[[messages.StepSummary], None] = lambda step: None
-        self.on_end: Callable[[RequestOutput, SamplingParams, float], None] = lambda output, params, arrived: None
         self.on_record: Callable[[StepRecord], None] | None = None
         """Called with every step's whole record, for `--live`."""
-        self.on_death: Callable[[int], None] = lambda num_failed: None
-        """Called with the number of choices and answers that the engine's death has failed."""
         self._generations: dict[int, tuple[Generation, int]] = {}
         """A request's key → its generation, and which of its prompts it is."""
         self._keys, self._numbers = count(), count()
@@ -286,12 +285,6 @@ class EngineClient(ABC):
     @abstractmethod
     def disconnect(self) -> None:
         """Leave the loop."""
-
-    def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
-        """Create the counters of the engine's work."""
-        metrics = Metrics(model_name, ready)
-        self.on_step, self.on_end, self.on_death = metrics.take_step, metrics.take_output, metrics.take_failures
-        return metrics
 
     def check_ready(self) -> None:
         """Raise `EngineDead` if no engine would answer a request."""
@@ -430,7 +423,7 @@ class EngineClient(ABC):
         for answer in update.answers:
             self._take_answer(answer)
         for step in update.steps:
-            self.on_step(step)
+            self.metrics.take_step(step)
         if update.gauges is not None:
             self.gauges = update.gauges
         for record in update.records:
@@ -446,7 +439,7 @@ class EngineClient(ABC):
         generation, index = place
         if fault is None and any(sample.finish_reason == "error" for sample in output.outputs):
             fault = messages.Fault("the engine could not finish this request", internal=True)
-        self.on_end(output, generation.params, generation.arrived)
+        self.metrics.take_output(output, generation.params, generation.arrived)
         if fault is not None:
             self.abort(generation, _error_of(fault))
             return
@@ -597,7 +590,9 @@ class ProcessClient(EngineClient):
         self.dead, self._question = True, None
         self.gauges = messages.Gauges()
         if not self._is_leaving:
-            self.on_death(sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked)
+            self.metrics.take_failures(
+                sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked
+            )
             self.died.set()
         self.abort_all(EngineDead())
         self.end_records()

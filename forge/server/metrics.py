@@ -115,11 +115,10 @@ class Histogram:
 class Metrics:
     """Counts what the engine reports, and writes it as Prometheus text."""
 
-    def __init__(self, model_name: str, ready: Ready, replica: str | None = None):
+    def __init__(self, ready: Ready, replica: str | None = None):
         """replica: which of several engines this is; None for the only one."""
-        which = 'engine="0"' + ("" if replica is None else f',replica="{_escaped(replica)}"')
+        self._which = which = 'engine="0"' + ("" if replica is None else f',replica="{_escaped(replica)}"')
         self._cache = f'block_size="{ready.block_size}",num_gpu_blocks="{ready.num_blocks}",{which}'
-        self._labels = f'model_name="{_escaped(model_name)}",{which}'
         self.counts = dict.fromkeys(_COUNTERS, 0)
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.drafts: dict[str, DraftTotals] = {}
@@ -196,12 +195,17 @@ class Metrics:
         for name, value in values.items():
             self.histograms[name].observe(value)
 
-    def text(self, gauges: Gauges) -> str:
+    def text(self, model_name: str, gauges: Gauges) -> str:
         """Return everything in Prometheus' text format."""
-        return text_of(self.families(gauges))
+        return text_of(self.families(model_name, gauges))
 
-    def families(self, gauges: Gauges) -> Iterator[Family]:
-        """Return everything by name."""
+    def families(self, model_name: str, gauges: Gauges) -> Iterator[Family]:
+        """Return everything by name. model_name: what clients call the model."""
+        model = f'model_name="{_escaped(model_name)}",{self._which}'
+
+        def of_model(name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
+            return family(f"vllm:{name}", kind, help_text, {f"{model}{further}": values[further] for further in values})
+
         usage = gauges.used_blocks / gauges.num_blocks if gauges.num_blocks else 0.0
         for name, help_text, value in (
             ("num_requests_running", "Sequences in the batch.", gauges.running),
@@ -209,17 +213,17 @@ class Metrics:
             ("num_requests_swapped", "Sequences whose blocks are in the host's pool.", gauges.swapped),
             ("kv_cache_usage_perc", "The share of KV blocks that are in use. 1 is all.", usage),
         ):
-            yield self._family(name, "gauge", help_text, {"": value})
+            yield of_model(name, "gauge", help_text, {"": value})
         counts = self.counts | {"prefix_cache_queries": gauges.prefix_queries, "prefix_cache_hits": gauges.prefix_hits}
         for name, help_text in _COUNTERS.items():
-            yield self._family(f"{name}_total", "counter", help_text, {"": counts[name]})
+            yield of_model(f"{name}_total", "counter", help_text, {"": counts[name]})
         drafts = {
             f',draft="{_escaped(name)}"': totals for name, totals in (self.drafts or {"": DraftTotals("")}).items()
         }
         for name, (help_text, field) in _OF_DRAFTS.items():
             kind = "counter" if name.endswith("_total") else "gauge"
             values = {draft: getattr(totals, field) for draft, totals in drafts.items()}
-            yield self._family(f"spec_decode_{name}", kind, help_text, values)
+            yield of_model(f"spec_decode_{name}", kind, help_text, values)
         for index, which in enumerate(("accepted", "draft")):
             values = {
                 f'{draft},position="{position}"': counts[index]
@@ -227,18 +231,13 @@ class Metrics:
                 for position, counts in enumerate(totals.by_position)
             }
             help_text = f"{which.capitalize()} tokens by their position in a cycle."
-            yield self._family(f"spec_decode_num_{which}_tokens_per_pos_total", "counter", help_text, values)
+            yield of_model(f"spec_decode_num_{which}_tokens_per_pos_total", "counter", help_text, values)
         yield family("vllm:cache_config_info", "gauge", "How the KV cache is divided.", {self._cache: 1})
         reasons = {f',finished_reason="{reason}"': number for reason, number in self.finished.items()}
-        yield self._family("request_success_total", "counter", "Choices that have ended, by reason.", reasons)
+        yield of_model("request_success_total", "counter", "Choices that have ended, by reason.", reasons)
         for name, histogram in self.histograms.items():
             header = _header(f"vllm:{name}", "histogram", _HISTOGRAMS[name][0])
-            yield header, histogram.lines(f"vllm:{name}", self._labels)
-
-    def _family(self, name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
-        """Build a metric with its lines. values: by their further labels."""
-        labelled = {f"{self._labels}{further}": value for further, value in values.items()}
-        return family(f"vllm:{name}", kind, help_text, labelled)
+            yield header, histogram.lines(f"vllm:{name}", model)
 
 
 class HttpMetrics:

@@ -47,7 +47,7 @@ class Service:
         self.reader = RequestReader(ready, settings)
         self.reader.grammars.start()
         self.tokenizer = self.reader.tokenizer
-        self.metrics = client.new_metrics(self.reader.model_names[0], ready)
+        self.metrics = client.metrics
 
     async def begin(
         self,

@@ -28,7 +28,7 @@ from forge.server.errors import ShuttingDown
 from forge.server.exchange import Exchanges, WithRequestId, access
 from forge.server.http_protocol import HttpProtocol
 from forge.server.messages import Ready
-from forge.server.metrics import ThroughputLine
+from forge.server.metrics import Metrics, ThroughputLine
 from forge.server.middleware import Keys
 from forge.server.service import Service
 from forge.server.settings import AccessLog, Settings, is_loopback
@@ -75,6 +75,7 @@ def serve(
     client = ProcessClient(model, options)
     try:
         ready = client.wait_until_ready()
+        client.metrics = Metrics(ready)
         client.on_record = live(ready) if live is not None else None
         return asyncio.run(serve_client(client, ready, settings, listening, on_ready))
     finally:

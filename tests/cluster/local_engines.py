@@ -111,7 +111,6 @@ async def front_of(
     """A front whose replicas are called a, b, …; those that compute prompts p, q, …. The engines go on after it."""
     ready = ready_message((engines or prefills)[0].llm)
     client = ClusterClient(SECRET, ready, apart=bool(prefills), **options)
-    client.new_metrics("hash", ready)
     await client.connect()
     for kind, names, found in ((ENGINES, "abcd", engines), (PREFILLS, "pqrs", prefills)):
         for name, engine in zip(names, found, strict=False):
