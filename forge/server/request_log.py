@@ -40,7 +40,7 @@ class RequestLog:
 
     def end(self, request_id: str) -> None:
         """Keep the timeline of a request that has ended, before the engine forgets it."""
-        self._ended[request_id] = tuple([self._timeline.request(seq_id) for seq_id in self._seq_ids[request_id]])
+        self._ended[request_id] = self._timelines(request_id)
         if len(self._ended) > MAX_ENDED:
             del self._seq_ids[self._ended.popitem(last=False)[0]]
 

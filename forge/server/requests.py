@@ -101,10 +101,9 @@ class RequestReader:
 
     def check_number(self, prompts: Sequence[Any], param: str) -> None:
         """Raise `ApiError` for no prompts, and for too many."""
-        if not prompts:
-            raise ApiError(f"{param} is empty: give one or more texts or lists of token ids", param=param)
-        if len(prompts) > self.limits.max_prompts:
-            raise ApiError(f"{param} has {len(prompts)} entries, at most {self.limits.max_prompts} go", param=param)
+        most = self.limits.max_prompts
+        if not 1 <= len(prompts) <= most:
+            raise ApiError(f"{param} has {len(prompts)} entries: give between 1 and {most}", param=param)
 
     async def one_prompt(
         self,
@@ -228,7 +227,6 @@ class RequestReader:
         max_tokens = self.max_tokens(body.max_tokens, schema.DEFAULT_TOKENS, longest, "max_tokens")
         if max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens is 0: ask for at least 1 token, or for the prompt with echo", param="max_tokens")
-        self._check_logprobs(body.logprobs, "logprobs")
         scored = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
         if body.prompt_logprobs not in (None, scored):
             raise ApiError(f"prompt_logprobs must be as logprobs, {scored}, or left out", param="prompt_logprobs")
@@ -242,7 +240,6 @@ class RequestReader:
     ) -> SamplingParams:
         """Build the sampling parameters of a chat. Raises `ApiError`. is_thinking: the prompt ends inside the thinking
         part."""
-        self._check_logprobs(body.top_logprobs, "top_logprobs")
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -264,13 +261,11 @@ class RequestReader:
         return bool(thinking)
 
     def params(self, body: schema.Sampling, num_prompts: int, max_tokens: int, **fields: Any) -> SamplingParams:
-        n, limits = body.n or 1, self.limits
+        n = body.n or 1
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options are for streams: set stream to true", param="stream_options")
-        if n > limits.max_n:
-            raise ApiError(f"n is {n}, at most {limits.max_n} go", param="n")
-        if n * num_prompts > limits.max_choices:
-            raise ApiError(f"{num_prompts} prompts times n = {n} is more than {limits.max_choices}", param="n")
+        if n * num_prompts > self.limits.max_choices:
+            raise ApiError(f"{num_prompts} prompts times n = {n} is more than {self.limits.max_choices}", param="n")
         values = {
             **{name: getattr(body, name) for name in _AS_GIVEN},
             "top_k": None if body.top_k is None else max(0, body.top_k),
@@ -319,12 +314,7 @@ class RequestReader:
             raise ApiError("the keys of logit_bias are token ids", param="logit_bias") from None
         return self._known_ids(by_token, "logit_bias", "logit_bias: ")
 
-    def _check_logprobs(self, number: int | None, param: str) -> None:
-        if number is not None and number > self.limits.max_logprobs:
-            raise ApiError(f"{param} is {number}, at most {self.limits.max_logprobs} go", param=param)
-
     def _check_prompt_logprobs(self, body: schema.OpenAiRequest) -> None:
-        self._check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         if body.stream and body.prompt_logprobs is not None:
             raise ApiError("prompt_logprobs are for whole answers: set stream to false", param="prompt_logprobs")
 

@@ -28,6 +28,7 @@ MAX_ITEMS = 8192
 MAX_BIASES = 16_384
 MAX_TOOLS = 128
 
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_ITEMS, fail_fast=True)]
@@ -117,7 +118,7 @@ class Sampling(CutPrompt):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
     stop: str | Texts | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -155,19 +156,18 @@ class Sampling(CutPrompt):
     @property
     def usage_wanted(self) -> bool:
         """Whether a stream is to end with its usage."""
-        return bool(self.stream_options is not None and self.stream_options.include_usage)
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        options = self.stream_options
-        return self.usage_wanted and options is not None and bool(options.continuous_usage_stats)
+        return self.usage_wanted and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class OpenAiRequest(Sampling):
     """vLLM's extensions to both of OpenAI's endpoints."""
 
     response_format: ResponseFormat | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     timings_per_token: bool | None = None
     """llama.cpp's: every chunk has the times so far, a whole answer those of all of it."""
@@ -177,7 +177,7 @@ class CompletionRequest(OpenAiRequest):
     """The body of `/v1/completions`."""
 
     prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool | None = None
 
 
@@ -272,7 +272,7 @@ class ChatRequest(Conversation, OpenAiRequest):
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: NumLogprobs | None = None
     reasoning_effort: ReasoningEffort | None = None
     """`none` turns thinking off; any other leaves it to the model."""
     parallel_tool_calls: bool | None = None
@@ -368,7 +368,7 @@ class ResponsesRequest(RequestBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: NumLogprobs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None

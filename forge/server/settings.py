@@ -27,12 +27,10 @@ class Limits:
     max_queue: int = option(2048, "Unfinished prompts before 429.", "Limits")
     max_body_bytes: int = option(4 << 20, "Size of a request.", "Limits")
     max_prompts: int = 128
-    max_n: int = 16
     max_choices: int = 256
     """Prompts times `n` of one request."""
     max_stop: int = 32
     max_stop_chars: int = 256
-    max_logprobs: int = 20
     max_stored_bytes: int = option(64 << 20, "Memory for stored responses; 0 stores none.", "Limits")
     """The least recently used are dropped. They are in memory only, and end with the server."""
     stall_timeout: float = option(30.0, "Seconds that a streaming client may stall.", "Limits")
