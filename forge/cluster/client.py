@@ -128,7 +128,6 @@ class ClusterClient(ResumableClient):
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._leaving: set[str] = set()
         """Replicas that leave as soon as another one is connected to."""
-        self._gauges_of: dict[str, messages.Gauges] = {}
         self._requests: dict[int, _Request] = {}
         self._asked: dict[int, _Question] = {}
         self._homeless: list[_Request] = []
@@ -248,8 +247,6 @@ class ClusterClient(ResumableClient):
         """Place the requests of a lost connection elsewhere."""
         pool, _ = self._links.pop(link.name)
         pool.fleet.leave(link.name)
-        self._gauges_of.pop(link.name, None)
-        self._sum_gauges()
         self.metrics.leave(link.name)
         if self._is_leaving:
             return
@@ -537,9 +534,6 @@ class ClusterClient(ResumableClient):
                 self._end_everywhere(request)
         if update.load is not None:
             pool.fleet.report(name, update.load)
-        if update.gauges is not None:
-            self._gauges_of[name] = update.gauges
-            self._sum_gauges()
         self.metrics.take_update(name, update, now)
         self._judge(name, pool, update)
         update.accepted = self._note_accepted(name, update.accepted)
@@ -661,6 +655,3 @@ class ClusterClient(ResumableClient):
         decisions = self.pools[ENGINES].decisions
         routes = tuple([decisions[request.request_id] for request in record.arrived if request.request_id in decisions])
         return replace(record, replica=name, routes=routes)
-
-    def _sum_gauges(self) -> None:
-        self.gauges = messages.Gauges(*map(sum, zip(messages.Gauges(), *self._gauges_of.values(), strict=True)))

@@ -33,7 +33,6 @@ class ClusterMetrics:
     def __init__(self, ready: Ready, front: Front):
         self._new, self._front = partial(Metrics, ready), front
         self._by_replica: dict[str, Metrics] = {}
-        self._gauges: dict[str, Gauges] = {}
         self._offsets: dict[str, float] = {}
         """Of each replica's clock: this process's less the replica's, in seconds."""
         self._prompt_tokens_gone = self._generation_tokens_gone = 0
@@ -43,7 +42,6 @@ class ClusterMetrics:
     def join(self, name: str) -> None:
         """Add the metrics of a replica that can be reached."""
         self._by_replica.setdefault(name, self._new(replica=name))
-        self._gauges.setdefault(name, Gauges())
 
     def leave(self, name: str) -> None:
         """Drop the metrics of a replica that is gone."""
@@ -51,16 +49,16 @@ class ClusterMetrics:
         if metrics is not None:
             self._prompt_tokens_gone += metrics.prompt_tokens
             self._generation_tokens_gone += metrics.generation_tokens
-            del self._gauges[name]
             self._offsets.pop(name, None)
 
     def take_update(self, name: str, update: ReplicaUpdate, now: float) -> None:
         """Count a replica's update at `now`, in seconds on this process's monotonic clock."""
         offset = now - update.clock
         self._offsets[name] = min(offset, self._offsets.get(name, offset))
-        self._gauges[name] = update.gauges or self._gauges[name]
+        metrics = self._by_replica[name]
+        metrics.gauges = update.gauges or metrics.gauges
         for step in update.steps:
-            self._by_replica[name].take_step(step)
+            metrics.take_step(step)
 
     def take_output(self, output: RequestOutput, params: SamplingParams, arrived: float) -> None:
         """As `Metrics.take_output`. The output's times are on its replica's clock."""
@@ -111,7 +109,12 @@ class ClusterMetrics:
     def generation_tokens(self) -> int:
         return self._generation_tokens_gone + sum(metrics.generation_tokens for metrics in self._by_replica.values())
 
-    def text(self, model_name: str, gauges: Gauges) -> str:
+    @property
+    def gauges(self) -> Gauges:
+        states = [metrics.gauges for metrics in self._by_replica.values()]
+        return Gauges(*map(sum, zip(Gauges(), *states, strict=True)))
+
+    def text(self, model_name: str) -> str:
         """Write everything in Prometheus' text format: each name once, with the replicas' values under it."""
         labels = f"model_name={json.dumps(model_name)}"
         fronts = (
@@ -123,5 +126,5 @@ class ClusterMetrics:
             family(f"forge:{name}", kind, help_text, {labels: value}) for name, kind, help_text, value in fronts
         ]
         for name in sorted(self._by_replica):
-            families += self._by_replica[name].families(model_name, self._gauges[name])
+            families += self._by_replica[name].families(model_name)
         return text_of(families)

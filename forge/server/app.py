@@ -196,7 +196,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         help_text = "Grammars that wait to be compiled, or are being compiled."
         compiling = {"": service.reader.grammars.num_waiting}
         families.append(family("forge:num_grammars_compiling", "gauge", help_text, compiling))
-        text = service.metrics.text(service.reader.model_names[0], service.client.gauges) + text_of(families)
+        text = service.metrics.text(service.reader.model_names[0]) + text_of(families)
         return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/debug/requests/{request_id}")

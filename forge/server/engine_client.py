@@ -259,7 +259,6 @@ class EngineClient(ABC):
     def __init__(self) -> None:
         self._device = ""
         """The device that the engine computes on."""
-        self.gauges = messages.Gauges()
         self.on_record: Callable[[StepRecord], None] | None = None
         """Called with every step's whole record, for `--live`."""
         self._generations: dict[int, tuple[Generation, int]] = {}
@@ -425,7 +424,7 @@ class EngineClient(ABC):
         for step in update.steps:
             self.metrics.take_step(step)
         if update.gauges is not None:
-            self.gauges = update.gauges
+            self.metrics.gauges = update.gauges
         for record in update.records:
             for take in (self._feed, self.on_record):
                 if take is not None:
@@ -588,7 +587,7 @@ class ProcessClient(EngineClient):
 
     def _lost(self) -> None:
         self.dead, self._question = True, None
-        self.gauges = messages.Gauges()
+        self.metrics.gauges = messages.Gauges()
         if not self._is_leaving:
             self.metrics.take_failures(
                 sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked

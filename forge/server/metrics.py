@@ -119,6 +119,8 @@ class Metrics:
         """replica: which of several engines this is; None for the only one."""
         self._which = which = 'engine="0"' + ("" if replica is None else f',replica="{_escaped(replica)}"')
         self._cache = f'block_size="{ready.block_size}",num_gpu_blocks="{ready.num_blocks}",{which}'
+        self.gauges = Gauges()
+        """The engine's present state."""
         self.counts = dict.fromkeys(_COUNTERS, 0)
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.drafts: dict[str, DraftTotals] = {}
@@ -195,17 +197,18 @@ class Metrics:
         for name, value in values.items():
             self.histograms[name].observe(value)
 
-    def text(self, model_name: str, gauges: Gauges) -> str:
+    def text(self, model_name: str) -> str:
         """Return everything in Prometheus' text format."""
-        return text_of(self.families(model_name, gauges))
+        return text_of(self.families(model_name))
 
-    def families(self, model_name: str, gauges: Gauges) -> Iterator[Family]:
+    def families(self, model_name: str) -> Iterator[Family]:
         """Return everything by name. model_name: what clients call the model."""
         model = f'model_name="{_escaped(model_name)}",{self._which}'
 
         def of_model(name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
             return family(f"vllm:{name}", kind, help_text, {f"{model}{further}": values[further] for further in values})
 
+        gauges = self.gauges
         usage = gauges.used_blocks / gauges.num_blocks if gauges.num_blocks else 0.0
         for name, help_text, value in (
             ("num_requests_running", "Sequences in the batch.", gauges.running),
@@ -328,10 +331,10 @@ class ThroughputLine:
         self._metrics = metrics
         self._before = (0.0, 0, 0)
 
-    def line(self, now: float, gauges: Gauges) -> str | None:
+    def line(self, now: float) -> str | None:
         """Return the line for the time since the last one; None if nothing has happened since."""
         then, prompt, generated = self._before
-        metrics = self._metrics
+        metrics, gauges = self._metrics, self._metrics.gauges
         self._before = now, metrics.prompt_tokens, metrics.generation_tokens
         if not (metrics.generation_tokens - generated or gauges.running or gauges.waiting) or not then:
             return None

@@ -179,7 +179,7 @@ async def serve_client(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.begin)
     loop.add_signal_handler(signal.SIGHUP, _load_keys, service.keys)
-    tasks = [asyncio.create_task(_log_throughput(client, service, settings.log_interval))]
+    tasks = [asyncio.create_task(_log_throughput(service, settings.log_interval))]
     if isinstance(client, ProcessClient):
         tasks.append(asyncio.create_task(_follow_engine(client, server, settings.on_engine_death)))
     host, port = listening.getsockname()[:2]
@@ -281,12 +281,12 @@ async def _follow_engine(client: ProcessClient, server: uvicorn.Server, on_death
     server.should_exit = True
 
 
-async def _log_throughput(client: EngineClient, service: Service, interval: float) -> None:
+async def _log_throughput(service: Service, interval: float) -> None:
     if not interval:
         return
     line = ThroughputLine(service.metrics)
     while True:
-        text = line.line(time.monotonic(), client.gauges)
+        text = line.line(time.monotonic())
         if text is not None:
             logger.info(text)
         await asyncio.sleep(interval)

@@ -123,7 +123,7 @@ async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_on
         times = output.outputs[0].metrics
         assert times.arrived == arrived == generation.arrived < times.first_token <= seen[0]
         (name,) = engines
-        text = client.metrics.text("hash", client.gauges)
+        text = client.metrics.text("hash")
         assert f'replica="{name}"' in text and f'replica="{killed[0]}"' not in text, "the dead one's series are gone"
         assert 'replica=""' not in text
         timeline = await client.ask("timeline", "r")
@@ -322,7 +322,7 @@ async def test_a_request_that_every_engine_fails_at_ends_with_an_error_and_is_co
         a.break_steps()
         with pytest.raises(RequestFailed, match="3 engines failed at this request, the last because the step"):
             await read(submit(client, "r", SEEDED))
-        assert 'finished_reason="error"} 1' in client.metrics.text("hash", client.gauges)
+        assert 'finished_reason="error"} 1' in client.metrics.text("hash")
         assert not client.is_ready and not client._requests
         assert client.probe(1.0), "the front itself lives"
         client._loop_tasks[0].cancel()
@@ -401,7 +401,7 @@ async def test_a_client_that_leaves_ends_its_request_and_is_counted_where_it_was
             break
         client.abort(generation)
         await eventually(lambda: a.is_idle)
-        text = client.metrics.text("hash", client.gauges)
+        text = client.metrics.text("hash")
         assert 'replica="a",finished_reason="abort"} 1' in text and 'replica=""' not in text
     a.kill()
 

@@ -83,12 +83,14 @@ def test_a_histogram_counts_each_value_below_its_bounds(values, times):
 def test_the_line_about_throughput_is_said_when_something_happened():
     metrics = Metrics(READY)
     line = ThroughputLine(metrics)
-    assert line.line(10.0, Gauges()) is None
+    assert line.line(10.0) is None
     metrics.take_step(StepSummary(1.0, 10.5, 100, 4, 50, 0))
-    said = line.line(15.0, Gauges(1, 2, 0, 10, 40, 100, 25))
+    metrics.gauges = Gauges(1, 2, 0, 10, 40, 100, 25)
+    said = line.line(15.0)
     assert "Avg generation throughput: 10.0 tokens/s" in said
     assert "Running: 2 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%" in said
-    assert line.line(20.0, Gauges()) is None
+    metrics.gauges = Gauges()
+    assert line.line(20.0) is None
 
 
 def test_guesses_are_counted_by_the_place_they_stood_at():
@@ -96,7 +98,7 @@ def test_guesses_are_counted_by_the_place_they_stood_at():
     for accepted in ((2, 0), (), (3,)):
         metrics.take_step(StepSummary(1.0, 10.5, 0, 2, 3, 0, tuple(("small", 4, one, True) for one in accepted)))
     metrics.take_step(StepSummary(1.0, 10.5, 0, 1, 1, 0, (("other", 1, 0, False),)))
-    text = metrics.text("m", Gauges())
+    text = metrics.text("m")
     found = dict(re.findall(r'^vllm:spec_decode_(\w+){[^}]*draft="small"} ([\d.]+)', text, re.M))
     assert found["num_drafts_total"] == "3" and found["num_draft_tokens_total"] == "12"
     assert found["num_accepted_tokens_total"] == "5" and float(found["draft_acceptance_rate"]) == 5 / 12
@@ -107,7 +109,7 @@ def test_guesses_are_counted_by_the_place_they_stood_at():
 
 
 def test_a_models_name_cannot_break_the_metrics():
-    text = Metrics(READY).text('a"b\\c\nd', Gauges())
+    text = Metrics(READY).text('a"b\\c\nd')
     assert 'model_name="a\\"b\\\\c\\nd"' in text
 
 
