@@ -1,6 +1,7 @@
 """Metrics of all replicas under vLLM's names, with a label that says which replica, and a front's own."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,7 @@ class ClusterMetrics:
         self._by_replica: dict[str, Metrics] = {}
         self._offsets: dict[str, float] = {}
         """Of each replica's clock: this process's less the replica's, in seconds."""
-        self._prompt_tokens_gone = self._generation_tokens_gone = 0
+        self._gone: Counter[str] = Counter()
         """Of replicas that have left."""
         self._num_failed = 0
 
@@ -47,8 +48,7 @@ class ClusterMetrics:
         """Drop the metrics of a replica that is gone."""
         metrics = self._by_replica.pop(name, None)
         if metrics is not None:
-            self._prompt_tokens_gone += metrics.prompt_tokens
-            self._generation_tokens_gone += metrics.generation_tokens
+            self._gone.update(metrics.counts)
             self._offsets.pop(name, None)
 
     def take_update(self, name: str, update: ReplicaUpdate, now: float) -> None:
@@ -102,12 +102,11 @@ class ClusterMetrics:
         pass
 
     @property
-    def prompt_tokens(self) -> int:
-        return self._prompt_tokens_gone + sum(metrics.prompt_tokens for metrics in self._by_replica.values())
-
-    @property
-    def generation_tokens(self) -> int:
-        return self._generation_tokens_gone + sum(metrics.generation_tokens for metrics in self._by_replica.values())
+    def counts(self) -> Counter[str]:
+        counts = self._gone.copy()
+        for metrics in self._by_replica.values():
+            counts.update(metrics.counts)
+        return counts
 
     @property
     def gauges(self) -> Gauges:

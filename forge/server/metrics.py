@@ -128,14 +128,6 @@ class Metrics:
         self.histograms = {name: Histogram(bounds or tokens) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._last_step_ended = 0.0
 
-    @property
-    def prompt_tokens(self) -> int:
-        return self.counts["prompt_tokens"]
-
-    @property
-    def generation_tokens(self) -> int:
-        return self.counts["generation_tokens"]
-
     def take_step(self, step: StepSummary) -> None:
         self.counts["generation_tokens"] += step.num_generated
         self.counts["num_preemptions"] += step.num_preempted
@@ -333,17 +325,18 @@ class ThroughputLine:
 
     def line(self, now: float) -> str | None:
         """Return the line for the time since the last one; None if nothing has happened since."""
-        then, prompt, generated = self._before
-        metrics, gauges = self._metrics, self._metrics.gauges
-        self._before = now, metrics.prompt_tokens, metrics.generation_tokens
-        if not (metrics.generation_tokens - generated or gauges.running or gauges.waiting) or not then:
+        then, prompt_then, generated_then = self._before
+        counts, gauges = self._metrics.counts, self._metrics.gauges
+        self._before = now, counts["prompt_tokens"], counts["generation_tokens"]
+        prompt, generated = counts["prompt_tokens"] - prompt_then, counts["generation_tokens"] - generated_then
+        if not (generated or gauges.running or gauges.waiting) or not then:
             return None
         seconds = now - then
         hit_rate = 100 * gauges.prefix_hits / gauges.prefix_queries if gauges.prefix_queries else 0.0
         usage = 100 * gauges.used_blocks / gauges.num_blocks if gauges.num_blocks else 0.0
         return (
-            f"Engine 000: Avg prompt throughput: {(metrics.prompt_tokens - prompt) / seconds:.1f} tokens/s, "
-            f"Avg generation throughput: {(metrics.generation_tokens - generated) / seconds:.1f} tokens/s, "
+            f"Engine 000: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
+            f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {gauges.running} reqs, Waiting: {gauges.waiting} reqs, "
             f"KV cache usage: {usage:.1f}%, Prefix cache hit rate: {hit_rate:.1f}%"
         )
