@@ -21,14 +21,7 @@ from forge.server.middleware import Gate
 from forge.server.requests import LONG_WORK, beside_the_loop, special_of
 from forge.server.responses import Answer, CompletionShape, usage_object
 from forge.server.responses_api import add_responses
-from forge.server.schema import (
-    DEFAULT_TOKENS,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from forge.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from forge.server.scores import add_scores
 from forge.server.service import Service
 from forge.server.settings import Settings
@@ -120,7 +113,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         reader, request_id = service.reader, service.id_of(body, "gen")
         reader.accept(body)
         prompt = await reader.one_prompt(body.prompt, **special_of(body), cut=reader.cut_of(body))
-        max_tokens = reader.max_tokens(body.max_tokens, DEFAULT_TOKENS, len(prompt.token_ids), "max_tokens")
+        max_tokens = reader.max_tokens(body.max_tokens, body.room_for_answer, len(prompt.token_ids), "max_tokens")
         params = reader.params(body, 1, max_tokens)
         generation = await service.begin(request_id, [prompt], params, body, request)
         return await service.respond(_NativeAnswer(generation, service), request)

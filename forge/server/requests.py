@@ -224,7 +224,7 @@ class RequestReader:
 
     def completion_params(self, body: schema.CompletionRequest, prompts: Sequence[Prompt]) -> SamplingParams:
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        max_tokens = self.max_tokens(body.max_tokens, schema.DEFAULT_TOKENS, longest, "max_tokens")
+        max_tokens = self.max_tokens(body.max_tokens, body.room_for_answer, longest, "max_tokens")
         if max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens is 0: ask for at least 1 token, or for the prompt with echo", param="max_tokens")
         scored = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
