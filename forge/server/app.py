@@ -28,6 +28,7 @@ from forge.server.settings import Settings
 from forge.server.streaming import DONE, EventStream, event
 from forge.server.strict_json import BodyParser, JsonAnswer, StrictRoute, to_json
 from forge.tokenizer import Tokenizer
+from forge.views.json_output import picked
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request is wrong; the error says where"},
@@ -250,17 +251,13 @@ class _NativeAnswer(Answer):
         (output,), service, timeline = outputs, self._service, self._timeline
         steps = [sample["tokens"] for sample in timeline["samples"]] or [[] for _ in output.outputs]
         choices = [
-            {
-                "index": sample.index,
-                "text": sample.text,
-                "finish_reason": sample.finish_reason,
-                "stop_reason": sample.stop_reason,
+            picked(sample, "index", "text", "finish_reason", "stop_reason")
+            | picked(sample.metrics, "time_to_first_token_ms", "end_to_end_ms")
+            | {
                 "tokens": [
                     {"token_id": token_id, "text": service.tokenizer.token_text(token_id)} | step
                     for token_id, step in zip(sample.token_ids, chain(steps[sample.index], repeat({})), strict=False)
                 ],
-                "time_to_first_token_ms": sample.metrics.time_to_first_token_ms,
-                "end_to_end_ms": sample.metrics.end_to_end_ms,
             }
             for sample in output.outputs
         ]

@@ -121,23 +121,21 @@ class Connection(asyncio.BufferedProtocol):
         self.is_open = False
 
 
+@dataclass(eq=False)
 class Generation:
     """An HTTP request that the engine generates for: one or several prompts, each with `params.n` choices.
 
     Choice i is sample `i % n` of prompt `i // n`.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        stream: bool = False,
-        priority: int = 0,
-        salt: str = "",
-    ):
-        self.request_id, self.prompts, self.params = request_id, tuple(prompts), params
-        self.stream, self.priority, self.salt = stream, priority, salt
+    request_id: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    stream: bool = False
+    priority: int = 0
+    salt: str = ""
+
+    def __post_init__(self) -> None:
         self.keys: list[int] = []
         self.arrived = time.perf_counter()
         self.outputs: list[RequestOutput | None] = [None] * len(self.prompts)

@@ -26,6 +26,7 @@ from forge.server.service import Service
 from forge.server.streaming import named_event
 from forge.server.strict_json import JsonAnswer, to_json
 from forge.server.structured import shown_tools
+from forge.views.json_output import picked
 
 _NAMES = {
     "messages": "input",
@@ -205,15 +206,12 @@ class ResponseWriter(EventWriter):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            **picked(body, "instructions", "max_output_tokens", "previous_response_id", "store"),
             "metadata": body.metadata or {},
             "model": self._shape.model,
             "output": self._items,
             "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
-            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "store": body.store,
             "temperature": self.generation.params.temperature,
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
             "top_logprobs": body.top_logprobs or 0,
