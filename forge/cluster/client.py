@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,10 +18,10 @@ from itertools import count
 from typing import Any
 
 from forge.cache.prefix_index import PrefixIndex
-from forge.cluster.fleet import Breaker, NoReplica, RouteRequest
+from forge.cluster.fleet import Breaker, Fleet, NoReplica, RouteRequest
 from forge.cluster.link import Link, open_link, watch_pulses
 from forge.cluster.metrics import ClusterMetrics
-from forge.cluster.routers import DEFAULT_THRESHOLD, Pool
+from forge.cluster.routers import DEFAULT_THRESHOLD, new_router
 from forge.cluster.wire import MIN_PROMPT, Address, Place, ReplicaUpdate, Source, Unreachable, prefill_of
 from forge.engine.handoff import Emitted
 from forge.engine.output_text import OutputText
@@ -31,7 +32,7 @@ from forge.server.errors import EngineDead, RequestFailed
 from forge.server.exchange import current_exchange
 from forge.server.resumption import SeenStream, StreamPosition, checksum_of, shown_id
 from forge.tokenizer import StreamingDetokenizer
-from forge.trace.records import StepRecord
+from forge.trace.records import RouteRecord, StepRecord
 
 logger = logging.getLogger("forge.server")
 
@@ -39,6 +40,8 @@ ATTEMPTS = 3
 """Engines that may fail at a request one after another, without a token from any."""
 HOMELESS_SECONDS = 60.0
 """How long a request that had an engine waits for another, where none runs."""
+MAX_DECISIONS = 4096
+"""Decisions that are remembered."""
 ENGINES, PREFILLS = "engines", "prefills"
 
 
@@ -96,6 +99,27 @@ class _Question:
     replica: str | None = None
     avoid: frozenset[str] = frozenset()
     began: float = field(default_factory=time.perf_counter)
+
+
+class Pool:
+    """The replicas that can be reached, by name; a router knows no others."""
+
+    def __init__(self, router: str, threshold: int = DEFAULT_THRESHOLD):
+        self.fleet = Fleet()
+        self.router = new_router(router, self.fleet, threshold, secrets.randbits(32))
+        self.breakers: dict[str, Breaker] = {}
+        """Of every replica that Ray runs, whether it can be reached or not."""
+        self.decisions: OrderedDict[str, RouteRecord] = OrderedDict()
+        """The last of each request, the newest last."""
+
+    def route(self, request: RouteRequest) -> RouteRecord:
+        """Return the replica that a request goes to, and why. Raises `NoReplica`."""
+        decision = self.router.route(request)
+        self.decisions[request.request_id] = decision
+        self.decisions.move_to_end(request.request_id)
+        if len(self.decisions) > MAX_DECISIONS:
+            self.decisions.popitem(last=False)
+        return decision
 
 
 class ClusterClient(ResumableClient):

@@ -14,13 +14,11 @@ in a server's front, in the simulation and in the experiment. To add one, write 
 """
 
 import random
-import secrets
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from forge.cluster.fleet import Breaker, Fleet, Replica, RouteRequest, SentPrompts, least_busy
+from forge.cluster.fleet import Fleet, Replica, RouteRequest, SentPrompts, least_busy
 from forge.errors import UsageError
 from forge.trace.records import RouteRecord
 
@@ -28,8 +26,6 @@ DEFAULT_THRESHOLD = 512
 """Prompt tokens by which the holder of a prefix may be busier than the least busy replica."""
 ESTIMATED_BLOCKS = 1 << 16
 """Blocks that an estimate remembers, at most; at least half as many."""
-MAX_DECISIONS = 4096
-"""Decisions that are remembered."""
 COMPARED = 16
 """Replicas whose loads one decision compares, at most: of more, so many are drawn."""
 
@@ -178,24 +174,3 @@ def new_router(name: str, fleet: Fleet, threshold: int = DEFAULT_THRESHOLD, seed
     if isinstance(router, PrefixRouter):
         router.threshold = threshold
     return router
-
-
-class Pool:
-    """The replicas that can be reached, by name; a router knows no others."""
-
-    def __init__(self, router: str, threshold: int = DEFAULT_THRESHOLD):
-        self.fleet = Fleet()
-        self.router = new_router(router, self.fleet, threshold, secrets.randbits(32))
-        self.breakers: dict[str, Breaker] = {}
-        """Of every replica that Ray runs, whether it can be reached or not."""
-        self.decisions: OrderedDict[str, RouteRecord] = OrderedDict()
-        """The last of each request, the newest last."""
-
-    def route(self, request: RouteRequest) -> RouteRecord:
-        """Return the replica that a request goes to, and why. Raises `NoReplica`."""
-        decision = self.router.route(request)
-        self.decisions[request.request_id] = decision
-        self.decisions.move_to_end(request.request_id)
-        if len(self.decisions) > MAX_DECISIONS:
-            self.decisions.popitem(last=False)
-        return decision
