@@ -45,6 +45,12 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def check_value(name: str, value: float, holds: bool, meant: str) -> None:
+    """Raise `UsageError` unless an option's value `holds`. meant: the values that do, in words."""
+    if not holds:
+        raise UsageError(f"{flag_of(name)} must be {meant}, and not {value:g}")
+
+
 Values = Mapping[str, Any]
 
 

@@ -10,44 +10,29 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 from forge.cache.prefix_index import PrefixIndex
-from forge.cluster.fleet import NoReplica, RouteRequest
-from forge.cluster.handoff import MIN_PROMPT, prefill_of
+from forge.cluster.fleet import Breaker, Fleet, NoReplica, RouteRequest
 from forge.cluster.link import Link, open_link, watch_pulses
 from forge.cluster.metrics import ClusterMetrics
-from forge.cluster.pool import Breaker, Pool
-from forge.cluster.routers import DEFAULT_THRESHOLD
-from forge.cluster.wire import Address, Place, ReplicaUpdate, Source, Unreachable
+from forge.cluster.routers import DEFAULT_THRESHOLD, new_router
+from forge.cluster.wire import MIN_PROMPT, Address, Place, ReplicaUpdate, Source, Unreachable, prefill_of
 from forge.engine.handoff import Emitted
 from forge.engine.output_text import OutputText
-from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
-from forge.server.engine_client import EngineDead, Generation, Prompt, RequestFailed, ResumableClient
+from forge.server import messages
+from forge.server.engine_client import Generation, ResumableClient
+from forge.server.errors import EngineDead, RequestFailed
 from forge.server.exchange import current_exchange
-from forge.server.messages import (
-    Abort,
-    Answer,
-    Ask,
-    AskTasks,
-    Fault,
-    Gauges,
-    Ready,
-    RequestEnd,
-    Submit,
-    TokenDelta,
-    Watch,
-    Withdraw,
-    prompt_id,
-)
 from forge.server.resumption import SeenStream, StreamPosition, checksum_of, shown_id
 from forge.tokenizer import StreamingDetokenizer
-from forge.trace.records import StepRecord
+from forge.trace.records import RouteRecord, StepRecord
 
 logger = logging.getLogger("forge.server")
 
@@ -55,6 +40,8 @@ ATTEMPTS = 3
 """Engines that may fail at a request one after another, without a token from any."""
 HOMELESS_SECONDS = 60.0
 """How long a request that had an engine waits for another, where none runs."""
+MAX_DECISIONS = 4096
+"""Decisions that are remembered."""
 ENGINES, PREFILLS = "engines", "prefills"
 
 
@@ -62,14 +49,14 @@ class NoHealthyReplica(EngineDead):
     """No engine can be reached at the moment."""
 
     def __init__(self) -> None:
-        ForgeError.__init__(self, "no engine can be reached at the moment: come back in some seconds")
+        super().__init__("no engine can be reached at the moment: come back in some seconds")
 
 
 @dataclass(eq=False)
 class _Request:
     """A prompt that has not ended, with its tokens so far."""
 
-    submit: Submit
+    submit: messages.Submit
     token_ids: list[list[int]]
     """Of each sample, the output tokens that have come."""
     logprobs: list[list[Any]]
@@ -108,18 +95,47 @@ class _Request:
 class _Question:
     """A question to one engine, or prefill-only requests to any."""
 
-    command: Ask | AskTasks
+    command: messages.Ask | messages.AskTasks
     replica: str | None = None
     avoid: frozenset[str] = frozenset()
     began: float = field(default_factory=time.perf_counter)
 
 
+class Pool:
+    """The replicas that can be reached, by name; a router knows no others."""
+
+    def __init__(self, router: str, threshold: int = DEFAULT_THRESHOLD):
+        self.fleet = Fleet()
+        self.router = new_router(router, self.fleet, threshold, secrets.randbits(32))
+        self.breakers: dict[str, Breaker] = {}
+        """Of every replica that Ray runs, whether it can be reached or not."""
+        self.decisions: OrderedDict[str, RouteRecord] = OrderedDict()
+        """The last of each request, the newest last."""
+
+    def route(self, request: RouteRequest) -> RouteRecord:
+        """Return the replica that a request goes to, and why. Raises `NoReplica`."""
+        decision = self.router.route(request)
+        self.decisions[request.request_id] = decision
+        self.decisions.move_to_end(request.request_id)
+        if len(self.decisions) > MAX_DECISIONS:
+            self.decisions.popitem(last=False)
+        return decision
+
+
 class ClusterClient(ResumableClient):
     """Places requests at engines and follows them to their ends. `join` and `leave` say which engines there are."""
 
-    def __init__(self, secret: bytes, router: str = "prefix", threshold: int = DEFAULT_THRESHOLD, apart: bool = False):
+    def __init__(
+        self,
+        secret: bytes,
+        ready: messages.Ready,
+        router: str = "prefix",
+        threshold: int = DEFAULT_THRESHOLD,
+        apart: bool = False,
+    ):
         """apart: whether engines of the kind `PREFILLS` compute prompts for the others."""
         super().__init__()
+        self._device, self._block_size, self._tokenizer = ready.device, ready.block_size, ready.tokenizer()
         self.secret = secret
         """Of the engines that run now."""
         # What decodes comes with its blocks wherever it goes, so there prefixes decide where its prompt is computed.
@@ -127,7 +143,7 @@ class ClusterClient(ResumableClient):
         if apart:
             self.pools[PREFILLS] = Pool(router, threshold)
         self._keys, self._numbers = count(secrets.randbits(60)), count(secrets.randbits(60))  # no other front has these
-        self._index, self._block_size = PrefixIndex(), 16
+        self._index = PrefixIndex()
         self._links: dict[str, tuple[Pool, Link]] = {}
         self._addresses: dict[str, tuple[Pool, Address]] = {}
         """Of every replica that there is."""
@@ -136,7 +152,6 @@ class ClusterClient(ResumableClient):
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._leaving: set[str] = set()
         """Replicas that leave as soon as another one is connected to."""
-        self._gauges_of: dict[str, Gauges] = {}
         self._requests: dict[int, _Request] = {}
         self._asked: dict[int, _Question] = {}
         self._homeless: list[_Request] = []
@@ -144,15 +159,14 @@ class ClusterClient(ResumableClient):
         """Whether engines log requests, each with the id of its HTTP request."""
         self._loop_tasks: list[asyncio.Task[None]] = []
         self._is_watching = False
-        self.metrics: ClusterMetrics | None = None
-        self.on_join: Callable[[str], None] = lambda name: None
-        """Called when a replica can be reached."""
+        self.metrics: ClusterMetrics = ClusterMetrics(ready, self)  # type: ignore[assignment]  # reads as one `Metrics`
         self.num_resumed = 0
         """Requests that went on at another engine."""
 
     async def connect(self) -> None:
-        """Let replicas join from now on."""
-        self._is_watching = self.on_record is not None
+        """Let replicas join from now on. Once more: a live view has come, which sees those that have joined too."""
+        if self.on_record is not None:
+            self._send(messages.Watch(True))
         if not self._loop_tasks:
             links = lambda: [link for _, link in self._links.values()]  # noqa: E731
             self._loop_tasks = [asyncio.create_task(watch_pulses(links)), asyncio.create_task(self._end_homeless())]
@@ -173,19 +187,6 @@ class ClusterClient(ResumableClient):
         """Raise `NoHealthyReplica` if no engine would answer a request."""
         if not self.is_ready:
             raise NoHealthyReplica
-
-    def take_ready(self, ready: Ready) -> None:
-        """Store what the engines said of the model."""
-        self._device, self._block_size = ready.device, ready.block_size
-        self._tokenizer = ready.tokenizer()
-
-    def new_metrics(  # type: ignore[override]  # reads as one `Metrics`
-        self, model_name: str, ready: Ready
-    ) -> ClusterMetrics:
-        self.metrics = ClusterMetrics(model_name, ready, self)
-        for name in self._links:
-            self.metrics.join(name)
-        return self.metrics
 
     def probe(self, patience: float) -> bool:
         """Return whether this front still watches its engines. `check_ready` says whether one can be reached."""
@@ -256,11 +257,9 @@ class ClusterClient(ResumableClient):
                 logger.warning("%s; next try in %.1f s", error, pause)
         self._links[name] = pool, link
         pool.fleet.join(name, self._versions[name])
-        if self.metrics is not None:
-            self.metrics.join(name)
+        self.metrics.join(name)
         if self._is_watching:
-            link.send(Watch(True))
-        self.on_join(name)
+            link.send(messages.Watch(True))
         homeless, self._homeless = self._homeless, []
         for request in homeless:
             self._place(request)
@@ -272,10 +271,7 @@ class ClusterClient(ResumableClient):
         """Place the requests of a lost connection elsewhere."""
         pool, _ = self._links.pop(link.name)
         pool.fleet.leave(link.name)
-        self._gauges_of.pop(link.name, None)
-        self._sum_gauges()
-        if self.metrics is not None:
-            self.metrics.leave(link.name)
+        self.metrics.leave(link.name)
         if self._is_leaving:
             return
         if link.name in self._addresses:
@@ -298,45 +294,31 @@ class ClusterClient(ResumableClient):
 
     # Commands
 
-    def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        stream: bool = False,
-        priority: int = 0,
-        salt: str = "",
-    ) -> Generation:
+    def submit(self, generation: Generation) -> None:
         """Submit as `EngineClient.submit` does. Raises `NoHealthyReplica` if no engine can be reached."""
-        generation = Generation(request_id, prompts, params, stream)
-        return self._submit(generation, secrets.randbits(32), priority, salt)
+        self._submit(generation, secrets.randbits(32))
 
-    async def resume(
-        self,
-        seen: SeenStream,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-    ) -> Generation:
+    async def resume(self, seen: SeenStream, generation: Generation) -> None:
         """Resume as `ResumableClient.resume` does. If an engine remembers the tokens, the prompt goes on behind them;
         else they are all generated again, and are the same."""
-        request_id = f"{shown_id(seen)}~{secrets.token_hex(3)}"  # its engine may not know yet that it was left
-        generation, known = Generation(request_id, prompts, params, stream=True), None
+        known, params = None, generation.params
+        # Its engine may not know yet that it was left.
+        generation.request_id = f"{shown_id(seen.request_id)}~{secrets.token_hex(3)}"
         if not seen.tokens:
-            known = await self.tokens_of(seen.request_id) or await self.tokens_of(prompt_id(seen.request_id, 0))
+            of_prompt = messages.prompt_id(seen.request_id, 0)
+            known = await self.tokens_of(seen.request_id) or await self.tokens_of(of_prompt)
             if known is None:
                 raise UsageError(f"no engine remembers the request {seen.request_id}: leave Last-Event-ID out")
-            return self._submit(generation, known[0], priority, salt)
-        if len(prompts) == 1 and params.logprobs is None and any(seen.tokens):
+            self._submit(generation, known[0])
+            return
+        if len(generation.prompts) == 1 and params.logprobs is None and any(seen.tokens):
             known = await self.tokens_of(seen.request_id)
         if known is None or known[0] != seen.seed or len(known[1]) != params.n:
-            return self._submit(generation, seen.seed, priority, salt, seen)
+            self._submit(generation, seen.seed, seen)
+            return
         # A sample may have ended with its last token, which is chosen again.
         emitted = [tokens[:-1] for tokens in known[1]]
-        self._submit(generation, seen.seed, priority, salt, seen, emitted)
+        self._submit(generation, seen.seed, seen, emitted)
         for sample, tokens in enumerate(emitted):
             text = OutputText(
                 StreamingDetokenizer(self._tokenizer),
@@ -347,17 +329,14 @@ class ClusterClient(ResumableClient):
             for token_id in tokens:
                 generation.add_token(sample, token_id, text.push(token_id), None)
         generation.wake()
-        return generation
 
     def _submit(
         self,
         generation: Generation,
         seed: int,
-        priority: int,
-        salt: str,
         seen: SeenStream | None = None,
         emitted: Sequence[Sequence[int]] | None = None,
-    ) -> Generation:
+    ) -> None:
         """Submit a generation's prompts. seed: for a request that gives none. The tokens must be the same wherever they
         are chosen, so it is fixed here; a prompt's is that of the request and its number. emitted: the tokens of each
         sample that are known."""
@@ -371,7 +350,7 @@ class ClusterClient(ResumableClient):
             pinned = None if seen is None else position.model
             generation.position = position
         exchange = current_exchange() if self.is_traced else None
-        for index, command in enumerate(self._follow(generation, priority, salt)):
+        for index, command in enumerate(self._follow(generation)):
             if params.seed is None:
                 command = command._replace(params=replace(params, seed=(seed + index) % 2**64))
             token_ids = [list(tokens) for tokens in emitted or [()] * params.n]
@@ -379,20 +358,19 @@ class ClusterClient(ResumableClient):
             request.trace = exchange.id if exchange is not None else ""
             self._requests[command.key] = request
             self._place(request)
-        return generation
 
     def _send(self, command: Any) -> None:
         match command:
-            case Ask() | AskTasks():
+            case messages.Ask() | messages.AskTasks():
                 self._put_question(self._asked.setdefault(command.number, _Question(command)))
-            case Abort(key):
+            case messages.Abort(key):
                 if key in self._requests:
                     self._abort(self._requests.pop(key))
-            case Withdraw(number):
+            case messages.Withdraw(number):
                 asked = self._asked.pop(number, None)
                 if asked is not None and asked.replica in self._links:
                     self._links[asked.replica][1].send(command)
-            case Watch(is_on):
+            case messages.Watch(is_on):
                 self._is_watching = is_on
                 for _, link in self._links.values():
                     link.send(command)
@@ -470,9 +448,8 @@ class ClusterClient(ResumableClient):
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
         """Abort as `EngineClient.abort` does, and count the abort where its requests were."""
         requests = [self._requests[key] for key in generation.keys if key in self._requests]
-        if self.metrics is not None:
-            for request in requests:
-                self.metrics.take_end(request.replica, "abort" if error is None else "error", generation.params.n)
+        for request in requests:
+            self.metrics.take_end(request.replica, "abort" if error is None else "error", generation.params.n)
         super().abort(generation, error)
 
     def _abort(self, request: _Request) -> None:
@@ -480,7 +457,7 @@ class ClusterClient(ResumableClient):
         self._homeless = [waiting for waiting in self._homeless if waiting is not request]
         for name in (request.replica, request.prefill):
             if name in self._links:
-                self._links[name][1].send(Abort(request.submit.key))
+                self._links[name][1].send(messages.Abort(request.submit.key))
 
     def _end_everywhere(self, request: _Request) -> None:
         """Stop counting a request as under way to any engine."""
@@ -506,7 +483,7 @@ class ClusterClient(ResumableClient):
         if decision is None or decision.replica not in self._links:
             return None
         try:
-            answer = await self._answer_to(Ask(next(self._numbers), subject, arguments), 1)
+            answer = await self._answer_to(messages.Ask(next(self._numbers), subject, arguments), 1)
         except RequestFailed:  # its engine has failed
             return None
         if answer is None:
@@ -524,7 +501,7 @@ class ClusterClient(ResumableClient):
 
     async def tokens_of(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
         """Return the seed of a request that any front had, and its samples' tokens, if an engine remembers them."""
-        asked = [(Ask(next(self._numbers), "tokens", (request_id,)), name) for name in self._links]
+        asked = [(messages.Ask(next(self._numbers), "tokens", (request_id,)), name) for name in self._links]
         self._asked |= {question.number: _Question(question, name) for question, name in asked}
         answers = await asyncio.gather(*[self._answer_to(question, 0) for question, _ in asked], return_exceptions=True)
         arrived = [answer for answer in answers if isinstance(answer, tuple)]
@@ -532,7 +509,7 @@ class ClusterClient(ResumableClient):
 
     def _put_question(self, question: _Question) -> None:
         command = question.command
-        if isinstance(command, Ask):
+        if isinstance(command, messages.Ask):
             if question.replica is None and command.arguments:
                 question.replica = self.replica_of(command.arguments[0])
             if question.replica not in self._links:
@@ -555,7 +532,7 @@ class ClusterClient(ResumableClient):
         """Ask another replica after one has failed at a question, of which nothing has been sent."""
         self.pools[ENGINES].fleet.end(f"ask-{question.command.number}")
         question.avoid |= {name}
-        if isinstance(question.command, Ask) or len(question.avoid) >= ATTEMPTS:
+        if isinstance(question.command, messages.Ask) or len(question.avoid) >= ATTEMPTS:
             self._answer_failed(question, f"the replica that was asked has failed: {why}")
         else:
             self._put_question(question)
@@ -565,7 +542,8 @@ class ClusterClient(ResumableClient):
         self._asked.pop(number, None)
         future = self._questions.get(number)
         if future is not None:
-            asyncio.get_running_loop().call_soon(self._take_answer, Answer(number, None, Fault(why, internal=True)))
+            answer = messages.Answer(number, None, messages.Fault(why, internal=True))
+            asyncio.get_running_loop().call_soon(self._take_answer, answer)
 
     # Updates
 
@@ -580,11 +558,7 @@ class ClusterClient(ResumableClient):
                 self._end_everywhere(request)
         if update.load is not None:
             pool.fleet.report(name, update.load)
-        if update.gauges is not None:
-            self._gauges_of[name] = update.gauges
-            self._sum_gauges()
-        if self.metrics is not None:
-            self.metrics.take_update(name, update, now)
+        self.metrics.take_update(name, update, now)
         self._judge(name, pool, update)
         update.accepted = self._note_accepted(name, update.accepted)
         update.tokens = self._note_tokens(update.tokens, now)
@@ -595,7 +569,6 @@ class ClusterClient(ResumableClient):
         update.records = [self._located(name, record) for record in update.records]
         update.steps, update.gauges = [], None  # they are counted
         self._take_in(update)
-        self._flush_when_due()
         if name not in self._addresses:
             self._close_if_done(name)
 
@@ -620,7 +593,7 @@ class ClusterClient(ResumableClient):
                 accepted.append(key)
         return accepted
 
-    def _note_tokens(self, tokens: list[TokenDelta], now: float) -> list[TokenDelta]:
+    def _note_tokens(self, tokens: list[messages.TokenDelta], now: float) -> list[messages.TokenDelta]:
         """Note tokens; return them without those of samples that have ended: they were chosen again."""
         new, find = [], self._requests.get
         for token in tokens:
@@ -646,7 +619,7 @@ class ClusterClient(ResumableClient):
         request.ended.add(sample)
         return True
 
-    def _finish(self, name: str, end: RequestEnd) -> RequestEnd | None:
+    def _finish(self, name: str, end: messages.RequestEnd) -> messages.RequestEnd | None:
         """Forget a request that has ended, and return its end with the times of all engines that had it. One whose
         engine could not finish it, or has computed its prompt for another, continues elsewhere: None."""
         request = self._requests.get(end.key)
@@ -654,7 +627,7 @@ class ClusterClient(ResumableClient):
             return end
         fault = end.fault
         if fault is None and any(sample.finish_reason == "error" for sample in end.output.outputs):
-            fault = Fault("it could not finish it", internal=True)
+            fault = messages.Fault("it could not finish it", internal=True)
         if fault is not None and fault.internal:
             self._fail_over(request, name, fault.message)
             return None
@@ -663,7 +636,7 @@ class ClusterClient(ResumableClient):
             self._continue(request)
             return None
         del self._requests[end.key]
-        if request.resumed and self.metrics is not None and end.key in self._generations:
+        if request.resumed and end.key in self._generations:
             arrived = self._generations[end.key][0].arrived
             return end._replace(output=self.metrics.timed(name, end.output, arrived, request.first_token))
         return end
@@ -685,18 +658,18 @@ class ClusterClient(ResumableClient):
         del self._requests[refusal.key]
         return False
 
-    def _retry_answer(self, name: str, answer: Answer) -> bool:
+    def _retry_answer(self, name: str, answer: messages.Answer) -> bool:
         """Ask another engine where this one failed at prefill-only requests, and take the question as answered
         otherwise. Return whether it was asked again, and so this answer is dropped."""
         question = self._asked.get(answer.number)
         if question is None:
             return False
         self.pools[ENGINES].fleet.end(f"ask-{answer.number}")
-        if answer.fault is not None and answer.fault.internal and isinstance(question.command, AskTasks):
+        if answer.fault is not None and answer.fault.internal and isinstance(question.command, messages.AskTasks):
             self._ask_elsewhere(question, name, answer.fault.message)
             return True
         del self._asked[answer.number]
-        if isinstance(question.command, AskTasks) and answer.fault is None and self.metrics is not None:
+        if isinstance(question.command, messages.AskTasks) and answer.fault is None:
             lengths = [len(token_ids) for token_ids, _ in question.command.requests]
             self.metrics.take_answered(name, lengths, time.perf_counter() - question.began)
         return False
@@ -706,6 +679,3 @@ class ClusterClient(ResumableClient):
         decisions = self.pools[ENGINES].decisions
         routes = tuple([decisions[request.request_id] for request in record.arrived if request.request_id in decisions])
         return replace(record, replica=name, routes=routes)
-
-    def _sum_gauges(self) -> None:
-        self.gauges = Gauges(*[sum(values) for values in zip(Gauges(), *self._gauges_of.values(), strict=True)])

@@ -1,5 +1,6 @@
-"""Changes to the engines of a server that runs: how many there are, and which model they load.
+"""What runs on Ray, and how that is changed: what a front, its keeper and `forge engines` tell each other.
 
+The keeper is the one process of a front that knows Ray. To change how many engines there are, or which model they load,
 `forge engines NAME` asks the server's front over a socket in the server's folder. The front passes the change on to its
 keeper, which tells Ray Serve: one new engine at a time, before an old one goes, and one that goes finishes what it has.
 The new model must look like the old one to a front, which has told its clients of the tokenizer and the context.
@@ -14,12 +15,64 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge.cluster.keeper_messages import Deployment
+from forge.cluster.options import ClusterOptions
 from forge.cluster.ray_address import server_folder
+from forge.cluster.wire import Address
 from forge.errors import ForgeError, UsageError
-from forge.server.messages import Ready
+from forge.server.messages import LoadFailed, Ready
 
 _SOCKET = "control"
+
+
+class Deployment(NamedTuple):
+    """To the keeper: what is to run on Ray, from now on."""
+
+    name: str
+    model: str
+    options: dict[str, Any]
+    """As for `LLM`."""
+    cluster: ClusterOptions
+    address: str | None = None
+    """Of Ray; None for one that is to be started in the server's private folder."""
+    again: bool = False
+    """Whether a keeper before this one has started it: what still runs is taken over."""
+
+
+class Running(NamedTuple):
+    """From the keeper: the first engines run."""
+
+    ready: Ready
+    secret: bytes
+    kinds: tuple[str, ...]
+
+
+class Joined(NamedTuple):
+    """From the keeper: a replica runs, and its engine listens."""
+
+    name: str
+    kind: str
+    address: Address
+    version: str
+    """Of its model."""
+
+
+class Left(NamedTuple):
+    """From the keeper: a replica has ended, or begins to."""
+
+    name: str
+
+
+class Changed(NamedTuple):
+    """From the keeper: what runs on Ray is what was asked for last."""
+
+    failure: str | None = None
+    """Why it is still what it was before."""
+
+
+class Notice(NamedTuple):
+    """From the keeper: a line for the log."""
+
+    text: str
 
 
 class Change(NamedTuple):
@@ -83,9 +136,9 @@ async def listen_for_changes(name: str, make: Callable[[Change], Awaitable[None]
             async with lock:
                 await make(change)
         except ForgeError as error:
-            answer = {"message": str(error), "exit_code": error.exit_code}
+            answer = LoadFailed(str(error), error.exit_code)._asdict()
         except (ValueError, TypeError) as error:
-            answer = {"message": f"no change: {error}", "exit_code": UsageError.exit_code}
+            answer = LoadFailed(f"no change: {error}", UsageError.exit_code)._asdict()
         writer.write(json.dumps(answer).encode() + b"\n")
         await writer.drain()
         writer.close()
@@ -109,6 +162,4 @@ def ask_for_change(name: str, change: Change) -> None:
         raise ForgeError(f"the server {name} has ended before its engines were changed")
     answer = json.loads(line)
     if answer:
-        error = ForgeError(answer["message"])
-        error.exit_code = answer["exit_code"]
-        raise error
+        raise LoadFailed(**answer).error()

@@ -17,6 +17,10 @@ from forge.trace.records import RouteRecord
 _LOAD = attrgetter("tokens", "routed_tokens")
 INDEX_BYTES = 128 << 20
 """Of a `PrefixMap`, at most."""
+FAILURES = 3
+"""In a row that open it."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds."""
 _ENTRY_BYTES = 320
 """Of one key: its slot in the ordered dictionary after that has grown, the key, and the bits of some 256 replicas."""
 _SWEPT = 512
@@ -203,8 +207,6 @@ class Fleet:
 
     replicas: dict[str, Replica] = field(default_factory=dict)
     prefixes: PrefixMap = field(default_factory=PrefixMap)
-    mask: int = 0
-    """The bits of all replicas."""
     _by_index: list[Replica | None] = field(default_factory=list)
     _suspended: set[str] = field(default_factory=set)
     """Replicas that no request goes to while there is another."""
@@ -220,7 +222,6 @@ class Fleet:
             index = self._free_index()
             replica = self.replicas[name] = Replica(name, index, version=version)
             self._by_index[index : index + 1] = [replica]
-            self.mask |= 1 << index
             self._healthy.clear()
         return self.replicas[name]
 
@@ -236,7 +237,6 @@ class Fleet:
         self._suspended.discard(name)
         if replica is not None:
             self._by_index[replica.index] = None
-            self.mask &= ~(1 << replica.index)
             self.prefixes.forget(replica.index)
             self._healthy.clear()
 
@@ -321,3 +321,28 @@ class Fleet:
         if request_id in self._on_the_way:
             replica, load = self._on_the_way.pop(request_id)
             replica.count(load, -1)
+
+
+@dataclass
+class Breaker:
+    """A circuit breaker: closed while a replica works, open after failures in a row. Then it gets no requests for a
+    while, and a trial; the pause doubles with each trial that fails (Nygard 2007, *Release It!*). It knows no clock:
+    its caller waits."""
+
+    failures: int = 0
+    """In a row."""
+    pause: float = 0.0
+    """Seconds of the current pause; 0 while it is closed."""
+
+    def succeeded(self) -> None:
+        """Note that the replica did its work."""
+        self.failures, self.pause = 0, 0.0
+
+    def failed(self, is_gone: bool = False) -> float | None:
+        """Note a failure; return the seconds for which the replica gets no requests, or None if it goes on. is_gone: it
+        cannot be reached, which opens the breaker at once."""
+        self.failures += 1
+        if self.failures < FAILURES and not is_gone and not self.pause:
+            return None
+        self.pause = min(LONGEST_PAUSE, 2 * self.pause or FIRST_PAUSE)
+        return self.pause

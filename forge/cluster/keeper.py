@@ -11,9 +11,7 @@ import os
 import re
 import secrets
 import select
-import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -27,12 +25,12 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from forge.cluster import control
 from forge.cluster.client import ENGINES, PREFILLS
-from forge.cluster.control import interface_of, version_of
 from forge.cluster.directory import Directory, listen_to
-from forge.cluster.keeper_messages import Changed, Deployment, Joined, Left, Notice, Running
 from forge.cluster.ray_address import answers, clear_folder, name_taken, record_address, server_folder
 from forge.cluster.replica import DRAIN_SECONDS, EngineReplica, scale_by_sequences
+from forge.cluster.wire import starters_socket
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import Inbox, LoadFailed, frame, received
 
@@ -48,13 +46,13 @@ _RAY_SILENT = 10.0
 class Keeper:
     """Starts and watches Ray and its engines for one front."""
 
-    def __init__(self, connection: socket.socket, deployment: Deployment):
+    def __init__(self, connection: socket.socket, deployment: control.Deployment):
         self._connection, self._plan = connection, deployment
         self._lock = threading.Lock()
         self._is_private = deployment.address is None
         self._apps: dict[str, str] = {}
         """From a kind of engine to the name of its application."""
-        self._known: dict[str, Joined] = {}
+        self._known: dict[str, control.Joined] = {}
         """The replicas that the front knows."""
         self._interface: dict[str, Any] | None = None
         """What fronts know of the model."""
@@ -110,7 +108,7 @@ class Keeper:
         plan, cores = self._plan, os.cpu_count() or 1
         needed = plan.cluster.most * plan.options["threads"]
         if needed > cores:
-            self.tell(Notice(f"{plan.cluster.most} engines with {needed} threads share {cores} CPUs"))
+            self.tell(control.Notice(f"{plan.cluster.most} engines with {needed} threads share {cores} CPUs"))
         ray.init(
             address="local",
             num_cpus=cores,
@@ -128,7 +126,7 @@ class Keeper:
             if needed * number > there.get(resource, 0):
                 fewer = "fewer engines or --threads" if resource == "CPU" else "fewer engines"
                 lack = f"{needed} engines need {needed * number} {resource}s and Ray has {there.get(resource, 0):g}"
-                self.tell(Notice(f"{lack}: those without wait until there are more, or give {fewer}"))
+                self.tell(control.Notice(f"{lack}: those without wait until there are more, or give {fewer}"))
         targets = [
             serve.api.RunTarget(self._application(kind), name=app, route_prefix=None)
             for kind, app in self._apps.items()
@@ -179,7 +177,7 @@ class Keeper:
             **scaled,
         )
         # Serve replaces the replicas of another version. It would take every deployment for another one.
-        version = version_of(plan.model, options)
+        version = control.version_of(plan.model, options)
         host = "127.0.0.1" if self._is_private else None
         settings = plan.model, options, self._secret, host, version, self._interface
         return deployment.options(version=version, _internal=True).bind(*settings)
@@ -223,14 +221,14 @@ class Keeper:
             try:
                 description = await asyncio.wait_for(handle.describe.remote(name), 10.0)
             except Exception as error:  # it has ended already
-                self.tell(Notice(f"replica {name} does not say where it listens: {type(error).__name__}"))
+                self.tell(control.Notice(f"replica {name} does not say where it listens: {type(error).__name__}"))
                 continue
             if not isinstance(description, LoadFailed):
-                self._known[name] = Joined(name, kind, description.address, description.version)
+                self._known[name] = control.Joined(name, kind, description.address, description.version)
                 self.tell(self._known[name])
         for name in [name for name, known in self._known.items() if known.kind == kind and name not in names]:
             del self._known[name]
-            self.tell(Left(name))
+            self.tell(control.Left(name))
 
     # Changes
 
@@ -245,7 +243,7 @@ class Keeper:
         for task in changes:
             task.cancel()
 
-    async def _change(self, plan: Deployment) -> None:
+    async def _change(self, plan: control.Deployment) -> None:
         """Let something else run on Ray, or again what ran before, where that cannot be."""
         before, self._plan = self._plan, plan
         try:
@@ -254,15 +252,16 @@ class Keeper:
         except Exception as error:
             self._plan = before
             await asyncio.to_thread(self._deploy)
-            self.tell(Changed(str(error) if isinstance(error, ForgeError) else f"Ray has failed at it: {error!r:.300}"))
+            why = str(error) if isinstance(error, ForgeError) else f"Ray has failed at it: {error!r:.300}"
+            self.tell(control.Changed(why))
         else:
-            self.tell(Changed())
+            self.tell(control.Changed())
 
     async def _settle(self) -> None:
         """Wait until the plan runs, as long as something happens. Raises the `ForgeError` of what does not
         start."""
-        plan, running = self._plan, dict[str, Joined]()
-        version, least = version_of(plan.model, plan.options), plan.cluster.answering
+        plan, running = self._plan, dict[str, control.Joined]()
+        version, least = control.version_of(plan.model, plan.options), plan.cluster.answering
         deadline = time.monotonic() + plan.cluster.start_timeout
         while time.monotonic() < deadline:
             await asyncio.sleep(0.2)
@@ -297,15 +296,15 @@ class Keeper:
                 message = f"{lack} in {timeout:g} s ({needs}): --start-timeout gives them longer"
                 self.tell(LoadFailed(message))
                 return
-            self.tell(Notice(f"{lack} yet; Ray has {free:g} CPUs free"))
+            self.tell(control.Notice(f"{lack} yet; Ray has {free:g} CPUs free"))
         for answer in answers_.values():
             description = answer.result()
             if isinstance(description, LoadFailed):
                 self.tell(description)
                 return
         first = answers_[ENGINES].result()
-        self._interface, self._secret = interface_of(first.ready), first.secret
-        self.tell(Running(first.ready, first.secret, tuple(handles)))
+        self._interface, self._secret = control.interface_of(first.ready), first.secret
+        self.tell(control.Running(first.ready, first.secret, tuple(handles)))
 
     async def _watch_ray(self) -> None:
         """End this process when Ray does not answer any more."""
@@ -315,7 +314,7 @@ class Keeper:
             if await asyncio.to_thread(self._is_alive):
                 since = time.monotonic()
             elif time.monotonic() - since > _RAY_SILENT:
-                self.tell(Notice(f"Ray at {self.address} does not answer"))
+                self.tell(control.Notice(f"Ray at {self.address} does not answer"))
                 os._exit(1)
 
     def _is_alive(self) -> bool:
@@ -351,11 +350,9 @@ def end_with_front(connection: socket.socket, has_started: threading.Event) -> N
 
 def main() -> None:
     """Run a keeper, whose one argument is the file descriptor of the socket to the front. The process's entry point."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the front decides when this process ends
-        signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection = starters_socket()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    deployment: Deployment | None = next(received(connection), None)
+    deployment: control.Deployment | None = next(received(connection), None)
     if deployment is None:
         return
     keeper, has_started = Keeper(connection, deployment), threading.Event()

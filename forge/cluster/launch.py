@@ -11,19 +11,19 @@ import re
 import secrets
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from forge.cluster import control
 from forge.cluster.client import ClusterClient
-from forge.cluster.control import Change, changed, listen_for_changes
-from forge.cluster.keeper_messages import Changed, Deployment, Joined, Left, Notice, Running
 from forge.cluster.options import ClusterOptions
 from forge.cluster.ray_address import choose_ray, release_lock
+from forge.cluster.wire import start_process
 from forge.errors import ForgeError, UsageError
-from forge.server.messages import Inbox, LoadFailed, Ready, frame
+from forge.server.engine_client import Connection
+from forge.server.messages import LoadFailed, Ready
 from forge.server.serving import OnReady, listen, serve_client
 from forge.server.settings import Settings
 from forge.trace.records import StepRecord
@@ -32,47 +32,31 @@ logger = logging.getLogger("forge.server")
 
 _KEEPER_ENDS = 30.0
 """Seconds that the keeper has to end the engines."""
+_KEEPER_ENDED = "the process that keeps Ray has ended: try again in a minute"
 _RESTART_PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class KeeperProcess:
     """The process of a keeper, as its front sees it."""
 
-    def __init__(self, deployment: Deployment, environment: dict[str, str], lock: int | None = None):
+    def __init__(self, deployment: control.Deployment, environment: dict[str, str], lock: int | None = None):
         """environment: what it needs beside this process's. lock: a file descriptor that it inherits."""
-        self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "forge.cluster.keeper", str(theirs.fileno())]
-        # A group of its own: Ctrl-C is for the front, which then ends the keeper.
-        inherited = [theirs.fileno()] if lock is None else [theirs.fileno(), lock]
-        self.process = subprocess.Popen(
-            command, pass_fds=inherited, start_new_session=True, env=os.environ | environment
-        )
-        theirs.close()
-        self._socket.sendall(frame(deployment))
-        self._inbox = Inbox()
+        # In a group of its own: Ctrl-C is for the front, which then ends the keeper.
+        inherited = [] if lock is None else [lock]
+        self.process, self._socket = start_process("forge.cluster.keeper", deployment, environment, inherited)
 
     async def messages(self) -> "asyncio.Queue[Any]":
         """Return a queue of its messages from now on; None follows the last."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._socket.setblocking(False)
-        loop = asyncio.get_running_loop()
-
-        async def read() -> None:
-            data = b"-"
-            while data:
-                try:
-                    data = await loop.sock_recv(self._socket, 1 << 20)
-                except OSError:
-                    data = b""
-                for message in self._inbox.feed(data):
-                    queue.put_nowait(message)
-            queue.put_nowait(None)
-
-        self._reading = asyncio.create_task(read())
+        self._connection = Connection(queue.put_nowait, lambda: queue.put_nowait(None))
+        await self._connection.open(self._socket)
         return queue
 
-    async def send(self, message: Any) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, frame(message))
+    def send(self, message: Any) -> None:
+        """Raises `ForgeError` if the keeper has ended."""
+        if not self._connection.is_open:
+            raise ForgeError(_KEEPER_ENDED)
+        self._connection.send(message)
 
     def close(self) -> None:
         """Let the keeper end what it started, and wait for that."""
@@ -83,7 +67,6 @@ class KeeperProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._socket.close()
 
 
 class ClusterFront:
@@ -91,7 +74,7 @@ class ClusterFront:
 
     def __init__(self, name: str, model: str, options: dict[str, Any], cluster: ClusterOptions):
         """Raises `UsageError` where the engines cannot be run as asked."""
-        self._plan = Deployment(name, model, options, cluster)
+        self._plan = control.Deployment(name, model, options, cluster)
         self._lock: int | None = None
         """Holds the server's name, if that is its own."""
         self._is_private = False
@@ -99,7 +82,7 @@ class ClusterFront:
         self._keeper = self._start_keeper()
         self.client: ClusterClient | None = None
         self._following: asyncio.Task[None] | None = None
-        self._changing: asyncio.Future[Changed] | None = None
+        self._changing: asyncio.Future[control.Changed] | None = None
         self._control: asyncio.Server | None = None
 
     def _start_keeper(self, again: bool = False) -> KeeperProcess:
@@ -110,22 +93,21 @@ class ClusterFront:
 
     async def start(self) -> tuple[ClusterClient, Ready]:
         """Wait until the first engines run. Raises the `ForgeError` of what does not load."""
-        queue, replicas = await self._keeper.messages(), list[Joined]()
+        queue, replicas = await self._keeper.messages(), list[control.Joined]()
         while True:
             match await queue.get():
-                case Running(ready, secret, kinds):
+                case control.Running(ready, secret, kinds):
                     break
-                case Joined() as joined:
+                case control.Joined() as joined:
                     replicas.append(joined)
-                case Notice(text):
+                case control.Notice(text):
                     logger.warning(text)
                 case LoadFailed() as failed:
                     raise failed.error()
                 case None:
                     raise ForgeError("Ray ended before the engines ran: its logs are in /tmp/ray and /tmp/forge-ray-*")
         cluster = self._plan.cluster
-        self.client = client = ClusterClient(secret, cluster.router, cluster.prefix_threshold, len(kinds) > 1)
-        client.take_ready(ready)
+        self.client = client = ClusterClient(secret, ready, cluster.router, cluster.prefix_threshold, len(kinds) > 1)
         await client.connect()
         for joined in replicas:
             client.join(*joined)
@@ -133,14 +115,14 @@ class ClusterFront:
         while not client.is_ready:  # an engine of each kind is connected to
             await asyncio.sleep(0.02)
         if self._lock is not None:
-            self._control = await listen_for_changes(self._plan.name, self._change)
+            self._control = await control.listen_for_changes(self._plan.name, self._change)
         return client, ready
 
-    async def _change(self, change: Change) -> None:
+    async def _change(self, change: control.Change) -> None:
         """Let the keeper change the engines. Raises the `ForgeError` that says why they are as before."""
-        plan = changed(self._plan, change)
+        plan = control.changed(self._plan, change)
         self._changing = asyncio.get_running_loop().create_future()
-        await self._keeper.send(plan)
+        self._keeper.send(plan)
         failure = (await self._changing).failure
         if failure is not None:
             raise ForgeError(failure)
@@ -152,23 +134,23 @@ class ClusterFront:
         failures, before = 0, dict[str, set[str]]()
         while True:
             match await queue.get():
-                case Joined(name, kind, address, version):
+                case control.Joined(name, kind, address, version):
                     failures = 0
                     self.client.join(name, kind, address, version)
                     for old in before.pop(kind, set()) - {name}:  # of a Ray that has ended: they finish what they have
                         self.client.leave(old)
-                case Left(name):
+                case control.Left(name):
                     self.client.leave(name)
-                case Notice(text):
+                case control.Notice(text):
                     logger.warning(text)
-                case Running(_, secret, _):
+                case control.Running(_, secret, _):
                     self.client.secret = secret
-                case Changed() as result:
+                case control.Changed() as result:
                     self._end_change(result)
                 case LoadFailed(message, _):
                     logger.error("the engines cannot be started again: %s", message)
                 case None:
-                    self._end_change(Changed("the process that keeps Ray has ended: try again in a minute"))
+                    self._end_change(control.Changed(_KEEPER_ENDED))
                     if self._is_private:
                         before = {kind: self.client.replicas(kind) for kind in self.client.pools}
                     pause = _RESTART_PAUSES[min(failures, len(_RESTART_PAUSES) - 1)]
@@ -183,7 +165,7 @@ class ClusterFront:
                         logger.error("the engines cannot be started again: %s", error)
                         queue.put_nowait(None)
 
-    def _end_change(self, result: Changed) -> None:
+    def _end_change(self, result: control.Changed) -> None:
         if self._changing is not None and not self._changing.done():
             self._changing.set_result(result)
 
@@ -220,22 +202,16 @@ def serve_cluster(
     cores = os.cpu_count() or 1
     options = options | {"threads": options.get("threads") or max(1, cores // cluster.most)}
     name = cluster.attach or cluster.name or default_name(model)
-    listening = listen(settings, share=cluster.reuse_port)
-    try:
-        front = ClusterFront(name, model, options, cluster)
-        return asyncio.run(_serve(front, name, settings, listening, live, on_ready))
-    finally:
-        listening.close()
 
+    async def run(front: ClusterFront) -> int:
+        try:
+            client, ready = await front.start()
+            client.on_record = live(ready) if live is not None else None
+            client.is_traced = settings.access_log != "off"
+            logger.info("the engines are called %s: --attach %s is another front of them", name, name)
+            return await serve_client(client, ready, settings, listening, on_ready)
+        finally:
+            await front.stop()
 
-async def _serve(
-    front: ClusterFront, name: str, settings: Settings, listening: socket.socket, live: Any, on_ready: Any
-) -> int:
-    try:
-        client, ready = await front.start()
-        client.on_record = live(ready) if live is not None else None
-        client.is_traced = settings.access_log != "off"
-        logger.info("the engines are called %s: --attach %s is another front of them", name, name)
-        return await serve_client(client, ready, settings, listening, on_ready)
-    finally:
-        await front.stop()
+    with listen(settings, share=cluster.reuse_port) as listening:
+        return asyncio.run(run(ClusterFront(name, model, options, cluster)))

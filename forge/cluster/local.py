@@ -96,13 +96,12 @@ class LocalCluster:
         self.engines = {str(number): engine for number, engine in enumerate(engines)}
         self.fleet = Fleet()
         self.router = router(self.fleet) if callable(router) else new_router(router, self.fleet)
-        self.logs: dict[str, EventLog] = {}
+        self.logs = {name: EventLog() for name in self.engines}
         self.meters = {name: LoadMeter(engine.scheduler) for name, engine in self.engines.items()}
         for name, engine in self.engines.items():
             if not isinstance(engine.cache, PrefixKvCache):
                 raise UsageError("routing by prefix needs engines with --kv prefix")
             self.fleet.join(name)
-            self.logs[name] = EventLog()
             self.logs[name].observe(engine.cache.index)
         self.on_step: Callable[[str, StepRecord], None] = lambda name, record: None
         """Called with an engine's name and each of its steps."""

@@ -1,6 +1,7 @@
 """Metrics of all replicas under vLLM's names, with a label that says which replica, and a front's own."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,38 +31,34 @@ class ClusterMetrics:
     When a replica is gone its series go with it: a counter that never moves again says nothing.
     """
 
-    def __init__(self, model_name: str, ready: Ready, front: Front):
-        self._new = partial(Metrics, model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
-        self._front, self._labels = front, f"model_name={json.dumps(model_name)}"
+    def __init__(self, ready: Ready, front: Front):
+        self._new, self._front = partial(Metrics, ready), front
         self._by_replica: dict[str, Metrics] = {}
-        self._gauges: dict[str, Gauges] = {}
         self._offsets: dict[str, float] = {}
         """Of each replica's clock: this process's less the replica's, in seconds."""
-        self._prompt_tokens_gone = self._generation_tokens_gone = 0
+        self._gone: Counter[str] = Counter()
         """Of replicas that have left."""
         self._num_failed = 0
 
     def join(self, name: str) -> None:
         """Add the metrics of a replica that can be reached."""
         self._by_replica.setdefault(name, self._new(replica=name))
-        self._gauges.setdefault(name, Gauges())
 
     def leave(self, name: str) -> None:
         """Drop the metrics of a replica that is gone."""
         metrics = self._by_replica.pop(name, None)
         if metrics is not None:
-            self._prompt_tokens_gone += metrics.prompt_tokens
-            self._generation_tokens_gone += metrics.generation_tokens
-            del self._gauges[name]
+            self._gone.update(metrics.counts)
             self._offsets.pop(name, None)
 
     def take_update(self, name: str, update: ReplicaUpdate, now: float) -> None:
         """Count a replica's update at `now`, in seconds on this process's monotonic clock."""
         offset = now - update.clock
         self._offsets[name] = min(offset, self._offsets.get(name, offset))
-        self._gauges[name] = update.gauges or self._gauges[name]
+        metrics = self._by_replica[name]
+        metrics.gauges = update.gauges or metrics.gauges
         for step in update.steps:
-            self._by_replica[name].take_step(step)
+            metrics.take_step(step)
 
     def take_output(self, output: RequestOutput, params: SamplingParams, arrived: float) -> None:
         """As `Metrics.take_output`. The output's times are on its replica's clock."""
@@ -105,23 +102,28 @@ class ClusterMetrics:
         pass
 
     @property
-    def prompt_tokens(self) -> int:
-        return self._prompt_tokens_gone + sum(metrics.prompt_tokens for metrics in self._by_replica.values())
+    def counts(self) -> Counter[str]:
+        counts = self._gone.copy()
+        for metrics in self._by_replica.values():
+            counts.update(metrics.counts)
+        return counts
 
     @property
-    def generation_tokens(self) -> int:
-        return self._generation_tokens_gone + sum(metrics.generation_tokens for metrics in self._by_replica.values())
+    def gauges(self) -> Gauges:
+        states = [metrics.gauges for metrics in self._by_replica.values()]
+        return Gauges(*map(sum, zip(Gauges(), *states, strict=True)))
 
-    def text(self, gauges: Gauges) -> str:
+    def text(self, model_name: str) -> str:
         """Write everything in Prometheus' text format: each name once, with the replicas' values under it."""
+        labels = f"model_name={json.dumps(model_name)}"
         fronts = (
             ("replicas_reachable", "gauge", "Engines that this front can reach.", len(self._by_replica)),
             ("requests_resumed_total", "counter", "Requests that went on elsewhere.", self._front.num_resumed),
             ("requests_failed_total", "counter", "Choices that no engine could finish.", self._num_failed),
         )
         families = [
-            family(f"forge:{name}", kind, help_text, {self._labels: value}) for name, kind, help_text, value in fronts
+            family(f"forge:{name}", kind, help_text, {labels: value}) for name, kind, help_text, value in fronts
         ]
         for name in sorted(self._by_replica):
-            families += self._by_replica[name].families(self._gauges[name])
+            families += self._by_replica[name].families(model_name)
         return text_of(families)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from forge.cluster.fleet import Fleet
 from forge.cluster.routers import DEFAULT_THRESHOLD, ROUTERS, new_router
 from forge.errors import UsageError
-from forge.option import option
+from forge.option import check_value, flag_of, option
 
 _CLUSTER = "Many engines (Ray Serve)"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
@@ -46,18 +46,16 @@ class ClusterOptions:
             raise UsageError("with prefill apart from decode, --decode-replicas says how many engines answer")
         for name in ("replicas", "prefill_replicas", "decode_replicas"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, and not {value}")
+            if value is not None:
+                check_value(name, value, value >= 1, "at least 1")
             if value is not None and self.attach is not None:
-                raise UsageError(f"--attach takes the engines that run: leave --{name.replace('_', '-')} out")
+                raise UsageError(f"--attach takes the engines that run: leave {flag_of(name)} out")
         if self.max_replicas is not None and self.max_replicas < self.answering:
             raise UsageError(f"--max-replicas {self.max_replicas} is less than the {self.answering} engines at least")
-        for name in ("target_requests", "upscale_delay", "downscale_delay", "start_timeout"):
-            value, least = getattr(self, name), "0 or more" if name.endswith("delay") else "above 0"
-            if not (value > 0 or (value == 0 and least != "above 0")):
-                raise UsageError(f"--{name.replace('_', '-')} must be {least}, and not {value:g}")
-        if self.prefix_threshold < 0:
-            raise UsageError(f"--prefix-threshold must be 0 or more, and not {self.prefix_threshold}")
+        for name in ("target_requests", "start_timeout"):
+            check_value(name, getattr(self, name), getattr(self, name) > 0, "above 0")
+        for name in ("upscale_delay", "downscale_delay", "prefix_threshold"):
+            check_value(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("name", "attach"):
             value = getattr(self, name)
             if value is not None and not _NAME.fullmatch(value):

@@ -7,18 +7,15 @@ takes its place.
 
 import asyncio
 import os
-import socket
-import subprocess
-import sys
 import time
 from math import ceil
 from typing import Any, NamedTuple
 
 from forge.cluster.control import check_interface
 from forge.cluster.link import STUCK_SECONDS, PulseReader
-from forge.cluster.wire import Address, connect
+from forge.cluster.wire import Address, connect, start_process
 from forge.errors import UsageError
-from forge.server.messages import LoadFailed, Ready, frame, received
+from forge.server.messages import LoadFailed, Ready, received
 
 DEAD_AFTER = 5.0
 """Seconds without a pulse after which an engine is killed. A front gives it up before."""
@@ -52,39 +49,35 @@ class EngineReplica:
         options: dict[str, Any],
         secret: bytes,
         host: str | None,
-        version: str = "",
-        interface: dict[str, Any] | None = None,
+        version: str,
+        interface: dict[str, Any] | None,
     ):
         """Serve awaits it. model, options: as for `LLM`. host: where it listens; None for this node's address.
         interface: what fronts know of the model already; a model that does not load, or that looks otherwise, is then
         not started, and Serve keeps the engines that run."""
-        self._secret, self._version = secret, version
-        self._failure: LoadFailed | None = None
-        self._address: Address = ("", 0)
-        self._ready: Ready | None = None
+        self._description: Description | LoadFailed
+        """Or why there is no engine to describe."""
         self._pulses = PulseReader(self._end)
-        self._control, control = socket.socketpair()
-        command = [sys.executable, "-m", "forge.cluster.replica_engine", str(control.fileno())]
         # In a group of its own: Ray's reaper kills its whole group when the process that has started Ray ends.
-        self._process = subprocess.Popen(command, pass_fds=[control.fileno()], start_new_session=True)
-        control.close()
-        self._control.sendall(frame((host or _node_address(), secret, os.getppid(), model, options)))
+        load = host or _node_address(), secret, os.getppid(), model, options
+        self._process, self._control = start_process("forge.cluster.replica_engine", load)
         message = await asyncio.to_thread(next, received(self._control), None)
         if message is None:
             raise ReplicaFailed("the engine's process has ended before its model was loaded")
         if isinstance(message, LoadFailed):  # started again it would fail again: `describe` says why
             if interface is not None:
                 raise ReplicaFailed(message.message)
-            self._failure = message
+            self._description = message
             return
-        self._address, self._ready = message
+        address, ready = message
+        self._description = Description(address, ready, secret, version)
         if interface is not None:
             try:
-                check_interface(interface, self._ready)
+                check_interface(interface, ready)
             except UsageError as error:
                 self._process.kill()
                 raise ReplicaFailed(str(error)) from None
-        connection = await asyncio.to_thread(connect, self._address, secret, "pulse")
+        connection = await asyncio.to_thread(connect, address, secret, "pulse")
         await asyncio.get_running_loop().create_connection(lambda: self._pulses, sock=connection)
 
     def _end(self) -> None:
@@ -96,7 +89,7 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raises where the engine's steps raise; ends the actor where the engine does not live."""
-        if self._failure is not None:
+        if isinstance(self._description, LoadFailed):
             return
         silent, pulse = time.monotonic() - self._pulses.last_seen, self._pulses.last
         if self._process.poll() is not None or silent > DEAD_AFTER or pulse.step_seconds > STUCK_SECONDS:
@@ -110,10 +103,7 @@ class EngineReplica:
 
     async def describe(self, name: str | None) -> Description | LoadFailed:
         """Where the engine listens and what it serves, or why it does not."""
-        if self._failure is not None:
-            return self._failure
-        assert self._ready is not None, "its model is loaded"
-        return Description(self._address, self._ready, self._secret, self._version)
+        return self._description
 
     async def __del__(self) -> None:
         """Serve takes this replica away, and fronts send nothing more: wait until the engine has done what it has."""

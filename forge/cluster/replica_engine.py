@@ -12,9 +12,7 @@ import logging
 import os
 import queue
 import select
-import signal
 import socket
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -23,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from forge.cache.prefix import PrefixKvCache
+from forge.cluster import wire
 from forge.cluster.events import CacheEvents, EventLog, LoadMeter
-from forge.cluster.handoff import fetch
-from forge.cluster.wire import PULSE_INTERVAL, Address, Place, Pulse, Purpose, ReplicaUpdate, Source, admit, listen
 from forge.engine.handoff import KvHandoff, add_handed_over, add_resumed, hand_off
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
@@ -47,7 +44,7 @@ _HAND_OVER_SECONDS = 30.0
 class _Front:
     """One front: its connection, and what it has yet to be told."""
 
-    def __init__(self, connection: socket.socket, update: ReplicaUpdate):
+    def __init__(self, connection: socket.socket, update: wire.ReplicaUpdate):
         self.connection, self.inbox, self.outbox = connection, Inbox(), Outbox(connection)
         self.update = update
         self.is_watching = False
@@ -63,7 +60,7 @@ class ReplicaEngine(EngineServer):
         """raylet: the process id of Ray on this node, which has started the actor at the other end of `control`."""
         super().__init__(llm, control)
         self._raylet = raylet
-        self._update: ReplicaUpdate = ReplicaUpdate()
+        self._update: wire.ReplicaUpdate = wire.ReplicaUpdate()
         self._listening, self._secret = listening, secret
         self._arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """Connections of new fronts, and hand-overs that have been fetched, from other threads."""
@@ -74,7 +71,7 @@ class ReplicaEngine(EngineServer):
         """From the key of a request, or the number of a question, to who asked."""
         self._speaking: _Front
         """Whose command is being carried out."""
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, wire.Place] = {}
         self._handoffs: dict[int, KvHandoff] = {}
         """What another engine has computed of a request that is to be queued."""
         self._handed_off: OrderedDict[int, tuple[float, KvHandoff]] = OrderedDict()
@@ -119,7 +116,7 @@ class ReplicaEngine(EngineServer):
             threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
-        purpose: Purpose | None = admit(connection, self._secret)
+        purpose: wire.Purpose | None = wire.admit(connection, self._secret)
         match purpose:
             case "front":
                 self._tell(connection)
@@ -135,12 +132,12 @@ class ReplicaEngine(EngineServer):
             self._bell_end.send(b"!")
 
     @property
-    def pulse(self) -> Pulse:
+    def pulse(self) -> wire.Pulse:
         began = self._step_began
         seconds = 0.0 if began is None else time.monotonic() - began
         scheduler = self.engine.scheduler
         num_sequences = len(scheduler.running) + len(scheduler.queue.sequences)
-        return Pulse(self._num_steps, seconds, self._failed_in_a_row, num_sequences)
+        return wire.Pulse(self._num_steps, seconds, self._failed_in_a_row, num_sequences)
 
     def _beat(self) -> None:
         while self._open:
@@ -153,7 +150,7 @@ class ReplicaEngine(EngineServer):
                 except OSError:
                     connection.close()
                     self._pulsed.remove(connection)
-            time.sleep(PULSE_INTERVAL)
+            time.sleep(wire.PULSE_INTERVAL)
 
     def _outlive_actor(self) -> None:
         """When the actor has ended, end too, unless Ray ends with it on this node."""
@@ -182,17 +179,17 @@ class ReplicaEngine(EngineServer):
                     self._drop(front)
 
     def _answer_for(self, command: Any, fault: Fault) -> None:
-        super()._answer_for(command.submit if isinstance(command, Place) else command, fault)
+        super()._answer_for(command.submit if isinstance(command, wire.Place) else command, fault)
 
     def _take_arrivals(self) -> None:
         self._bell.recv(4096)
         while not self._arrivals.empty():
             match self._arrivals.get():
                 case socket.socket() as connection:
-                    update = ReplicaUpdate(events=CacheEvents(tuple(self._held)), gauges=self._current_gauges())
+                    update = wire.ReplicaUpdate(events=CacheEvents(tuple(self._held)), gauges=self._current_gauges())
                     self._fronts[connection] = _Front(connection, update)
                     self._urgent = True
-                case (Place() as place, handoff):
+                case (wire.Place() as place, handoff):
                     if place.submit.key in self._front_of:  # else its front has left or aborted it
                         if handoff is not None:
                             self._handoffs[place.submit.key] = handoff
@@ -217,7 +214,7 @@ class ReplicaEngine(EngineServer):
 
     def _carry_out(self, command: Any) -> None:
         match command:
-            case Place(Submit(key) as submit, source=source, num_streams=num_streams):
+            case wire.Place(Submit(key) as submit, source=source, num_streams=num_streams):
                 self._places[key], self._front_of[key] = command, self._speaking
                 self._speaking.num_streams = num_streams
                 if source is None:
@@ -269,11 +266,11 @@ class ReplicaEngine(EngineServer):
 
     # Hand-overs
 
-    def _fetch(self, place: Place, source: Source) -> None:
+    def _fetch(self, place: wire.Place, source: wire.Source) -> None:
         """On a thread of its own: get what another engine has computed. Without it the prompt is computed here."""
         handoff = None
         try:
-            handoff = fetch(source.address, source.key, self._secret)
+            handoff = wire.fetch(source.address, source.key, self._secret)
         except (ForgeError, OSError) as error:
             logger.warning("no hand-over for %s: %s", place.submit.request_id, error)
         self._tell((place, handoff))
@@ -296,19 +293,19 @@ class ReplicaEngine(EngineServer):
 
     def _answer_tokens(self, request_id: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
         """The seed of a request and the tokens of its samples so far; None for one that is not known (any more)."""
-        if request_id in self._keys:
+        if any(request.request_id == request_id for request in self._requests.values()):
             output = self.engine.output(request_id)
             return output.seed, tuple([sample.token_ids for sample in output.outputs])
         return self._remembered.get(request_id)
 
     def _take_output(self, request: Any, fault: Fault | None) -> None:
-        (seq_id, *_) = self._log.seq_ids(request.request_id)
         super()._take_output(request, fault)
         output = self._update.ends[-1].output
         self._remembered[request.request_id] = output.seed, tuple([sample.token_ids for sample in output.outputs])
         if len(self._remembered) > REMEMBERED:
             self._remembered.popitem(last=False)
         place = self._places.pop(request.key, None)
+        seq_id = request.seq_ids[0]
         if place is not None and place.hands_over and self.engine.is_retained(seq_id):
             self._handed_off[request.key] = time.monotonic(), hand_off(self.engine, seq_id)
             self.engine.release(seq_id)
@@ -352,7 +349,7 @@ class ReplicaEngine(EngineServer):
 
     def _share(self) -> None:
         """Divide the update among the fronts."""
-        update, self._update = self._update, ReplicaUpdate()
+        update, self._update = self._update, wire.ReplicaUpdate()
         events, load = self._events.take(), self._meter.load()
         self._held.update(events.published)
         self._held.difference_update(events.evicted)
@@ -386,7 +383,7 @@ class ReplicaEngine(EngineServer):
         update = front.update
         has_news = update.is_awaited or update.failed_in_a_row or update.tokens or update.steps or update.events
         if front.outbox.is_empty and (has_news or update.gauges is not None):
-            front.update = ReplicaUpdate()
+            front.update = wire.ReplicaUpdate()
             update.clock = time.perf_counter()
             front.outbox.put(update)
 
@@ -401,7 +398,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _what_begins(place: Place, handoff: KvHandoff | None) -> str:
+def _what_begins(place: wire.Place, handoff: KvHandoff | None) -> str:
     """What an engine does with a request that it takes, for its log."""
     if place.hands_over:
         return f"is computed for another engine: {len(place.submit.token_ids)} tokens"
@@ -417,17 +414,15 @@ def main() -> None:
 
     Its one argument is the file descriptor of the control socket, whose first message says what to load.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # the actor decides when this process ends
-        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(message)s")
     logger.setLevel(logging.INFO)
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = wire.starters_socket()
     host, secret, raylet, model, options = next(received(control))
     with reporting_failures(control):
         llm = LLM(model, **options)
         llm.trust_grammars()
-        listening = listen(host)
-        address: Address = listening.getsockname()[:2]
+        listening = wire.listen(host)
+        address: wire.Address = listening.getsockname()[:2]
         control.sendall(frame((address, ready_message(llm))))
         gc.freeze()  # as `engine_process` does: a model's objects stay
         ReplicaEngine(llm, control, listening, secret, raylet).run()

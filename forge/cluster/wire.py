@@ -4,20 +4,33 @@ An engine listens on one TCP port. A peer that connects names its purpose and pr
 and so does the engine (HMAC-SHA256 of a nonce, both ways) before a byte is unpickled. A *front* connection carries the
 messages of `forge.server.messages`. A *pulse* connection carries a `Pulse` a few times a second, from a thread of its
 own: it goes on while a step takes long, and stops where the process is stopped.
+
+Prefill apart from decode: one engine computes a prompt, and the other takes its blocks from it over one connection. The
+front sends the prompt to the first engine, and with its end the request to the second, saying where its beginning lies
+(`Source`). The bytes go from engine to engine and never through a front.
+
+An actor and a front start the processes beside them by `start_process`, which end with them.
 """
 
 import hmac
 import os
+import secrets
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from struct import Struct
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from forge.cluster.events import NO_EVENTS, CacheEvents, Load
-from forge.engine.handoff import Emitted
+from forge.engine.handoff import Emitted, KvHandoff
+from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
-from forge.server.messages import Submit, Update
+from forge.server.messages import Ask, Submit, Update, frame, received
 
 Purpose = Literal["front", "pulse"]
 Address = tuple[str, int]
@@ -27,6 +40,8 @@ PULSE_INTERVAL = 0.2
 """Seconds between two pulses."""
 PULSE_TIMEOUT = 2.0
 """Seconds without a pulse after which an engine is taken for dead."""
+MIN_PROMPT = 2
+"""Tokens of the shortest prompt of which anything can be handed over: the last one is computed where it is sampled."""
 _NONCE = 32
 _PURPOSES: dict[bytes, Purpose] = {b"F": "front", b"P": "pulse"}
 _PULSE = Struct("<QdQQ")
@@ -158,3 +173,60 @@ def _receive(connection: socket.socket, number: int) -> bytes:
             raise OSError("it closed the connection")
         data += piece
     return data
+
+
+# Hand-overs
+
+
+def prefill_params() -> SamplingParams:
+    """Return the parameters of a request that is computed for another engine. Its one token is not used."""
+    return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+def prefill_of(submit: Submit) -> Submit:
+    """Return the request that computes what another engine needs of this one: all of its prompt but the last token."""
+    return submit._replace(token_ids=submit.token_ids[:-1], params=prefill_params(), prompt=None, stream=False)
+
+
+def fetch(address: Address, key: int, secret: bytes) -> KvHandoff | None:
+    """Fetch what the engine at `address` has computed of a request; None if it is gone. Blocks. Raises
+    `Unreachable`."""
+    with connect(address, secret, "front") as connection:
+        connection.settimeout(HANDSHAKE_SECONDS)
+        try:
+            connection.sendall(frame(Ask(secrets.randbits(62), "handoff", (key,))))
+            for update in received(connection):
+                for answer in update.answers:
+                    computed: KvHandoff | None = answer.value
+                    return computed
+        except OSError as error:
+            raise Unreachable(f"the engine at {address[0]}:{address[1]} does not answer: {error}") from None
+    return None
+
+
+# Processes
+
+
+def start_process(
+    module: str, message: Any, environment: Mapping[str, str] = MappingProxyType({}), inherited: Sequence[int] = ()
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a module as a process in a group of its own; return it, and a socket to it on which `message` is sent.
+    environment: beside this process's. inherited: file descriptors."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, str(theirs.fileno())],
+        pass_fds=[theirs.fileno(), *inherited],
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
+    theirs.close()
+    ours.sendall(frame(message))
+    return process, ours
+
+
+def starters_socket() -> socket.socket:
+    """Return the socket to the process that has started this one by `start_process`, and that decides when it ends:
+    signals do not end it from now on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    return socket.socket(fileno=int(sys.argv[1]))

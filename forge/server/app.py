@@ -11,14 +11,14 @@ from fastapi.routing import APIRoute
 
 from forge import __version__
 from forge.engine.outputs import RequestOutput
-from forge.server.engine_client import EngineClient, EngineDead, Generation
-from forge.server.errors import ApiError, install_handlers
+from forge.server.engine_client import EngineClient, Generation
+from forge.server.errors import ERRORS, ApiError, EngineDead, answer_error
 from forge.server.exchange import Exchange, Exchanges
 from forge.server.messages import Ready
 from forge.server.messages_api import add_messages
 from forge.server.metrics import CONTENT_TYPE, family, process_families, text_of
 from forge.server.middleware import Gate
-from forge.server.requests import DEFAULT_TOKENS, LONG_WORK, beside_the_loop, special_of
+from forge.server.requests import LONG_WORK, beside_the_loop, special_of
 from forge.server.responses import Answer, CompletionShape, usage_object
 from forge.server.responses_api import add_responses
 from forge.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
@@ -28,6 +28,7 @@ from forge.server.settings import Settings
 from forge.server.streaming import DONE, EventStream, event
 from forge.server.strict_json import BodyParser, JsonAnswer, StrictRoute, to_json
 from forge.tokenizer import Tokenizer
+from forge.views.json_output import picked
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request is wrong; the error says where"},
@@ -51,12 +52,17 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
     """Build the application around a connected engine."""
     service = Service(client, ready, settings)
     app = FastAPI(
-        title="forge", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS, redirect_slashes=False
+        title="forge",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        redirect_slashes=False,
+        exception_handlers=dict.fromkeys(ERRORS, answer_error),
     )
     app.state.service = service
     app.state.body_parser = BodyParser(ready.max_model_len)
     app.router.route_class = StrictRoute
-    install_handlers(app)
     _add_generation(app, service)
     _add_text(app, service)
     add_responses(app, service, _STREAMED)
@@ -89,32 +95,29 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Continue texts."""
         reader, request_id = service.reader, service.id_of(body, "cmpl")
         model = reader.accept(body)
-        cut = reader.cut_of(body, DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
-        prompts = await reader.prompts(body.prompt, **special_of(body), cut=cut)
+        prompts = await reader.prompts(body.prompt, **special_of(body), cut=reader.cut_of(body))
         params = reader.completion_params(body, prompts)
         # The prompt's log probabilities are there when it has ended: such a stream has one chunk per choice.
         piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
-        shown, generation = await service.begin(request_id, prompts, params, body, request, piecemeal)
-        shape = CompletionShape(shown, model, service.tokenizer, body, prompts, service.fingerprint)
-        return await service.respond(generation, request, shape, bool(body.stream))
+        generation = await service.begin(request_id, prompts, params, body, request, piecemeal)
+        shape = CompletionShape(generation, model, service.tokenizer, body, service.fingerprint)
+        return await service.respond(shape, request, bool(body.stream))
 
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        shape, generation = await service.begin_chat(service.id_of(body, "chatcmpl"), body, request)
-        return await service.respond(generation, request, shape)
+        return await service.respond(await service.begin_chat(service.id_of(body, "chatcmpl"), body, request), request)
 
     @app.post("/generate", responses=_STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue a text, and say what it cost and why it waited."""
         reader, request_id = service.reader, service.id_of(body, "gen")
         reader.accept(body)
-        cut = reader.cut_of(body, DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
-        prompt = await reader.one_prompt(body.prompt, **special_of(body), cut=cut)
-        max_tokens = reader.max_tokens(body.max_tokens, DEFAULT_TOKENS, len(prompt.token_ids), "max_tokens")
+        prompt = await reader.one_prompt(body.prompt, **special_of(body), cut=reader.cut_of(body))
+        max_tokens = reader.max_tokens(body.max_tokens, body.room_for_answer, len(prompt.token_ids), "max_tokens")
         params = reader.params(body, 1, max_tokens)
-        _, generation = await service.begin(request_id, [prompt], params, body, request, bool(body.stream))
-        return await service.respond(generation, request, _NativeAnswer(service))
+        generation = await service.begin(request_id, [prompt], params, body, request)
+        return await service.respond(_NativeAnswer(generation, service), request)
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
@@ -187,7 +190,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         help_text = "Grammars that wait to be compiled, or are being compiled."
         compiling = {"": service.reader.grammars.num_waiting}
         families.append(family("forge:num_grammars_compiling", "gauge", help_text, compiling))
-        text = service.metrics.text(service.client.gauges) + text_of(families)
+        text = service.metrics.text(service.reader.model_names[0]) + text_of(families)
         return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/debug/requests/{request_id}")
@@ -228,7 +231,8 @@ def _describe(app: FastAPI) -> None:
 class _NativeAnswer(Answer):
     """All of a request's choices with the milliseconds of each token, and what happened to it."""
 
-    def __init__(self, service: Service):
+    def __init__(self, generation: Generation, service: Service):
+        super().__init__(generation)
         self._service = service
         self._timeline: dict[str, Any] = {}
 
@@ -237,27 +241,23 @@ class _NativeAnswer(Answer):
         self._timeline = timeline or {"samples": [], "events": []}  # without one its engine has died since
         return await super().whole(outputs)
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        async for deltas in generation.updates():
+    async def events(self) -> AsyncIterator[bytes]:
+        async for deltas in self.generation.updates():
             for delta in deltas:
                 yield event({"index": delta.choice, "text": delta.text, "token_ids": delta.token_ids})
-        yield b"data: " + await self.whole(await generation.finished()) + b"\n\n" + DONE
+        yield b"data: " + await self.whole(await self.generation.finished()) + b"\n\n" + DONE
 
     def written(self, outputs: Sequence[RequestOutput]) -> bytes:
         (output,), service, timeline = outputs, self._service, self._timeline
         steps = [sample["tokens"] for sample in timeline["samples"]] or [[] for _ in output.outputs]
         choices = [
-            {
-                "index": sample.index,
-                "text": sample.text,
-                "finish_reason": sample.finish_reason,
-                "stop_reason": sample.stop_reason,
+            picked(sample, "index", "text", "finish_reason", "stop_reason")
+            | picked(sample.metrics, "time_to_first_token_ms", "end_to_end_ms")
+            | {
                 "tokens": [
                     {"token_id": token_id, "text": service.tokenizer.token_text(token_id)} | step
                     for token_id, step in zip(sample.token_ids, chain(steps[sample.index], repeat({})), strict=False)
                 ],
-                "time_to_first_token_ms": sample.metrics.time_to_first_token_ms,
-                "end_to_end_ms": sample.metrics.end_to_end_ms,
             }
             for sample in output.outputs
         ]

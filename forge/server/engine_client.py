@@ -25,6 +25,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Logprobs
 from forge.errors import ForgeError, UsageError
 from forge.server import messages
+from forge.server.errors import ClientStalled, EngineDead, RequestFailed
 from forge.server.metrics import Metrics
 from forge.server.resumption import SeenStream, StreamPosition
 from forge.trace.records import StepRecord
@@ -38,28 +39,6 @@ MAX_PENDING_CHARS = 1 << 20
 
 MAX_DELTAS = 256
 """Tokens of a lone stream that wait to be taken apart from each other."""
-
-
-class EngineDead(ForgeError):
-    """The engine's process is gone."""
-
-    def __init__(self) -> None:
-        super().__init__("the engine's process has died")
-
-
-class RequestFailed(ForgeError):
-    """The engine could not finish a request, and that is its own fault."""
-
-
-class ShuttingDown(ForgeError):
-    """The server is shutting down: another one may take the request."""
-
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down")
-
-
-class ClientStalled(ForgeError):
-    """A client did not take what was generated for it."""
 
 
 @dataclass(slots=True)
@@ -90,17 +69,73 @@ class Prompt:
     text: str | None = None
 
 
+class Connection(asyncio.BufferedProtocol):
+    """The loop's end of a socket that carries messages. Those of one turn of the loop go out in one piece."""
+
+    def __init__(self, on_message: Callable[[Any], None], on_lost: Callable[[], None]):
+        self.is_open = True
+        self._on_message, self._on_lost = on_message, on_lost
+        self._received = memoryview(bytearray(_RECEIVE))
+        self._inbox, self._unsent = messages.Inbox(), list[bytes]()
+        self._transport: asyncio.Transport | None = None
+
+    async def open(self, connection: socket.socket) -> None:
+        """Let the running loop receive messages from now on."""
+        connection.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=connection)
+
+    def send(self, message: Any) -> None:
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unsent.append(messages.frame(message))
+
+    def _write(self) -> None:
+        if self._transport is not None:
+            unsent, self._unsent = self._unsent, []
+            self._transport.write(b"".join(unsent))
+
+    def abort(self) -> None:
+        """Close the connection. What has come and was not read is ignored."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    # Called by the loop
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._write()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._received
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        for message in self._inbox.feed(self._received[:num_bytes]):
+            if self.is_open:
+                self._on_message(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._on_lost()
+        self.is_open = False
+
+
+@dataclass(eq=False)
 class Generation:
     """An HTTP request that the engine generates for: one or several prompts, each with `params.n` choices.
 
     Choice i is sample `i % n` of prompt `i // n`.
     """
 
-    def __init__(self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, stream: bool):
-        self.request_id = request_id
-        self.prompts = tuple(prompts)
-        self.params = params
-        self.stream = stream
+    request_id: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    stream: bool = False
+    priority: int = 0
+    salt: str = ""
+
+    def __post_init__(self) -> None:
         self.keys: list[int] = []
         self.arrived = time.perf_counter()
         self.outputs: list[RequestOutput | None] = [None] * len(self.prompts)
@@ -216,16 +251,14 @@ class EngineClient(ABC):
     `ProcessClient` has one engine, in a process beside it. A cluster's client has many.
     """
 
+    metrics: Metrics
+    """The counters of the engine's work. They are there before `connect`."""
+
     def __init__(self) -> None:
         self._device = ""
         """The device that the engine computes on."""
-        self.gauges = messages.Gauges()
-        self.on_step: Callable[[messages.StepSummary], None] = lambda step: None
-        self.on_end: Callable[[Generation, RequestOutput], None] = lambda generation, output: None
         self.on_record: Callable[[StepRecord], None] | None = None
         """Called with every step's whole record, for `--live`."""
-        self.on_death: Callable[[int], None] = lambda num_failed: None
-        """Called with the number of choices and answers that the engine's death has failed."""
         self._generations: dict[int, tuple[Generation, int]] = {}
         """A request's key → its generation, and which of its prompts it is."""
         self._keys, self._numbers = count(), count()
@@ -249,12 +282,6 @@ class EngineClient(ABC):
     @abstractmethod
     def disconnect(self) -> None:
         """Leave the loop."""
-
-    def new_metrics(self, model_name: str, ready: messages.Ready) -> Metrics:
-        """Create the counters of the engine's work."""
-        metrics = Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
-        self.on_step, self.on_death = metrics.take_step, metrics.take_failures
-        return metrics
 
     def check_ready(self) -> None:
         """Raise `EngineDead` if no engine would answer a request."""
@@ -282,35 +309,24 @@ class EngineClient(ABC):
         names = [generation.request_id for generation, _ in self._generations.values()]
         return any(request_id == name or request_id.startswith(f"{name}-") for name in names)
 
-    def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        stream: bool = False,
-        priority: int = 0,
-        salt: str = "",
-    ) -> Generation:
-        """Send prompts to the engine; return what follows them. Raises `EngineDead`."""
+    def submit(self, generation: Generation) -> None:
+        """Send a generation's prompts to the engine, and follow it to its end. Raises `EngineDead`."""
         if self.dead:
             raise EngineDead
-        generation = Generation(request_id, prompts, params, stream)
-        for command in self._follow(generation, priority, salt):
+        for command in self._follow(generation):
             self._send(command)
-        return generation
 
-    def _follow(self, generation: Generation, priority: int, salt: str) -> list[messages.Submit]:
+    def _follow(self, generation: Generation) -> list[messages.Submit]:
         """Follow a generation from now on; return the commands that queue its prompts."""
-        request_id, params, stream = generation.request_id, generation.params, generation.stream
-        commands = []
+        commands, rest = [], (generation.priority, generation.salt, generation.stream)
         for index, prompt in enumerate(generation.prompts):
-            key = next(self._keys)
-            own_id = request_id if len(generation.prompts) == 1 else messages.prompt_id(request_id, index)
+            key, own_id = next(self._keys), generation.request_id
+            if len(generation.prompts) > 1:
+                own_id = messages.prompt_id(own_id, index)
             generation.keys.append(key)
             self._generations[key] = generation, index
-            commands.append(messages.Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
-        if stream:
+            commands.append(messages.Submit(key, own_id, prompt.token_ids, generation.params, prompt.text, *rest))
+        if generation.stream:
             self._streams.add(generation)
         return commands
 
@@ -404,13 +420,14 @@ class EngineClient(ABC):
         for answer in update.answers:
             self._take_answer(answer)
         for step in update.steps:
-            self.on_step(step)
+            self.metrics.take_step(step)
         if update.gauges is not None:
-            self.gauges = update.gauges
+            self.metrics.gauges = update.gauges
         for record in update.records:
             for take in (self._feed, self.on_record):
                 if take is not None:
                     take(record)
+        self._flush_when_due()
 
     def _take_end(self, key: int, output: RequestOutput, fault: messages.Fault | None) -> None:
         place = self._generations.pop(key, None)
@@ -419,7 +436,7 @@ class EngineClient(ABC):
         generation, index = place
         if fault is None and any(sample.finish_reason == "error" for sample in output.outputs):
             fault = messages.Fault("the engine could not finish this request", internal=True)
-        self.on_end(generation, output)
+        self.metrics.take_output(output, generation.params, generation.arrived)
         if fault is not None:
             self.abort(generation, _error_of(fault))
             return
@@ -460,20 +477,12 @@ class ResumableClient(EngineClient):
     """An `EngineClient` whose streams have ids, by which a client resumes them."""
 
     @abstractmethod
-    async def resume(
-        self,
-        seen: SeenStream,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-    ) -> Generation:
-        """Begin a stream again that another connection began, without what its client has seen. Raises `UsageError` if
-        that belongs to another request."""
+    async def resume(self, seen: SeenStream, generation: Generation) -> None:
+        """Submit a stream that another connection began, under an id of its own, without what its client has seen.
+        Raises `UsageError` if that belongs to another request."""
 
 
-class ProcessClient(EngineClient, asyncio.BufferedProtocol):
+class ProcessClient(EngineClient):
     """Starts the engine's process and talks with it.
 
     It is made before the loop runs, so that a bad model is a plain error.
@@ -482,9 +491,6 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
     def __init__(self, model: str, options: dict[str, Any]):
         super().__init__()
         self._model, self._options = model, options
-        self._received = memoryview(bytearray(_RECEIVE))
-        self._transport: asyncio.Transport | None = None
-        self._commands: list[bytes] = []
         self._question: tuple[int, float] | None = None
         """The question of `probe` that has no answer yet, and when it was sent."""
         self.died = asyncio.Event()
@@ -505,7 +511,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         self.process.start()
         self.pid = self.process.pid
         theirs.close()
-        self._inbox = messages.Inbox()
+        self._connection = Connection(self._take_in, self._lost)
 
     def wait_until_ready(self) -> messages.Ready:
         """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
@@ -519,10 +525,9 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
 
     async def connect(self) -> None:
         """Let the running loop receive updates from now on."""
-        self._socket.setblocking(False)
-        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
+        await self._connection.open(self._socket)
         if self.on_record is not None:
-            self._transport.write(messages.frame(messages.Watch(True)))
+            self._connection.send(messages.Watch(True))
 
     async def restart(self) -> None:
         """Start the engine's process again after it died. Raises the `ForgeError` of one that does not load."""
@@ -536,8 +541,7 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
     def disconnect(self) -> None:
         """Leave the loop; the engine's process ends when its socket closes."""
         self._is_leaving = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._connection.abort()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # a restart may wait on it in another thread
 
@@ -572,36 +576,20 @@ class ProcessClient(EngineClient, asyncio.BufferedProtocol):
         return time.monotonic() - self._question[1] < patience
 
     def _send(self, command: Any) -> None:
-        """Send `command` in one piece with all other commands of this turn of the loop."""
-        if not self._commands:
-            asyncio.get_running_loop().call_soon(self._write)
-        self._commands.append(messages.frame(command))
-
-    def _write(self) -> None:
-        commands, self._commands = self._commands, []
-        if not self.dead and self._transport is not None:
-            self._transport.write(b"".join(commands))
+        self._connection.send(command)
 
     def _take_answer(self, answer: messages.Answer) -> None:
         if self._question is not None and answer.number == self._question[0]:
             self._question = None
         super()._take_answer(answer)
 
-    # Called by the loop
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._received
-
-    def buffer_updated(self, num_bytes: int) -> None:
-        for update in self._inbox.feed(self._received[:num_bytes]):
-            self._take_in(update)
-        self._flush_when_due()
-
-    def connection_lost(self, error: Exception | None) -> None:
+    def _lost(self) -> None:
         self.dead, self._question = True, None
-        self.gauges = messages.Gauges()
+        self.metrics.gauges = messages.Gauges()
         if not self._is_leaving:
-            self.on_death(sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked)
+            self.metrics.take_failures(
+                sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked
+            )
             self.died.set()
         self.abort_all(EngineDead())
         self.end_records()

@@ -108,6 +108,7 @@ class _Request:
     key: int
     request_id: str
     stream: bool
+    seq_ids: tuple[int, ...]
     silent: set[int]
     """The samples whose first token is yet to come."""
     fault: messages.Fault | None = None
@@ -140,7 +141,6 @@ class EngineServer:
         self._last_sent = 0.0
         self._num_streams = 0
         self._requests: dict[int, _Request] = {}
-        self._keys: dict[str, int] = {}
         self._samples: dict[int, tuple[_Request, int]] = {}
         """A sequence's id → its request, and which sample it is."""
         self._groups: dict[int, _Group] = {}
@@ -271,9 +271,9 @@ class EngineServer:
         key, request_id, token_ids, params, prompt, priority, salt, stream = command
         seq_ids = self._add_request(key, request_id, token_ids, params, prompt=prompt, priority=priority, salt=salt)
         self._update.accepted.append(key)
-        request = self._requests[key] = _Request(key, request_id, stream, set(range(params.n)) if stream else set())
+        silent = set(range(params.n)) if stream else set()
+        request = self._requests[key] = _Request(key, request_id, stream, seq_ids, silent)
         self._num_streams += stream
-        self._keys[request_id] = key
         for sample, seq_id in enumerate(seq_ids):
             self._samples[seq_id] = request, sample
         self._log.begin(request_id, seq_ids)
@@ -377,7 +377,7 @@ class EngineServer:
         for group in list(self._groups.values()):
             if not failed.isdisjoint(group.requests.values()):
                 self._end_group(group, messages.Fault(message, internal=True))
-        for request in [self._requests[self._keys[name]] for name in failed if name in self._keys]:
+        for request in [request for request in self._requests.values() if request.request_id in failed]:
             self._take_output(request, messages.Fault(message, internal=True))
 
     def _take_output(self, request: _Request, fault: messages.Fault | None) -> None:
@@ -386,8 +386,8 @@ class EngineServer:
         self._log.end(request.request_id)
         self.engine.forget(request.request_id)
         self._num_streams -= request.stream
-        del self._requests[request.key], self._keys[request.request_id]
-        for seq_id in self._log.seq_ids(request.request_id):
+        del self._requests[request.key]
+        for seq_id in request.seq_ids:
             del self._samples[seq_id]
         self._update.ends.append(messages.RequestEnd(request.key, output, fault))
 

@@ -4,13 +4,12 @@ A client library retries 408, 409, 429 and 5xx. So what asking again cannot mend
 did wrong is 400, 401, 404, 405, 413 or 415. 429 and 503 say when to come back, and 500 is the engine's own fault.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
@@ -18,10 +17,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from forge.errors import ForgeError
-from forge.server.engine_client import ClientStalled, EngineDead, RequestFailed, ShuttingDown
 
-logger = logging.getLogger("forge.server")
-
+CLIENT_LEFT = 499
+"""The status of a request whose client left before its answer, as nginx has it."""
 _TYPES = {  # of all others: invalid_request_error
     401: "authentication_error",
     403: "permission_error",
@@ -48,16 +46,35 @@ class ApiError(ForgeError):
         self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
 
+class EngineDead(ApiError):
+    """No engine answers: its process is gone."""
+
+    def __init__(self, message: str = "the engine's process has died"):
+        super().__init__(message, 503, code="engine_dead", retry_after=5)
+
+
+class ShuttingDown(ApiError):
+    """The server is shutting down: another one may take the request."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down", 503, code="shutting_down", retry_after=5)
+
+
+class RequestFailed(ApiError):
+    """The engine could not finish a request, and that is its own fault."""
+
+    def __init__(self, message: str):
+        super().__init__(message, 500, code="request_failed")
+
+
+class ClientStalled(RequestFailed):
+    """A client did not take what was generated for it."""
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Return what a client is told of `error`. Of an unforeseen one it says only that there was one."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, EngineDead):
-        return ApiError(str(error), 503, code="engine_dead", retry_after=5)
-    if isinstance(error, ShuttingDown):
-        return ApiError(str(error), 503, code="shutting_down", retry_after=5)
-    if isinstance(error, RequestFailed | ClientStalled):
-        return ApiError(str(error), 500, code="request_failed")
     if isinstance(error, ForgeError):
         return ApiError(str(error))
     return ApiError("the server made a mistake; its log says which", 500, code="internal_error")
@@ -121,24 +138,19 @@ def _explained(request: Request, error: HTTPException) -> str:
     return f"there is no {path[:80]} here; there is {', '.join(nearest)}"
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Turn every error that leaves an endpoint into one in OpenAI's shape."""
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer with an error that left an endpoint, in OpenAI's shape."""
+    match error:
+        case ClientDisconnect():
+            return Response(status_code=CLIENT_LEFT)
+        case RequestValidationError():
+            return error_response(validation_error(list(error.errors())))
+        case HTTPException():
+            response = error_response(ApiError(_explained(request, error), error.status_code))
+            response.headers.update(error.headers or {})
+            return response
+    return error_response(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def on_validation(request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(validation_error(list(error.errors())))
 
-    @app.exception_handler(HTTPException)
-    async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        response = error_response(ApiError(_explained(request, error), error.status_code))
-        response.headers.update(error.headers or {})
-        return response
-
-    @app.exception_handler(ClientDisconnect)
-    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # the client has left
-
-    @app.exception_handler(ForgeError)
-    @app.exception_handler(Exception)
-    async def on_any(request: Request, error: Exception) -> JSONResponse:
-        return error_response(error)
+ERRORS = (RequestValidationError, HTTPException, ClientDisconnect, ForgeError, Exception)
+"""The kinds that the framework looks for a handler of."""

@@ -15,18 +15,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, assert_never
 
-from forge.server.engine_client import Generation, ShuttingDown
-from forge.server.errors import error_response
+from forge.server.engine_client import Generation
+from forge.server.errors import CLIENT_LEFT, ShuttingDown, error_response
 from forge.server.settings import AccessLog
 from forge.server.strict_json import to_json
+from forge.views.json_output import picked
 
 access = logging.getLogger("forge.access")
 
 HEADER = b"x-request-id"
 _ID = re.compile(r"[\w.:@/+=-]{1,128}", re.ASCII)
 """The ids that a client may give: an id stands in a header and in lines of the log."""
-CLIENT_LEFT = 499
-"""The status of a request whose client left before its answer, as nginx has it."""
 OTHER_ROUTE = "other"
 """The route of what is no endpoint. Its path is any client's choice, and no label of a metric."""
 
@@ -58,14 +57,7 @@ class Exchange:
         ended = [output for generation in self.generations for output in generation.outputs if output is not None]
         prompts = [prompt for generation in self.generations for prompt in generation.prompts]
         reasons = dict.fromkeys(str(sample.finish_reason) for output in ended for sample in output.outputs)
-        facts: dict[str, Any] = {
-            "id": self.id,
-            "method": self.method,
-            "route": self.route,
-            "status": self.status,
-            "client": self.client,
-            "key": self.key,
-        }
+        facts = picked(self, "id", "method", "route", "status", "client", "key")
         if self.generations or self.num_prompt_tokens:
             facts["prompt_tokens"] = self.num_prompt_tokens + sum(len(prompt.token_ids) for prompt in prompts)
         if self.generations:

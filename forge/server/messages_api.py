@@ -15,10 +15,9 @@ from pydantic_core import from_json
 
 from forge.engine.outputs import RequestOutput
 from forge.server.errors import ApiError, error_object, named_as
-from forge.server.fields import check_supported
 from forge.server.requests import chat_from, text_parts
 from forge.server.responses import ChatShape, EventWriter, usage_object
-from forge.server.schema import MAX_ITEMS, MAX_TOOLS, Body, ChatRequest, ReasoningEffort, RequestBody, Texts
+from forge.server.schema import MAX_ITEMS, MAX_TOOLS, Body, ChatRequest, ReasoningEffort, RequestBody, Texts, harmless
 from forge.server.service import Service
 from forge.server.streaming import named_event
 
@@ -29,18 +28,17 @@ _NAMES = {
     "chat_template_kwargs": "thinking",
 }
 """A chat's parameters by their names here."""
-_NOT_HERE: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("stop", "max_completion_tokens", "response_format", "stream_options", "chat_template_kwargs"), ()),
-    **dict.fromkeys(("reasoning_effort", "request_id", "top_logprobs", "prompt_logprobs", "parallel_tool_calls"), ()),
-    **{
-        "logprobs": (False,),
-        "return_token_ids": (False,),
-        "timings_per_token": (False,),
+_NOT_HERE = harmless(
+    {
+        """
+            stop max_completion_tokens response_format stream_options chat_template_kwargs reasoning_effort request_id
+            top_logprobs prompt_logprobs parallel_tool_calls continue_final_message add_generation_prompt
+        """: (),
+        "logprobs return_token_ids timings_per_token": (False,),
         "n": (1,),
         "service_tier": ("auto", "standard_only"),
-    },
-    **dict.fromkeys(("continue_final_message", "add_generation_prompt"), ()),
-}
+    }
+)
 """A chat's parameters that have another name here, or no place in a message; with the values that ask for nothing."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -118,12 +116,9 @@ class MessagesRequest(CountRequest):
 
 def chat_request(body: CountRequest) -> ChatRequest:
     """Translate the body to a chat. Raises `ApiError`."""
-    extra = body.model_extra or {}
-    check_supported(extra, _NOT_HERE)
-    chat: dict[str, Any] = {name: value for name, value in extra.items() if name not in _NOT_HERE}
     system = [{"role": "system", "content": _text_parts(body.system)}] if body.system else []
-    chat |= {"model": body.model, "messages": [*system, *_messages(body.messages)]}
-    chat |= {"tools": [_tool(tool) for tool in body.tools or ()] or None, **_tool_choice(body.tool_choice)}
+    chat: dict[str, Any] = {"messages": [*system, *_messages(body.messages)], **_tool_choice(body.tool_choice)}
+    chat["tools"] = [_tool(tool) for tool in body.tools or ()] or None
     if body.messages[-1].role == "assistant":
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.thinking is None or body.thinking.type != "adaptive":
@@ -134,7 +129,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
         chat |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
-    return chat_from(chat)
+    return chat_from(body, _NOT_HERE, chat)
 
 
 def _messages(turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
@@ -194,10 +189,9 @@ def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
 class MessageWriter(EventWriter):
     """Writes one message."""
 
-    def __init__(self, num_prompt_tokens: int, is_short: bool, shape: ChatShape):
+    def __init__(self, is_short: bool, shape: ChatShape):
         """is_short: the context has less room than `max_tokens`."""
         super().__init__(shape)
-        self._num_prompt_tokens = num_prompt_tokens
         self._reasons = _STOP_REASONS | ({"length": "model_context_window_exceeded"} if is_short else {})
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""
@@ -207,7 +201,7 @@ class MessageWriter(EventWriter):
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def begin(self) -> bytes:
-        usage = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0}
+        usage = {"input_tokens": len(self._shape.prompts[0].token_ids), "output_tokens": 0}
         return _event("message_start", message=self._message(usage))
 
     def finish(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -296,19 +290,16 @@ def add_messages(app: FastAPI, service: Service, streamed: dict[int | str, dict[
         """Answer a conversation with a message of blocks."""
         with named_as(_NAMES):
             chat = chat_request(body)
-            service.reader.accept(chat)
-            prompt = await service.reader.chat_prompt(chat, service.reader.cut_of(chat, body.max_tokens))
+            prompt = await service.reader.chat_prompt(chat)
             room = service.ready.max_model_len - len(prompt.token_ids)
             is_short = body.max_tokens > room  # of this API's clients each gives a number, whatever the context is
             chat.max_tokens = None if is_short else body.max_tokens
-            shape, generation = await service.begin_chat(f"msg_{secrets.token_hex(12)}", chat, request, prompt)
-        return await service.respond(generation, request, MessageWriter(len(prompt.token_ids), is_short, shape))
+            shape = await service.begin_chat(f"msg_{secrets.token_hex(12)}", chat, request, prompt)
+        return await service.respond(MessageWriter(is_short, shape), request)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         """Count the tokens of the conversation."""
         with named_as(_NAMES):
-            chat = chat_request(body)
-            service.reader.accept(chat)
-            prompt = await service.reader.chat_prompt(chat)
+            prompt = await service.reader.chat_prompt(chat_request(body))
         return {"input_tokens": len(prompt.token_ids)}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.server.messages import Gauges, StepSummary
+from forge.server.messages import Gauges, Ready, StepSummary
 from forge.trace.speculation_summary import DraftTotals
 
 _TTFT = (
@@ -115,27 +115,18 @@ class Histogram:
 class Metrics:
     """Counts what the engine reports, and writes it as Prometheus text."""
 
-    def __init__(
-        self, model_name: str, max_model_len: int, num_blocks: int, block_size: int, replica: str | None = None
-    ):
+    def __init__(self, ready: Ready, replica: str | None = None):
         """replica: which of several engines this is; None for the only one."""
-        which = 'engine="0"' + ("" if replica is None else f',replica="{_escaped(replica)}"')
-        self._cache = f'block_size="{block_size}",num_gpu_blocks="{num_blocks}",{which}'
-        self._labels = f'model_name="{_escaped(model_name)}",{which}'
+        self._which = which = 'engine="0"' + ("" if replica is None else f',replica="{_escaped(replica)}"')
+        self._cache = f'block_size="{ready.block_size}",num_gpu_blocks="{ready.num_blocks}",{which}'
+        self.gauges = Gauges()
+        """The engine's present state."""
         self.counts = dict.fromkeys(_COUNTERS, 0)
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.drafts: dict[str, DraftTotals] = {}
-        tokens = _bounds_of_tokens(max_model_len)
+        tokens = _bounds_of_tokens(ready.max_model_len)
         self.histograms = {name: Histogram(bounds or tokens) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._last_step_ended = 0.0
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.counts["prompt_tokens"]
-
-    @property
-    def generation_tokens(self) -> int:
-        return self.counts["generation_tokens"]
 
     def take_step(self, step: StepSummary) -> None:
         self.counts["generation_tokens"] += step.num_generated
@@ -198,12 +189,18 @@ class Metrics:
         for name, value in values.items():
             self.histograms[name].observe(value)
 
-    def text(self, gauges: Gauges) -> str:
+    def text(self, model_name: str) -> str:
         """Return everything in Prometheus' text format."""
-        return text_of(self.families(gauges))
+        return text_of(self.families(model_name))
 
-    def families(self, gauges: Gauges) -> Iterator[Family]:
-        """Return everything by name."""
+    def families(self, model_name: str) -> Iterator[Family]:
+        """Return everything by name. model_name: what clients call the model."""
+        model = f'model_name="{_escaped(model_name)}",{self._which}'
+
+        def of_model(name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
+            return family(f"vllm:{name}", kind, help_text, {f"{model}{further}": values[further] for further in values})
+
+        gauges = self.gauges
         usage = gauges.used_blocks / gauges.num_blocks if gauges.num_blocks else 0.0
         for name, help_text, value in (
             ("num_requests_running", "Sequences in the batch.", gauges.running),
@@ -211,17 +208,17 @@ class Metrics:
             ("num_requests_swapped", "Sequences whose blocks are in the host's pool.", gauges.swapped),
             ("kv_cache_usage_perc", "The share of KV blocks that are in use. 1 is all.", usage),
         ):
-            yield self._family(name, "gauge", help_text, {"": value})
+            yield of_model(name, "gauge", help_text, {"": value})
         counts = self.counts | {"prefix_cache_queries": gauges.prefix_queries, "prefix_cache_hits": gauges.prefix_hits}
         for name, help_text in _COUNTERS.items():
-            yield self._family(f"{name}_total", "counter", help_text, {"": counts[name]})
+            yield of_model(f"{name}_total", "counter", help_text, {"": counts[name]})
         drafts = {
             f',draft="{_escaped(name)}"': totals for name, totals in (self.drafts or {"": DraftTotals("")}).items()
         }
         for name, (help_text, field) in _OF_DRAFTS.items():
             kind = "counter" if name.endswith("_total") else "gauge"
             values = {draft: getattr(totals, field) for draft, totals in drafts.items()}
-            yield self._family(f"spec_decode_{name}", kind, help_text, values)
+            yield of_model(f"spec_decode_{name}", kind, help_text, values)
         for index, which in enumerate(("accepted", "draft")):
             values = {
                 f'{draft},position="{position}"': counts[index]
@@ -229,18 +226,13 @@ class Metrics:
                 for position, counts in enumerate(totals.by_position)
             }
             help_text = f"{which.capitalize()} tokens by their position in a cycle."
-            yield self._family(f"spec_decode_num_{which}_tokens_per_pos_total", "counter", help_text, values)
+            yield of_model(f"spec_decode_num_{which}_tokens_per_pos_total", "counter", help_text, values)
         yield family("vllm:cache_config_info", "gauge", "How the KV cache is divided.", {self._cache: 1})
         reasons = {f',finished_reason="{reason}"': number for reason, number in self.finished.items()}
-        yield self._family("request_success_total", "counter", "Choices that have ended, by reason.", reasons)
+        yield of_model("request_success_total", "counter", "Choices that have ended, by reason.", reasons)
         for name, histogram in self.histograms.items():
             header = _header(f"vllm:{name}", "histogram", _HISTOGRAMS[name][0])
-            yield header, histogram.lines(f"vllm:{name}", self._labels)
-
-    def _family(self, name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
-        """Build a metric with its lines. values: by their further labels."""
-        labelled = {f"{self._labels}{further}": value for further, value in values.items()}
-        return family(f"vllm:{name}", kind, help_text, labelled)
+            yield header, histogram.lines(f"vllm:{name}", model)
 
 
 class HttpMetrics:
@@ -331,19 +323,20 @@ class ThroughputLine:
         self._metrics = metrics
         self._before = (0.0, 0, 0)
 
-    def line(self, now: float, gauges: Gauges) -> str | None:
+    def line(self, now: float) -> str | None:
         """Return the line for the time since the last one; None if nothing has happened since."""
-        then, prompt, generated = self._before
-        metrics = self._metrics
-        self._before = now, metrics.prompt_tokens, metrics.generation_tokens
-        if not (metrics.generation_tokens - generated or gauges.running or gauges.waiting) or not then:
+        then, prompt_then, generated_then = self._before
+        counts, gauges = self._metrics.counts, self._metrics.gauges
+        self._before = now, counts["prompt_tokens"], counts["generation_tokens"]
+        prompt, generated = counts["prompt_tokens"] - prompt_then, counts["generation_tokens"] - generated_then
+        if not (generated or gauges.running or gauges.waiting) or not then:
             return None
         seconds = now - then
         hit_rate = 100 * gauges.prefix_hits / gauges.prefix_queries if gauges.prefix_queries else 0.0
         usage = 100 * gauges.used_blocks / gauges.num_blocks if gauges.num_blocks else 0.0
         return (
-            f"Engine 000: Avg prompt throughput: {(metrics.prompt_tokens - prompt) / seconds:.1f} tokens/s, "
-            f"Avg generation throughput: {(metrics.generation_tokens - generated) / seconds:.1f} tokens/s, "
+            f"Engine 000: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
+            f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {gauges.running} reqs, Waiting: {gauges.waiting} reqs, "
             f"KV cache usage: {usage:.1f}%, Prefix cache hit rate: {hit_rate:.1f}%"
         )

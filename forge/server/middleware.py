@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forge.errors import ForgeError, UsageError
-from forge.server.engine_client import ShuttingDown
-from forge.server.errors import ApiError, error_response
+from forge.server.errors import ApiError, ShuttingDown, error_response
 from forge.server.exchange import current_exchange
 from forge.server.settings import Settings, is_loopback
 

@@ -38,13 +38,9 @@ class RequestLog:
         self._ended.pop(request_id, None)
         self._seq_ids[request_id] = seq_ids
 
-    def seq_ids(self, request_id: str) -> tuple[int, ...]:
-        """Return the ids of a request's samples."""
-        return self._seq_ids[request_id]
-
     def end(self, request_id: str) -> None:
         """Keep the timeline of a request that has ended, before the engine forgets it."""
-        self._ended[request_id] = tuple([self._timeline.request(seq_id) for seq_id in self._seq_ids[request_id]])
+        self._ended[request_id] = self._timelines(request_id)
         if len(self._ended) > MAX_ENDED:
             del self._seq_ids[self._ended.popitem(last=False)[0]]
 

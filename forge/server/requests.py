@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
 from forge.grammar.thinking import thinks
@@ -17,12 +17,10 @@ from forge.grammar.vocabulary import Vocabulary
 from forge.server import schema
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError, validation_error
-from forge.server.fields import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES, check_supported
-from forge.server.settings import Limits
-from forge.server.structured import param_of, parts_of, shown_call, shown_tools, structured_output
-from forge.tokenizer import Tokenizer
+from forge.server.messages import Ready
+from forge.server.settings import Settings
+from forge.server.structured import parts_of, shown_call, shown_tools, structured_output
 
-DEFAULT_TOKENS = 16
 _AS_GIVEN = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
     *("min_tokens", "drafts", "num_speculative_tokens", "include_stop_str_in_output"),
@@ -51,25 +49,15 @@ class Cut(NamedTuple):
 class RequestReader:
     """Reads bodies for one model."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        model_names: Sequence[str],
-        vocab_size: int,
-        max_model_len: int,
-        limits: Limits,
-        default_sampling: Mapping[str, Any] = MappingProxyType({}),
-    ):
-        """default_sampling: what a body that does not say gets; greedy where this does not say either."""
-        self.tokenizer = tokenizer
-        self.model_names = tuple(model_names)
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.limits = limits
-        self.default_sampling = default_sampling
-        self._longest = f"this model's maximum context length is {max_model_len} tokens"  # clients look for these words
-        self._most_chars = max_model_len * max(map(len, tokenizer.spec.tokens))
-        self.grammars = GrammarSandbox(lambda: Vocabulary.of(tokenizer, vocab_size))
+    def __init__(self, ready: Ready, settings: Settings):
+        self.tokenizer, self.limits = ready.tokenizer(), settings.limits
+        self.model_names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
+        self.vocab_size, self.max_model_len = ready.vocab_size, ready.max_model_len
+        self.default_sampling = ready.default_sampling
+        """What a body that does not say gets; greedy where this does not say either."""
+        self._longest = f"this model's maximum context length is {self.max_model_len} tokens"  # clients look for it
+        self._most_chars = self.max_model_len * max(map(len, self.tokenizer.spec.tokens))
+        self.grammars = GrammarSandbox(lambda: Vocabulary.of(self.tokenizer, self.vocab_size))
 
     def model(self, name: str | None) -> str:
         """Return the model's name for the answer. Raises `ApiError` if the server has no model of that name."""
@@ -85,20 +73,22 @@ class RequestReader:
     def accept(self, body: schema.RequestBody) -> str:
         """Return the model's name as the answer has it. Raises `ApiError` for another model, and for a parameter that
         requests what this server does not do."""
-        check_supported(body.model_extra or {}, UNSUPPORTED | {"best_of": (getattr(body, "n", None) or 1,)})
+        schema.check_supported(
+            body.model_extra or {}, schema.UNSUPPORTED | {"best_of": (getattr(body, "n", None) or 1,)}
+        )
         return self.model(body.model)
 
-    def cut_of(self, body: schema.CutPrompt, max_tokens: int | None = 0) -> Cut | None:
-        """Return how a body wants long prompts cut; None if it does not. max_tokens: of the answer, for which room is
-        left if the body asks to keep as much as fits."""
+    def cut_of(self, body: schema.RequestBody) -> Cut | None:
+        """Return how a body wants long prompts cut; None if it does not."""
+        if not isinstance(body, schema.CutPrompt):
+            return None
         number = body.truncate_prompt_tokens
         if number is None:
             return None
         if number == 0:
             raise ApiError("truncate_prompt_tokens keeps at least 1 token", param="truncate_prompt_tokens")
-        return Cut(
-            number if number > 0 else max(1, self.max_model_len - (max_tokens or 0)), body.truncation_side or "left"
-        )
+        kept = number if number > 0 else max(1, self.max_model_len - body.room_for_answer)
+        return Cut(kept, body.truncation_side or "left")
 
     # Prompts
 
@@ -106,11 +96,14 @@ class RequestReader:
         """Return one `Prompt` for each that the body has under the name `param`. `how` as for `one_prompt`."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
-        if not prompt:
-            raise ApiError(f"{param} is empty: give one or more texts or lists of token ids", param=param)
-        if len(prompt) > self.limits.max_prompts:
-            raise ApiError(f"{param} has {len(prompt)} entries, at most {self.limits.max_prompts} go", param=param)
+        self.check_number(prompt, param)
         return [await self.one_prompt(text, param, **how) for text in prompt]
+
+    def check_number(self, prompts: Sequence[Any], param: str) -> None:
+        """Raise `ApiError` for no prompts, and for too many."""
+        most = self.limits.max_prompts
+        if not 1 <= len(prompts) <= most:
+            raise ApiError(f"{param} has {len(prompts)} entries: give between 1 and {most}", param=param)
 
     async def one_prompt(
         self,
@@ -131,15 +124,16 @@ class RequestReader:
         token_ids = cut.applied(await self.encode(part, param, parse=parse, bos=bos))
         return Prompt(self.checked_ids(token_ids, param), self.tokenizer.decode(token_ids))
 
-    async def chat_prompt(self, body: schema.Conversation, cut: Cut | None = None) -> Prompt:
-        """Write a conversation as the model's chat template does."""
+    async def chat_prompt(self, body: schema.Conversation) -> Prompt:
+        """Write a conversation as the model's chat template does. Raises `ApiError` as `accept` does."""
+        self.accept(body)
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
             error = "continue_final_message goes on with the last message: set add_generation_prompt to false"
             raise ApiError(error, param="continue_final_message")
         messages = body.messages or []
         for message in messages:
-            check_supported(message.model_extra or {}, UNSUPPORTED_IN_MESSAGES, "messages.")
+            schema.check_supported(message.model_extra or {}, schema.UNSUPPORTED_IN_MESSAGES, "messages.")
         begins = not continues and body.add_generation_prompt is not False
         template: dict[str, Any] = {"add_generation_prompt": begins, "continue_final_message": continues}
         template |= {"tools": shown_tools(body), "enable_thinking": thinking_of(body)}
@@ -165,6 +159,7 @@ class RequestReader:
             raise ApiError(str(error), param="messages") from None
         except RecursionError:
             raise ApiError("the messages or tools are nested too deeply", param="messages") from None
+        cut = self.cut_of(body)
         if cut is not None and len(token_ids) > cut.num_tokens:
             token_ids = cut.applied(token_ids)
             rendered = self.tokenizer.decode(token_ids)
@@ -229,10 +224,9 @@ class RequestReader:
 
     def completion_params(self, body: schema.CompletionRequest, prompts: Sequence[Prompt]) -> SamplingParams:
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        max_tokens = self.max_tokens(body.max_tokens, DEFAULT_TOKENS, longest, "max_tokens")
+        max_tokens = self.max_tokens(body.max_tokens, body.room_for_answer, longest, "max_tokens")
         if max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens is 0: ask for at least 1 token, or for the prompt with echo", param="max_tokens")
-        self._check_logprobs(body.logprobs, "logprobs")
         scored = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
         if body.prompt_logprobs not in (None, scored):
             raise ApiError(f"prompt_logprobs must be as logprobs, {scored}, or left out", param="prompt_logprobs")
@@ -246,14 +240,10 @@ class RequestReader:
     ) -> SamplingParams:
         """Build the sampling parameters of a chat. Raises `ApiError`. is_thinking: the prompt ends inside the thinking
         part."""
-        self._check_logprobs(body.top_logprobs, "top_logprobs")
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        asked = getattr(body, param)
-        if asked == 0:
-            raise ApiError(f"{param} must be at least 1", param=param)
-        max_tokens = self.max_tokens(asked, self.max_model_len, num_prompt_tokens, param)
+        max_tokens = self.max_tokens(getattr(body, param), self.max_model_len, num_prompt_tokens, param)
         self._check_prompt_logprobs(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         fields: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
@@ -271,13 +261,11 @@ class RequestReader:
         return bool(thinking)
 
     def params(self, body: schema.Sampling, num_prompts: int, max_tokens: int, **fields: Any) -> SamplingParams:
-        n, limits = body.n or 1, self.limits
+        n = body.n or 1
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options are for streams: set stream to true", param="stream_options")
-        if n > limits.max_n:
-            raise ApiError(f"n is {n}, at most {limits.max_n} go", param="n")
-        if n * num_prompts > limits.max_choices:
-            raise ApiError(f"{num_prompts} prompts times n = {n} is more than {limits.max_choices}", param="n")
+        if n * num_prompts > self.limits.max_choices:
+            raise ApiError(f"{num_prompts} prompts times n = {n} is more than {self.limits.max_choices}", param="n")
         values = {
             **{name: getattr(body, name) for name in _AS_GIVEN},
             "top_k": None if body.top_k is None else max(0, body.top_k),
@@ -297,20 +285,17 @@ class RequestReader:
         except UsageError as error:
             raise ApiError(str(error), param=str(error).split()[0]) from None
 
-    async def compiled(self, params: SamplingParams, body: schema.Sampling) -> SamplingParams:
-        """Return `params` once their grammar is known to compile within the limits. Others are read meanwhile. Raises
+    async def compiled(self, structured: StructuredOutput, body: schema.Sampling) -> StructuredOutput:
+        """Return a body's form once it is known to compile within the limits. Others are read meanwhile. Raises
         `ApiError`."""
-        structured = params.structured
-        if structured is None:
-            return params
-        for beginning, param, part in (*parts_of(body), ("", param_of(body), structured)):
+        for beginning, param, part in parts_of(body, structured):
             try:
                 checked = await asyncio.wrap_future(self.grammars.check(part))
             except UsageError as error:
                 raise ApiError(beginning + str(error), param=param) from None
             except CompilersBusy as error:
                 raise ApiError(str(error), 429, param=param, code="queue_full", retry_after=1) from None
-        return replace(params, structured=replace(checked, thinking=structured.thinking))
+        return replace(checked, thinking=structured.thinking)
 
     def _texts(self, texts: Sequence[str] | None, param: str) -> tuple[str, ...]:
         most, longest = self.limits.max_stop, self.limits.max_stop_chars
@@ -329,12 +314,7 @@ class RequestReader:
             raise ApiError("the keys of logit_bias are token ids", param="logit_bias") from None
         return self._known_ids(by_token, "logit_bias", "logit_bias: ")
 
-    def _check_logprobs(self, number: int | None, param: str) -> None:
-        if number is not None and number > self.limits.max_logprobs:
-            raise ApiError(f"{param} is {number}, at most {self.limits.max_logprobs} go", param=param)
-
     def _check_prompt_logprobs(self, body: schema.OpenAiRequest) -> None:
-        self._check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         if body.stream and body.prompt_logprobs is not None:
             raise ApiError("prompt_logprobs are for whole answers: set stream to false", param="prompt_logprobs")
 
@@ -346,10 +326,18 @@ def _num_chars(message: schema.Message) -> int:
     return len(message.content or "")
 
 
-def chat_from(fields: Mapping[str, Any]) -> schema.ChatRequest:
-    """Build the chat that another API's body is translated to. Raises `ApiError`."""
+def chat_from(
+    body: schema.RequestBody, not_here: Mapping[str, tuple[Any, ...]], fields: Mapping[str, Any]
+) -> schema.ChatRequest:
+    """Build the chat that another API's body is translated to: `fields`, and what else the body has of a chat's.
+
+    not_here: a chat's parameters that have another name in that API, or no place, with the values that ask for nothing.
+    Raises `ApiError`."""
+    extra = body.model_extra or {}
+    schema.check_supported(extra, not_here)
+    shared = {name: value for name, value in extra.items() if name not in not_here}
     try:
-        return schema.ChatRequest.model_validate(fields)
+        return schema.ChatRequest.model_validate({**shared, "model": body.model, **fields})
     except ValidationError as error:
         raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]) from None
 

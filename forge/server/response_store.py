@@ -23,7 +23,6 @@ from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
 from forge.server.requests import RequestReader
 from forge.server.schema import ChatRequest, Message
-from forge.server.strict_json import to_json
 from forge.tokenizer import Tokenizer
 
 _OVERHEAD = 1024
@@ -53,18 +52,6 @@ class StoredResponse:
     another prompt."""
     token_ids: np.ndarray | None
     """The prompt and the output, int32 `[n]`; None where the output did not end as the chat template ends an answer."""
-
-    @classmethod
-    def of(
-        cls,
-        body: bytes,
-        input_items: list[dict[str, Any]],
-        output: list[dict[str, Any]],
-        setting: bytes,
-        token_ids: list[int] | None,
-    ) -> "StoredResponse":
-        ids = None if token_ids is None else np.array(token_ids, np.int32)
-        return cls(body, to_json([*input_items, *output]), len(input_items), setting, ids)
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ from forge.errors import ForgeError
 from forge.server.engine_client import Delta, Generation, Prompt
 from forge.server.errors import ApiError, to_api_error
 from forge.server.requests import beside_the_loop
+from forge.server.resumption import shown_id
 from forge.server.schema import ChatRequest, CompletionRequest, OpenAiRequest
 from forge.server.splitting import ReasoningSplitter, ToolCallSplitter
 from forge.server.streaming import DONE, event
@@ -26,12 +27,11 @@ def usage_object(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     cached = sum(output.metrics.tokens_cached for output in outputs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    return {**_usage(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _usage(prompt: int, completion: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def size_of(outputs: Sequence[RequestOutput]) -> int:
@@ -70,8 +70,11 @@ def whole_timings(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     return timings_object(usage["prompt_tokens"] - cached, waited, usage["completion_tokens"], last - first, cached)
 
 
+@dataclass
 class Answer(ABC):
     """The answer to one request in the form of one API."""
+
+    generation: Generation
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the whole answer, once all outputs have ended."""
@@ -82,7 +85,7 @@ class Answer(ABC):
         """Write the whole answer. Runs on a thread beside the loop if that takes long."""
 
     @abstractmethod
-    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    def events(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events while it is generated."""
 
 
@@ -90,16 +93,16 @@ class Answer(ABC):
 class Shape(Answer):
     """The parts that both of OpenAI's answers share."""
 
-    request_id: str
     model: str
     tokenizer: Tokenizer
     body: OpenAiRequest
-    prompts: Sequence[Prompt]
     fingerprint: str
     object_names: ClassVar[tuple[str, str]]
     """What a whole answer and a chunk call themselves."""
 
     def __post_init__(self) -> None:
+        self.request_id, self.prompts = shown_id(self.generation.request_id), self.generation.prompts
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         self._num_tokens = 0
         """Output tokens in the chunks so far."""
         self._head = {"id": self.request_id, "created": int(time.time()), "model": self.model}
@@ -131,7 +134,8 @@ class Shape(Answer):
     def chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.object_names[1], "choices": choices}
         if self.body.usage_wanted:  # the chunks before the last have what there is so far, or an empty one
-            chunk["usage"] = self._usage_so_far() if self.body.continuous_usage else None
+            so_far = _usage(self._num_prompt_tokens, self._num_tokens)
+            chunk["usage"] = so_far if self.body.continuous_usage else None
         if self.body.timings_per_token:
             chunk["timings"] = self._timings_so_far()
         return chunk
@@ -142,13 +146,7 @@ class Shape(Answer):
         if self._num_tokens and not self._first_token:
             self._first_token = now
         first = self._first_token or now
-        prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return timings_object(prompt, first - self._began, self._num_tokens, now - first)
-
-    def _usage_so_far(self) -> dict[str, int]:
-        prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
-        total = prompt + self._num_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
+        return timings_object(self._num_prompt_tokens, first - self._began, self._num_tokens, now - first)
 
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
         """Return why a choice ended. The stop reason is null for EOS."""
@@ -173,12 +171,12 @@ class Shape(Answer):
             for entry in output.prompt_logprobs or ()
         ]
 
-    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    def events(self) -> AsyncIterator[bytes]:
         """Yield the chunks; those of a generation that is not streamed when all choices have ended, one for each."""
-        return self._chunks(generation) if generation.stream else self._whole_choices(generation)
+        return self._chunks() if self.generation.stream else self._whole_choices()
 
-    async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
-        position = generation.position
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        generation, position = self.generation, self.generation.position
         begin = b"".join(map(event, self.begin(generation.params.n)))
         if begin and (position is None or position.seen is None):
             yield begin if position is None else position.mark(begin)
@@ -189,23 +187,23 @@ class Shape(Answer):
                 chunks = [chunk for delta in deltas for chunk in position.new_chunks(delta, self.delta(delta))]
                 piece = position.mark(b"".join(map(event, chunks)))
             if generation.has_nothing_more:
-                yield piece + await self._last_events(generation)
+                yield piece + await self._last_events()
                 return
             if piece:
                 yield piece
-        yield await self._last_events(generation)
+        yield await self._last_events()
 
-    async def _whole_choices(self, generation: Generation) -> AsyncIterator[bytes]:
-        outputs = await generation.finished()
+    async def _whole_choices(self) -> AsyncIterator[bytes]:
+        outputs = await self.generation.finished()
         choices = self.choices(outputs)
-        for _ in range(len(generation.prompts) * generation.params.n):
+        for _ in range(len(self.prompts) * self.generation.params.n):
             yield await beside_the_loop(size_of(outputs), lambda: event(self.chunk_of([next(choices)])))
-        yield await self._last_events(generation)
+        yield await self._last_events()
 
-    async def _last_events(self, generation: Generation) -> bytes:
+    async def _last_events(self) -> bytes:
         """Return what follows the last choice's end: a chunk of usage without choices, if requested, and the mark of
         the end."""
-        outputs = await generation.finished()
+        outputs = await self.generation.finished()
         if not self.body.usage_wanted:
             return DONE
         timings = {"timings": whole_timings(outputs)} if self.body.timings_per_token else {}
@@ -394,6 +392,7 @@ class EventWriter(Answer):
     the same events."""
 
     def __init__(self, shape: ChatShape):
+        super().__init__(shape.generation)
         self._shape = shape
 
     @abstractmethod
@@ -450,13 +449,13 @@ class EventWriter(Answer):
         self.finish(outputs)
         return to_json(self.answer(outputs))
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         yield self.begin()
         try:
-            async for deltas in generation.updates():
+            async for deltas in self.generation.updates():
                 if piece := b"".join(map(self.push, deltas)):
                     yield piece
-            outputs = await generation.finished()
+            outputs = await self.generation.finished()
             last = self.finish(outputs)
             self._on_end(outputs)
             yield last

@@ -9,24 +9,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from forge.engine.outputs import RequestOutput
-from forge.engine.sampling_params import SamplingParams
 from forge.grammar.thinking import CLOSE
-from forge.server.engine_client import Generation, Prompt
+from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError, named_as
 from forge.server.exchange import current_exchange
-from forge.server.fields import check_supported
 from forge.server.requests import chat_from, text_parts, thinking_of
 from forge.server.response_store import ResponseKey, ResponseStore, StoredResponse, continued_prompt
 from forge.server.responses import ChatShape, EventWriter, usage_object
-from forge.server.schema import ChatRequest, ResponsesRequest
+from forge.server.schema import ChatRequest, ResponsesRequest, harmless
 from forge.server.service import Service
 from forge.server.streaming import named_event
 from forge.server.strict_json import JsonAnswer, to_json
 from forge.server.structured import shown_tools
+from forge.views.json_output import picked
 
 _NAMES = {
     "messages": "input",
@@ -35,16 +35,13 @@ _NAMES = {
     "reasoning_effort": "reasoning",
 }
 """A chat's parameters by their names here."""
-_NOT_HERE: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format", "prompt", "request_id"), ()),
-    **{
-        "logprobs": (False,),
+_NOT_HERE = harmless(
+    {
+        "messages max_tokens max_completion_tokens response_format prompt request_id prompt_logprobs": (),
+        "logprobs return_token_ids timings_per_token": (False,),
         "n": (1,),
-        "prompt_logprobs": (),
-        "return_token_ids": (False,),
-        "timings_per_token": (False,),
-    },
-}
+    }
+)
 """A chat's parameters that have another name here, or no place in a response; with the values that ask for nothing."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _LOGPROBS = "message.output_text.logprobs"
@@ -66,21 +63,18 @@ class Conversation:
 
 def chat_request(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
     """Translate the body to a chat: items is the whole conversation. Raises `ApiError`."""
-    extra = body.model_extra or {}
-    check_supported(extra, _NOT_HERE)
     for name in body.include or ():
         if name not in _INCLUDES:
             raise ApiError(f"include: {name[:60]} is not supported by this server", param="include")
-    chat: dict[str, Any] = {name: value for name, value in extra.items() if name not in _NOT_HERE}
-    chat |= {"model": body.model, "stream": body.stream, "max_completion_tokens": body.max_output_tokens}
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    chat: dict[str, Any] = {"stream": body.stream, "max_completion_tokens": body.max_output_tokens}
     chat["messages"] = [*instructions, *_messages(items)]
     chat |= {"tools": _tools(body), "tool_choice": _tool_choice(body), "response_format": _response_format(body)}
     if body.top_logprobs is not None or _LOGPROBS in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
-    return chat_from(chat)
+    return chat_from(body, _NOT_HERE, chat)
 
 
 def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -126,15 +120,13 @@ def _parts(content: Any) -> Any:
 
 
 def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+    functions = []
     for tool in body.tools or ():
         if tool.get("type") != "function":
             kind = str(tool.get("type"))[:40]
             raise ApiError(f"tools: {kind} is not supported, only functions are", param="tools")
-    fields = ("name", "description", "parameters", "strict")
-    functions = [
-        {"type": "function", "function": {name: tool[name] for name in fields if name in tool}}
-        for tool in body.tools or ()
-    ]
+        fields = tool.keys() & {"name", "description", "parameters", "strict"}
+        functions.append({"type": "function", "function": {name: tool[name] for name in fields}})
     return functions or None
 
 
@@ -158,13 +150,12 @@ class ResponseWriter(EventWriter):
     def __init__(
         self,
         body: ResponsesRequest,
-        params: SamplingParams,
         shape: ChatShape,
         keep: Callable[[Sequence[RequestOutput], dict[str, Any]], None],
     ):
         """keep: called with the outputs and the response when it has ended."""
         super().__init__(shape)
-        self._body, self._params, self._keep = body, params, keep
+        self._body, self._keep = body, keep
         self._created = int(time.time())
         self._logprobs: list[dict[str, Any]] = []
         """Log probabilities of tokens whose text has not come yet."""
@@ -215,21 +206,18 @@ class ResponseWriter(EventWriter):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            **picked(body, "instructions", "max_output_tokens", "previous_response_id", "store"),
             "metadata": body.metadata or {},
             "model": self._shape.model,
             "output": self._items,
             "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
-            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "store": body.store,
-            "temperature": self._params.temperature,
+            "temperature": self.generation.params.temperature,
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
             "top_logprobs": body.top_logprobs or 0,
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": self._params.top_p,
+            "top_p": self.generation.params.top_p,
             "truncation": "disabled",
             "usage": None,
         }
@@ -323,16 +311,14 @@ def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation with a list of items, and store the answer unless `store` is false."""
         with named_as(_NAMES):
-            writer, generation = await _begin(service, store, body, request)
-        return await service.respond(generation, request, writer)
+            writer = await _begin(service, store, body, request)
+        return await service.respond(writer, request)
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponsesRequest) -> dict[str, Any]:
         """Count the tokens of the conversation."""
         with named_as(_NAMES):
-            conversation, chat = read(store, body)
-            service.reader.accept(chat)
-            prompt = await _prompt(service, body, conversation, chat)
+            prompt = await _prompt(service, body, *read(store, body))
         return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
     @app.get("/v1/responses/{response_id}")
@@ -390,22 +376,19 @@ async def _prompt(service: Service, body: ResponsesRequest, conversation: Conver
         prompt = await continued_prompt(reader, token_ids.tolist(), chat, list(_messages(conversation.new)))
         if prompt is not None:
             return prompt
-    return await reader.chat_prompt(chat, reader.cut_of(chat, chat.max_completion_tokens or 1))
+    return await reader.chat_prompt(chat)
 
 
 def _setting(body: ResponsesRequest, chat: ChatRequest) -> bytes:
     return to_json([body.instructions or "", shown_tools(chat), thinking_of(chat), bool(chat.add_special_tokens)])
 
 
-async def _begin(
-    service: Service, store: ResponseStore, body: ResponsesRequest, request: Request
-) -> tuple[ResponseWriter, Generation]:
+async def _begin(service: Service, store: ResponseStore, body: ResponsesRequest, request: Request) -> ResponseWriter:
     """Submit the chat. Raises `ApiError`."""
     conversation, chat = read(store, body)
-    service.reader.accept(chat)
     prompt = await _prompt(service, body, conversation, chat)
     request_id = new_id("resp")
-    shape, generation = await service.begin_chat(request_id, chat, request, prompt)
+    shape = await service.begin_chat(request_id, chat, request, prompt)
     stored_as = owned(request_id)
 
     def keep(outputs: Sequence[RequestOutput], response: dict[str, Any]) -> None:
@@ -413,8 +396,9 @@ async def _begin(
             return
         sample = outputs[0].outputs[0]
         ends_plainly = sample.finish_reason == "length" or sample.stop_reason in service.tokenizer.eos_token_ids
-        token_ids = [*prompt.token_ids, *sample.token_ids] if ends_plainly else None
-        output, setting = response["output"], _setting(body, chat)
-        store.put(stored_as, StoredResponse.of(to_json(response), conversation.items, output, setting, token_ids))
+        token_ids = np.array([*prompt.token_ids, *sample.token_ids], np.int32) if ends_plainly else None
+        items, setting = to_json([*conversation.items, *response["output"]]), _setting(body, chat)
+        stored = StoredResponse(to_json(response), items, len(conversation.items), setting, token_ids)
+        store.put(stored_as, stored)
 
-    return ResponseWriter(body, generation.params, shape, keep), generation
+    return ResponseWriter(body, shape, keep)

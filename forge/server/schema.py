@@ -1,6 +1,10 @@
 """What clients may send: OpenAI's parameters, the field's extensions to them, and the native ones.
 
-Types are strict and numbers finite. What a body may have beside what stands here is `fields`' business.
+Types are strict and numbers finite. Of the parameters of OpenAI's, vLLM's, SGLang's, llama.cpp's and Anthropic's bodies
+that this server does not have, one that would change the answer is refused by its name, unless its value asks for
+nothing (`check_supported`). One that `UNSUPPORTED` does not have and no body declares is ignored, as everywhere: it
+labels a request (`user`, `metadata`, `session_id`), or it qualifies a parameter that is refused (`xtc_threshold`,
+`dry_base`, `mirostat_tau`).
 
 pydantic, which FastAPI brings, and not msgspec beside it: one more dependency and 99 ms of start-up would replace no
 class here, as the description of the endpoints is made from them.
@@ -9,16 +13,22 @@ A list is checked for its length before its items, and validation stops at the f
 wrong items costs no more than one.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from forge.server.errors import ApiError
+
+DEFAULT_TOKENS = 16
+"""`max_tokens` of a completion that does not say."""
 MAX_ITEMS = 8192
 """Items of any list but one of token ids: prompts, messages, documents."""
 MAX_BIASES = 16_384
 MAX_TOOLS = 128
 
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_ITEMS, fail_fast=True)]
@@ -38,7 +48,7 @@ class Body(BaseModel):
 
 
 class RequestBody(Body, extra="allow"):
-    """What every endpoint's body has. What else a body has is kept, to be looked through (`fields.check_supported`)."""
+    """What every endpoint's body has. What else a body has is kept, to be looked through (`check_supported`)."""
 
     model: str | None = None
 
@@ -55,6 +65,11 @@ class CutPrompt(RequestBody):
     """The side where tokens are cut off; None means left."""
     add_special_tokens: bool | None = None
     """Whether BOS is put before the prompt where the model wants it: by default yes, and no in a chat."""
+
+    @property
+    def room_for_answer(self) -> int:
+        """The number of tokens that a prompt leaves room for if as much of it is kept as fits."""
+        return 0
 
 
 class StreamOptions(Body, extra="forbid"):
@@ -103,7 +118,7 @@ class Sampling(CutPrompt):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
     stop: str | Texts | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -135,21 +150,24 @@ class Sampling(CutPrompt):
     """Draft tokens per cycle at most, 0 for none; by default what the server is set to."""
 
     @property
+    def room_for_answer(self) -> int:
+        return DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
     def usage_wanted(self) -> bool:
         """Whether a stream is to end with its usage."""
-        return bool(self.stream_options is not None and self.stream_options.include_usage)
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        options = self.stream_options
-        return self.usage_wanted and options is not None and bool(options.continuous_usage_stats)
+        return self.usage_wanted and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class OpenAiRequest(Sampling):
     """vLLM's extensions to both of OpenAI's endpoints."""
 
     response_format: ResponseFormat | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     timings_per_token: bool | None = None
     """llama.cpp's: every chunk has the times so far, a whole answer those of all of it."""
@@ -159,7 +177,7 @@ class CompletionRequest(OpenAiRequest):
     """The body of `/v1/completions`."""
 
     prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool | None = None
 
 
@@ -251,12 +269,17 @@ class ChatRequest(Conversation, OpenAiRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: NumLogprobs | None = None
     reasoning_effort: ReasoningEffort | None = None
     """`none` turns thinking off; any other leaves it to the model."""
     parallel_tool_calls: bool | None = None
+
+    @property
+    def room_for_answer(self) -> int:
+        return self.max_completion_tokens or self.max_tokens or 1
 
 
 class GenerateRequest(Sampling):
@@ -345,10 +368,91 @@ class ResponsesRequest(RequestBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: NumLogprobs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
     """Keep it for `previous_response_id`: yes, unless it says no or the server stores nothing."""
     previous_response_id: str | None = None
     metadata: dict[str, str] | None = None
+
+
+# What no body declares
+
+
+def harmless(rows: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Build a table from each name to the values that ask for nothing. rows: by names with spaces between them."""
+    return {name: values for names, values in rows.items() for name in names.split()}
+
+
+UNSUPPORTED = harmless(
+    {
+        """
+            audio background_options context_management conversation image max_completion_tokens max_tool_calls
+            moderation personality prediction prompt_cache_options reasoning_effort web_search_options allowed_token_ids
+            chat_template ec_transfer_params guided_choice guided_grammar guided_json guided_regex kv_transfer_params
+            messages previous_response prompt_embeds prompt_logprobs repetition_detection request_id
+            truncate_prompt_tokens truncation_side custom_logit_processor lora_path json_schema n_predict container
+            diagnostics inference_geo max_chunks_per_doc max_tokens_per_doc
+        """: (),
+        """
+            background echo store continue_final_message enable_response_messages return_prompt_text
+            return_token_offsets return_tokens_as_token_ids use_beam_search watermarking grammar_lazy
+            post_sampling_probs reasoning_control return_progress return_tokens thinking_forced_open timings_per_token
+        """: (False,),
+        """
+            add_generation_prompt include_reasoning normalize skip_special_tokens spaces_between_special_tokens
+            use_activation cache_prompt parse_tool_calls
+        """: (True,),
+        """
+            access_programs functions tools bad_words documents logits_processors logprob_token_ids
+            previous_input_messages grammar_triggers lora response_fields samplers mcp_servers rank_fields
+        """: ([],),
+        """
+            priority routed_experts_prompt_start min_new_tokens dry_multiplier dynatemp_range min_keep mirostat
+            n_cache_reuse n_indent n_probs xtc_probability
+        """: (0,),
+        """
+            thinking_token_budget adaptive_target id_slot reasoning_budget_tokens sse_ping_interval
+            thinking_budget_tokens
+        """: (-1,),
+        "function_call tool_choice": ("none", "auto"),
+        "modalities": (["text"],),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "suffix cache_salt ebnf regex grammar": ("",),
+        "truncation": ("disabled",),
+        "verbosity": ("medium",),
+        "chat_template_kwargs media_io_kwargs mm_processor_kwargs vllm_xargs": ({},),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "length_penalty stream_interval n_cmpl repeat_penalty typical_p": (1,),
+        "padding": ("do_not_pad",),
+        "stop_regex": ([], ""),
+        "embd_normalize": (2,),
+        "reasoning_format": ("auto", "deepseek"),
+        "t_max_predict_ms t_max_prompt_ms": (0, -1),
+        "top_n_sigma": (-1, 0),
+        "speed": ("standard",),
+    }
+)
+"""Fields that are refused, with the values that ask for nothing. A field that a body declares is never looked up
+here."""
+UNSUPPORTED_IN_MESSAGES = harmless({"audio function_call": (), "refusal": ("",), "tools": ([],)})
+"""The same of a chat's messages. What else they hold is for the chat template, or labels what was said (`annotations`,
+`cache_control`)."""
+
+
+def check_supported(
+    undeclared: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = UNSUPPORTED, within: str = ""
+) -> None:
+    """Raise `ApiError` for the body's first parameter that requests what this server does not do.
+
+    undeclared: what a body has beside the fields that its endpoint declares. table: names, and the values that ask for
+    nothing. within: what comes before the name, of a field within a field."""
+    for name, value in undeclared.items():
+        if value is not None and name in table and value not in table[name]:
+            param = (within + name).partition(".")[0]
+            message = f"{within}{name} is not supported by this server"
+            raise ApiError(message, param=param, code="unsupported_parameter")

@@ -6,7 +6,7 @@ What each makes of the engine's answers is `forge.engine.tasks`', as for `LLM`; 
 import base64
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,12 +50,19 @@ async def _ask(service: Service, request: Request, question: tasks.Question[Valu
     return question.finish(answers)
 
 
-def _answer(prefix: str, body: Any, model: str, prompts: Sequence[Prompt], **fields: Any) -> JsonAnswer:
-    """Write the parts that all these answers share."""
+async def _answer(
+    prefix: str, body: Any, model: str, prompts: Sequence[Prompt], size: int = 0, **rows: Iterable[dict[str, Any]]
+) -> JsonAnswer:
+    """Write the parts that all these answers share, and the rows of this one. size: how many numbers and tokens they
+    have; if there are many, the rows are made and written on another thread."""
     tokens = sum(len(prompt.token_ids) for prompt in prompts)
     head = {"id": f"{prefix}-{body.request_id or secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return JsonAnswer(to_json({**head, "model": model, **fields, "usage": usage}))
+
+    def written() -> bytes:
+        return to_json({**head, "model": model, **{name: list(rows[name]) for name in rows}, "usage": usage})
+
+    return JsonAnswer(await beside_the_loop(size, written))
 
 
 def add_scores(app: FastAPI, service: Service) -> None:
@@ -70,22 +77,17 @@ def add_scores(app: FastAPI, service: Service) -> None:
         vectors = await _ask(service, request, tasks.embed(_ids(prompts), service.ready.pooling), "input")
         if body.dimensions is not None:
             vectors = _shortened(vectors, body.dimensions)
-
-        def written() -> Response:
-            if body.encoding_format == "base64":
-                shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-            else:
-                shown = vectors.tolist()
-            data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(shown)]
-            return _answer("embd", body, model, prompts, data=data)
-
-        return await beside_the_loop(vectors.size, written)
+        shown = _in_base64 if body.encoding_format == "base64" else np.ndarray.tolist
+        data = (
+            {"object": "embedding", "index": index, "embedding": shown(vector)} for index, vector in enumerate(vectors)
+        )
+        return await _answer("embd", body, model, prompts, vectors.size, data=data)
 
     @app.post("/v1/rerank")
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Score how relevant each document is to the query; return the most relevant first."""
         model, tokenizer = accept(body), service.tokenizer
-        _check_number(service, "documents", body.documents)
+        service.reader.check_number(body.documents, "documents")
         words = tasks.rerank_candidates(tokenizer, service.ready.labels)
         prompts = []
         for document in body.documents:
@@ -99,32 +101,28 @@ def add_scores(app: FastAPI, service: Service) -> None:
             | ({} if body.return_documents is False else {"document": {"text": body.documents[index]}})
             for index in order
         ]
-        return _answer("rerank", body, model, prompts, results=results)
+        return await _answer("rerank", body, model, prompts, results=results)
 
     @app.post("/v1/score")
     async def score(body: ScoreRequest, request: Request) -> Response:
         """Score how likely each `text_2` is to follow its `text_1`: the natural log probability of all its tokens."""
         model = accept(body)
         texts_1, texts_2 = _pairs(body)
-        _check_number(service, "text_2", texts_2)
-        firsts, seconds = await prompts_of(texts_1, "text_1"), await prompts_of(texts_2, "text_2")
+        seconds, firsts = await prompts_of(texts_2, "text_2"), await prompts_of(texts_1, "text_1")
         pairs = list(zip(_ids(firsts), _ids(seconds), strict=True))
         scores = await _ask(service, request, tasks.score(pairs, 0), "text_2")
-
-        def written() -> Response:
-            data = [
-                {
-                    "index": index,
-                    "object": "score",
-                    "score": score.total,
-                    "tokens": [service.tokenizer.token_text(token_id) for token_id in score.token_ids],
-                    "token_logprobs": list(score.logprobs),
-                }
-                for index, score in enumerate(scores)
-            ]
-            return _answer("score", body, model, [*firsts, *seconds], data=data)
-
-        return await beside_the_loop(sum([len(score.token_ids) for score in scores]), written)
+        data = (
+            {
+                "index": index,
+                "object": "score",
+                "score": score.total,
+                "tokens": list(map(service.tokenizer.token_text, score.token_ids)),
+                "token_logprobs": list(score.logprobs),
+            }
+            for index, score in enumerate(scores)
+        )
+        size = sum([len(score.token_ids) for score in scores])
+        return await _answer("score", body, model, [*firsts, *seconds], size, data=data)
 
     @app.post("/classify")
     async def classify(body: ClassifyRequest, request: Request) -> Response:
@@ -158,7 +156,11 @@ def add_scores(app: FastAPI, service: Service) -> None:
             }
             for index, answer in enumerate(classified)
         ]
-        return _answer("classify", body, model, prompts, data=data)
+        return await _answer("classify", body, model, prompts, data=data)
+
+
+def _in_base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 def _shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:
@@ -183,9 +185,3 @@ def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
     if len(firsts) != len(seconds):
         raise ApiError(f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}", param="text_2")
     return firsts, seconds
-
-
-def _check_number(service: Service, param: str, texts: Sequence[str]) -> None:
-    if not 1 <= len(texts) <= service.limits.max_prompts:
-        most = service.limits.max_prompts
-        raise ApiError(f"{param} has {len(texts)} entries; between 1 and {most} go", param=param)

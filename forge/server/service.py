@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -13,15 +14,15 @@ from fastapi.responses import Response
 from forge import __version__
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ResumableClient, ShuttingDown
-from forge.server.errors import ApiError
+from forge.server.engine_client import EngineClient, Generation, Prompt, ResumableClient
+from forge.server.errors import ApiError, EngineDead, ShuttingDown
 from forge.server.exchange import current_exchange
 from forge.server.messages import Ready
 from forge.server.metrics import HttpMetrics
 from forge.server.middleware import Keys
 from forge.server.requests import RequestReader
 from forge.server.responses import Answer, ChatShape, ends_in_thinking
-from forge.server.resumption import parse_event_id, shown_id
+from forge.server.resumption import parse_event_id
 from forge.server.schema import ChatRequest, OpenAiRequest, Sampling
 from forge.server.settings import Settings
 from forge.server.step_feed import StepFeed
@@ -43,16 +44,10 @@ class Service:
         self.has_room_for_connections: Callable[[], bool] = lambda: True
         self.fingerprint = _fingerprint(ready)
         self.steps = StepFeed(client, settings.debug_texts)
-        names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
-        self.tokenizer = ready.tokenizer()
-        self.reader = RequestReader(
-            self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits, ready.default_sampling
-        )
+        self.reader = RequestReader(ready, settings)
         self.reader.grammars.start()
-        self.metrics = client.new_metrics(names[0], ready)
-        client.on_end = lambda generation, output: self.metrics.take_output(
-            output, generation.params, generation.arrived
-        )
+        self.tokenizer = self.reader.tokenizer
+        self.metrics = client.metrics
 
     async def begin(
         self,
@@ -61,40 +56,35 @@ class Service:
         params: SamplingParams,
         body: Sampling,
         request: Request,
-        stream: bool,
-    ) -> tuple[str, Generation]:
+        stream: bool | None = None,
+    ) -> Generation:
         """Submit prompts once their grammar is known to compile, or resume their stream where the client asks for that;
-        return the id that the client knows the answer by, and what follows the prompts. stream: whether their tokens
-        are wanted one by one. The client's leaving ends the wait. Raises `ApiError`, and `UsageError` for a
-        `Last-Event-ID` that is none."""
+        return what follows the prompts. stream: whether their tokens are wanted one by one; None means as the body
+        says. The client's leaving ends the wait. Raises `ApiError`, and `UsageError` for a `Last-Event-ID` that is
+        none."""
         if params.structured is not None:
             async with leaving_client(request):
-                params = await self.reader.compiled(params, body)
+                params = replace(params, structured=await self.reader.compiled(params.structured, body))
         self.check_queue(len(prompts))
         client, event_id = self.client, request.headers.get("last-event-id")
-        priority, salt = body.priority or 0, body.cache_salt or ""
+        stream = bool(body.stream if stream is None else stream)
+        generation = Generation(request_id, prompts, params, stream, body.priority or 0, body.cache_salt or "")
         if event_id and stream and isinstance(body, OpenAiRequest) and isinstance(client, ResumableClient):
-            seen = parse_event_id(event_id)
-            request_id = shown_id(seen)
-            generation = await client.resume(seen, prompts, params, priority=priority, salt=salt)
+            await client.resume(parse_event_id(event_id), generation)
         else:
-            generation = client.submit(request_id, prompts, params, stream=stream, priority=priority, salt=salt)
+            client.submit(generation)
         if (exchange := current_exchange()) is not None:
             exchange.generations.append(generation)
-        return request_id, generation
+        return generation
 
     async def begin_chat(
         self, request_id: str, body: ChatRequest, request: Request, prompt: Prompt | None = None
-    ) -> tuple[ChatShape, Generation]:
+    ) -> ChatShape:
         """Submit a chat. prompt: used instead of the messages', if given. Raises `ApiError` for one that is wrong."""
-        reader = self.reader
-        model = reader.accept(body)
-        if prompt is None:
-            cut = reader.cut_of(body, body.max_completion_tokens or body.max_tokens or 1)
-            prompt = await reader.chat_prompt(body, cut)
-        params = reader.chat_params(body, len(prompt.token_ids), ends_in_thinking(prompt))
-        shown, generation = await self.begin(request_id, [prompt], params, body, request, bool(body.stream))
-        return ChatShape(shown, model, self.tokenizer, body, [prompt], self.fingerprint), generation
+        prompt = prompt or await self.reader.chat_prompt(body)
+        params = self.reader.chat_params(body, len(prompt.token_ids), ends_in_thinking(prompt))
+        generation = await self.begin(request_id, [prompt], params, body, request)
+        return ChatShape(generation, self.reader.model(body.model), self.tokenizer, body, self.fingerprint)
 
     def id_of(self, body: Sampling, prefix: str) -> str:
         """Return the request's id, with the end that the body gives. Raises `ApiError` if a request of that id runs."""
@@ -148,11 +138,10 @@ class Service:
         finally:
             self.give_up(generation)
 
-    async def respond(
-        self, generation: Generation, request: Request, answer: Answer, stream: bool | None = None
-    ) -> Response:
+    async def respond(self, answer: Answer, request: Request, stream: bool | None = None) -> Response:
         """Answer with events, or with one body. stream: None means as the generation is. Raises, before anything is
         sent, what the engine has against a prompt."""
+        generation = answer.generation
         if not (generation.stream if stream is None else stream):
             return JsonAnswer(await answer.whole(await self.whole(generation, request)))
         try:
@@ -160,7 +149,7 @@ class Service:
         except BaseException:
             self.give_up(generation)
             raise
-        return EventStream(answer.events(generation), self.limits.stall_timeout, lambda: self.give_up(generation))
+        return EventStream(answer.events(), self.limits.stall_timeout, lambda: self.give_up(generation))
 
 
 def _fingerprint(ready: Ready) -> str:

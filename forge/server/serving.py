@@ -23,11 +23,12 @@ import uvicorn
 
 from forge.errors import ForgeError, UsageError
 from forge.server.app import create_app
-from forge.server.engine_client import EngineClient, ProcessClient, ShuttingDown
+from forge.server.engine_client import EngineClient, ProcessClient
+from forge.server.errors import ShuttingDown
 from forge.server.exchange import Exchanges, WithRequestId, access
 from forge.server.http_protocol import HttpProtocol
 from forge.server.messages import Ready
-from forge.server.metrics import ThroughputLine
+from forge.server.metrics import Metrics, ThroughputLine
 from forge.server.middleware import Keys
 from forge.server.service import Service
 from forge.server.settings import AccessLog, Settings, is_loopback
@@ -74,6 +75,7 @@ def serve(
     client = ProcessClient(model, options)
     try:
         ready = client.wait_until_ready()
+        client.metrics = Metrics(ready)
         client.on_record = live(ready) if live is not None else None
         return asyncio.run(serve_client(client, ready, settings, listening, on_ready))
     finally:
@@ -172,12 +174,12 @@ async def serve_client(
     )
     connections = server.server_state.connections
     service.has_room_for_connections = lambda: len(connections) < max_connections
-    ending = _Ending(client, service, server, app.state.exchanges, settings.limits.grace)
+    ending = _Ending(service, server, app.state.exchanges)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.begin)
     loop.add_signal_handler(signal.SIGHUP, _load_keys, service.keys)
-    tasks = [asyncio.create_task(_log_throughput(client, service, settings.log_interval))]
+    tasks = [asyncio.create_task(_log_throughput(service, settings.log_interval))]
     if isinstance(client, ProcessClient):
         tasks.append(asyncio.create_task(_follow_engine(client, server, settings.on_engine_death)))
     host, port = listening.getsockname()[:2]
@@ -212,11 +214,9 @@ class _Server(uvicorn.Server):
 class _Ending:
     """The orderly end of a server, from the first signal on."""
 
-    def __init__(
-        self, client: EngineClient, service: Service, server: uvicorn.Server, exchanges: Exchanges, grace: float
-    ):
-        self._client, self._service, self._server, self._exchanges = client, service, server, exchanges
-        self._grace = grace
+    def __init__(self, service: Service, server: uvicorn.Server, exchanges: Exchanges):
+        self._service, self._server, self._exchanges = service, server, exchanges
+        self._client, self._grace = service.client, service.limits.grace
         self._hurry = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -281,12 +281,12 @@ async def _follow_engine(client: ProcessClient, server: uvicorn.Server, on_death
     server.should_exit = True
 
 
-async def _log_throughput(client: EngineClient, service: Service, interval: float) -> None:
+async def _log_throughput(service: Service, interval: float) -> None:
     if not interval:
         return
     line = ThroughputLine(service.metrics)
     while True:
-        text = line.line(time.monotonic(), client.gauges)
+        text = line.line(time.monotonic())
         if text is not None:
             logger.info(text)
         await asyncio.sleep(interval)

@@ -5,7 +5,7 @@ from ipaddress import ip_address
 from typing import Literal, get_args
 
 from forge.errors import UsageError
-from forge.option import option
+from forge.option import check_value, option
 
 _DAY = 86_400.0
 OnEngineDeath = Literal["exit", "restart"]
@@ -27,12 +27,10 @@ class Limits:
     max_queue: int = option(2048, "Unfinished prompts before 429.", "Limits")
     max_body_bytes: int = option(4 << 20, "Size of a request.", "Limits")
     max_prompts: int = 128
-    max_n: int = 16
     max_choices: int = 256
     """Prompts times `n` of one request."""
     max_stop: int = 32
     max_stop_chars: int = 256
-    max_logprobs: int = 20
     max_stored_bytes: int = option(64 << 20, "Memory for stored responses; 0 stores none.", "Limits")
     """The least recently used are dropped. They are in memory only, and end with the server."""
     stall_timeout: float = option(30.0, "Seconds that a streaming client may stall.", "Limits")
@@ -48,11 +46,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_queue"):
-            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        _check("max_stored_bytes", self.max_stored_bytes, self.max_stored_bytes >= 0, "at least 0")
+            check_value(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        check_value("max_stored_bytes", self.max_stored_bytes, self.max_stored_bytes >= 0, "at least 0")
         for name in ("header_timeout", "body_timeout", "keep_alive", "stall_timeout", "step_timeout"):
-            _check(name, getattr(self, name), 0 < getattr(self, name) <= _DAY, "above 0 and at most a day")
-        _check("grace", self.grace, 0 <= self.grace <= _DAY, "0 to a day")
+            check_value(name, getattr(self, name), 0 < getattr(self, name) <= _DAY, "above 0 and at most a day")
+        check_value("grace", self.grace, 0 <= self.grace <= _DAY, "0 to a day")
 
 
 @dataclass(frozen=True)
@@ -86,15 +84,10 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        _check("log_interval", self.log_interval, 0 <= self.log_interval <= _DAY, "0, for no lines, to a day")
+        check_value("log_interval", self.log_interval, 0 <= self.log_interval <= _DAY, "0, for no lines, to a day")
         if self.access_log not in get_args(AccessLog):
             raise UsageError(f"--access-log is off, text or json, and not {self.access_log!r}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise UsageError("--ssl-certfile and --ssl-keyfile go together: give both")
         if self.on_engine_death not in get_args(OnEngineDeath):
             raise UsageError(f"--on-engine-death is exit or restart, and not {self.on_engine_death!r}")
-
-
-def _check(name: str, value: float, holds: bool, range_text: str) -> None:
-    if not holds:
-        raise UsageError(f"--{name.replace('_', '-')} is {range_text}, and not {value:g}")

@@ -13,17 +13,8 @@ from typing import Any
 from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.grammar.compiler import tool_call_grammar
+from forge.server import schema
 from forge.server.errors import ApiError
-from forge.server.schema import (
-    ChatRequest,
-    Conversation,
-    Function,
-    NamedTool,
-    OpenAiRequest,
-    ResponseFormat,
-    Sampling,
-    StructuredOutputs,
-)
 from forge.server.splitting import parsed
 
 _ANYTHING = {"type": "object"}
@@ -34,7 +25,7 @@ _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 class ToolUse:
     """The tools of one request, and how they may be used."""
 
-    functions: tuple[Function, ...]
+    functions: tuple[schema.Function, ...]
     """The functions that may be called."""
     is_required: bool
     is_parallel: bool
@@ -48,7 +39,7 @@ class ToolUse:
         """Return whether the calls need a grammar."""
         return self.is_required or not self.is_parallel or any(function.strict for function in self.functions)
 
-    def schema_of(self, function: Function) -> Mapping[str, Any]:
+    def schema_of(self, function: schema.Function) -> Mapping[str, Any]:
         """Return the schema that a function's arguments must keep to: any object, unless its own is enforced."""
         if not (self.is_required or function.strict):
             return _ANYTHING
@@ -75,18 +66,18 @@ class ToolUse:
 def tool_use(body: Any) -> ToolUse | None:
     """Return the tools of a body; None if no tool may be called. Raises `ApiError` for tools that are wrong or a choice
     that is not theirs."""
-    if not isinstance(body, ChatRequest):
+    if not isinstance(body, schema.ChatRequest):
         return None
     choice = body.tool_choice
     if not body.tools:
-        if choice == "required" or isinstance(choice, NamedTool):
+        if choice == "required" or isinstance(choice, schema.NamedTool):
             raise ApiError("tool_choice asks for a call and there are no tools: give tools", param="tool_choice")
         return None
     functions = [tool.function for tool in body.tools]
     _check(functions)
     if choice == "none":
         return None
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, schema.NamedTool):
         name = choice.function.name
         functions = [function for function in functions if function.name == name]
         if not functions:
@@ -95,7 +86,7 @@ def tool_use(body: Any) -> ToolUse | None:
     return ToolUse(tuple(functions), choice == "required", body.parallel_tool_calls is not False)
 
 
-def arguments_schema(function: Function) -> Mapping[str, Any]:
+def arguments_schema(function: schema.Function) -> Mapping[str, Any]:
     """Return the schema of a function's arguments: always an object."""
     if function.parameters is None:
         return _NOTHING
@@ -105,7 +96,7 @@ def arguments_schema(function: Function) -> Mapping[str, Any]:
     return {"type": "object", **function.parameters}
 
 
-def shown_tools(body: Conversation) -> list[dict[str, Any]] | None:
+def shown_tools(body: schema.Conversation) -> list[dict[str, Any]] | None:
     """Return the tools as the chat template lists them."""
     if not body.tools or body.tool_choice == "none":
         return None
@@ -124,7 +115,7 @@ def shown_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _check(functions: list[Function]) -> None:
+def _check(functions: list[schema.Function]) -> None:
     names: set[str] = set()
     for function in functions:
         if function.name in names:
@@ -133,7 +124,7 @@ def _check(functions: list[Function]) -> None:
         arguments_schema(function)
 
 
-def structured_output(body: Sampling) -> StructuredOutput | None:
+def structured_output(body: schema.Sampling) -> StructuredOutput | None:
     """Return the form that a body requests; None if any text will do. Raises `ApiError` for a form that is incomplete,
     or for two."""
     name, form = _form(body)
@@ -151,28 +142,22 @@ def structured_output(body: Sampling) -> StructuredOutput | None:
         raise ApiError(str(error), param=name) from None
 
 
-def parts_of(body: Sampling) -> Iterator[tuple[str, str, StructuredOutput]]:
-    """Return the parts of a grammar that can be wrong by themselves: what a message begins with, the parameter, the
-    form."""
-    tools = tool_use(body)
+def parts_of(body: schema.Sampling, whole: StructuredOutput) -> Iterator[tuple[str, str, StructuredOutput]]:
+    """Return the parts of a grammar that can be wrong by themselves, and then the whole: what a message begins with,
+    the parameter, the form."""
+    tools, (param, form) = tool_use(body), _form(body)
     if tools is not None:
-        for name, schema in tools.schemas():
-            yield f"{name}: ", "tools", schema
-        name, form = _form(body)
+        for name, arguments in tools.schemas():
+            yield f"{name}: ", "tools", arguments
         if form is not None:
-            yield "", name, StructuredOutput(**form)
+            yield "", param, StructuredOutput(**form)
+        param = "tools"
+    yield "", param, whole
 
 
-def param_of(body: Sampling) -> str:
-    """Return the parameter that an error about the whole form is about."""
-    if tool_use(body) is not None:
-        return "tools"
-    return _form(body)[0]
-
-
-def _form(body: Sampling) -> tuple[str, dict[str, Any] | None]:
+def _form(body: schema.Sampling) -> tuple[str, dict[str, Any] | None]:
     """Return the parameter that says what an answer in text must be, and what it says."""
-    response_format = body.response_format if isinstance(body, OpenAiRequest) else None
+    response_format = body.response_format if isinstance(body, schema.OpenAiRequest) else None
     forms = {
         "response_format": _of_response_format(response_format),
         "structured_outputs": _of_structured_outputs(body.structured_outputs),
@@ -186,16 +171,17 @@ def _form(body: Sampling) -> tuple[str, dict[str, Any] | None]:
     return name, forms[name]
 
 
-def _of_response_format(response_format: ResponseFormat | None) -> dict[str, Any] | None:
+def _of_response_format(response_format: schema.ResponseFormat | None) -> dict[str, Any] | None:
     if response_format is None or response_format.type == "text":
         return None
-    schema = response_format.schema_ if response_format.json_schema is None else response_format.json_schema.schema_
-    if schema is None and response_format.type == "json_schema":
+    outer, inner = response_format.schema_, response_format.json_schema
+    json_schema = outer if inner is None else inner.schema_
+    if json_schema is None and response_format.type == "json_schema":
         raise ApiError("response_format of type json_schema needs json_schema.schema", param="response_format")
-    return {"json": {"type": "object"} if schema is None else schema}
+    return {"json": _ANYTHING if json_schema is None else json_schema}
 
 
-def _of_structured_outputs(outputs: StructuredOutputs | None) -> dict[str, Any] | None:
+def _of_structured_outputs(outputs: schema.StructuredOutputs | None) -> dict[str, Any] | None:
     if outputs is None:
         return None
     form = {"json": outputs.json_, "regex": outputs.regex, "choice": outputs.choice, "grammar": outputs.grammar}

@@ -109,9 +109,8 @@ async def front_of(
     *engines: LocalEngine, prefills: tuple[LocalEngine, ...] = (), **options: Any
 ) -> AsyncIterator[ClusterClient]:
     """A front whose replicas are called a, b, …; those that compute prompts p, q, …. The engines go on after it."""
-    client = ClusterClient(SECRET, apart=bool(prefills), **options)
-    client.take_ready(ready_message((engines or prefills)[0].llm))
-    client.new_metrics("hash", ready_message((engines or prefills)[0].llm))
+    ready = ready_message((engines or prefills)[0].llm)
+    client = ClusterClient(SECRET, ready, apart=bool(prefills), **options)
     await client.connect()
     for kind, names, found in ((ENGINES, "abcd", engines), (PREFILLS, "pqrs", prefills)):
         for name, engine in zip(names, found, strict=False):
@@ -134,7 +133,13 @@ def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 def submit(client: ClusterClient, request_id: str, params: SamplingParams, prompt: list[int] = PROMPT) -> Generation:
-    return client.submit(request_id, [Prompt(prompt)], params, stream=True)
+    generation = stream_of(params, prompt, request_id)
+    client.submit(generation)
+    return generation
+
+
+def stream_of(params: SamplingParams, prompt: list[int] = PROMPT, request_id: str = "r") -> Generation:
+    return Generation(request_id, [Prompt(prompt)], params, stream=True)
 
 
 def seed_of(client: ClusterClient, generation: Generation) -> int:

@@ -12,16 +12,17 @@ from types import SimpleNamespace
 import pytest
 
 from forge import SamplingParams
-from forge.cluster import pool
+from forge.cluster import fleet as fleet_module
 from forge.cluster.client import NoHealthyReplica
-from forge.cluster.handoff import MIN_PROMPT
-from forge.cluster.keeper_messages import Joined
+from forge.cluster.control import Joined
 from forge.cluster.launch import ClusterFront
+from forge.cluster.wire import MIN_PROMPT
+from forge.engine.outputs import RequestOutput
 from forge.engine.structured_output import StructuredOutput
 from forge.engine.task import Task
 from forge.errors import UsageError
 from forge.server.app import _NativeAnswer
-from forge.server.engine_client import Prompt, RequestFailed
+from forge.server.engine_client import Generation, Prompt, RequestFailed
 from forge.server.exchange import _CURRENT, Exchange
 from forge.server.resumption import parse_event_id
 from tests.cluster.local_engines import (
@@ -33,6 +34,7 @@ from tests.cluster.local_engines import (
     in_a_loop,
     read,
     seed_of,
+    stream_of,
     submit,
 )
 from tests.waiting import eventually
@@ -101,7 +103,13 @@ async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_on
         engine.slow_down(0.003)
     async with front_of(*engines.values()) as client:
         outputs, seen, killed = [], [], []
-        client.on_end = lambda generation, output: outputs.append((generation, output))
+        take_output = client.metrics.take_output
+
+        def take(output: RequestOutput, params: SamplingParams, arrived: float) -> None:
+            outputs.append((output, arrived))
+            take_output(output, params, arrived)
+
+        client.metrics.take_output = take
         generation = submit(client, "r", SEEDED)
 
         def kill(number: int) -> None:
@@ -111,11 +119,11 @@ async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_on
                 engines.pop(killed[0]).kill()
 
         await read(generation, kill)
-        ((_, output),) = outputs
+        ((output, arrived),) = outputs
         times = output.outputs[0].metrics
-        assert times.arrived == generation.arrived < times.first_token <= seen[0]
+        assert times.arrived == arrived == generation.arrived < times.first_token <= seen[0]
         (name,) = engines
-        text = client.metrics.text(client.gauges)
+        text = client.metrics.text("hash")
         assert f'replica="{name}"' in text and f'replica="{killed[0]}"' not in text, "the dead one's series are gone"
         assert 'replica=""' not in text
         timeline = await client.ask("timeline", "r")
@@ -127,7 +135,7 @@ async def test_a_resumed_request_tells_of_all_its_tokens_and_of_its_own_first_on
         engines[name].kill()
         assert await answering is None, "no engine knows it any more"
         reader, tokenizer = SimpleNamespace(model_names=["hash"]), engines[name].llm.tokenizer
-        answer = _NativeAnswer(SimpleNamespace(client=client, reader=reader, tokenizer=tokenizer))
+        answer = _NativeAnswer(generation, SimpleNamespace(client=client, reader=reader, tokenizer=tokenizer))
         body = json.loads(await answer.whole(await generation.finished()))
         assert len(body["choices"][0]["tokens"]) == 40 and body["id"] == "r"
 
@@ -204,7 +212,7 @@ async def test_a_stream_that_has_begun_goes_on_at_its_own_version_of_the_model_o
             client.leave("b")
             await eventually(lambda: "b" not in client._links)
             with pytest.raises(UsageError, match="of a model that was replaced"):
-                await client.resume(seen, [Prompt(PROMPT)], SEEDED)
+                await client.resume(seen, stream_of(SEEDED))
 
         updating = []
         found = await read(
@@ -266,11 +274,11 @@ async def test_an_engine_whose_steps_raise_gets_no_requests_and_none_is_lost():
         a.break_steps()
         alone = expected(SEEDED, 7)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pool, "FIRST_PAUSE", pool.LONGEST_PAUSE)  # no trial while this runs
+            patch.setattr(fleet_module, "FIRST_PAUSE", fleet_module.LONGEST_PAUSE)  # no trial while this runs
             for number in range(30):
                 assert await read(submit(client, f"r{number}", SEEDED)) == alone
         went = [client.pools["engines"].decisions[f"r{number}"].replica for number in range(30)]
-        assert set(went) == {"b"} and client.num_resumed <= pool.FAILURES, (
+        assert set(went) == {"b"} and client.num_resumed <= fleet_module.FAILURES, (
             "it is asked a few times, and then left alone"
         )
         assert client.pools["engines"].fleet.num_healthy == 1 and client.is_ready
@@ -314,7 +322,7 @@ async def test_a_request_that_every_engine_fails_at_ends_with_an_error_and_is_co
         a.break_steps()
         with pytest.raises(RequestFailed, match="3 engines failed at this request, the last because the step"):
             await read(submit(client, "r", SEEDED))
-        assert 'finished_reason="error"} 1' in client.metrics.text(client.gauges)
+        assert 'finished_reason="error"} 1' in client.metrics.text("hash")
         assert not client.is_ready and not client._requests
         assert client.probe(1.0), "the front itself lives"
         client._loop_tasks[0].cancel()
@@ -393,7 +401,7 @@ async def test_a_client_that_leaves_ends_its_request_and_is_counted_where_it_was
             break
         client.abort(generation)
         await eventually(lambda: a.is_idle)
-        text = client.metrics.text(client.gauges)
+        text = client.metrics.text("hash")
         assert 'replica="a",finished_reason="abort"} 1' in text and 'replica=""' not in text
     a.kill()
 
@@ -544,7 +552,8 @@ async def test_several_prompts_of_one_request_survive_too():
         engine.hold_after(5)
     async with front_of(a, b, router="round-robin") as client:
         prompts = [Prompt([*PROMPT, number]) for number in range(4)]
-        generation = client.submit("r", prompts, SEEDED, stream=False)
+        generation = Generation("r", prompts, SEEDED)
+        client.submit(generation)
         await eventually(lambda: a.llm.engine.scheduler.has_unfinished() and b.llm.engine.scheduler.has_unfinished())
         a.kill(), b.go_on()
         outputs = await generation.finished()
@@ -565,6 +574,18 @@ async def test_a_subscriber_to_records_sees_the_steps_of_all_engines_and_why_req
         assert {record.replica for record in seen} == {"a", "b"}
         assert {route.router for record in seen for route in record.routes} == {"round-robin"}
     a.kill(), b.kill()
+
+
+@in_a_loop
+async def test_a_live_view_sees_the_steps_of_engines_that_were_connected_to_before_it():
+    a, records = LocalEngine(), []
+    async with front_of(a) as client:
+        client.on_record = records.append
+        await client.connect()  # as a front's server does once more, with its view
+        await eventually(lambda: a.server._watched)
+        await read(submit(client, "r", SamplingParams(max_tokens=3)))
+        await eventually(lambda: len(records) >= 3)
+    a.kill()
 
 
 @pytest.mark.parametrize("case", ["sampled", "three samples", "log probabilities"])
@@ -589,18 +610,19 @@ def test_a_client_of_a_dead_front_reads_the_rest_from_another(case: str):
             seen = parse_event_id(position.mark(b"data\n\n").decode().split("id: ")[1].strip())
             assert seen.seed == seed
             await eventually(lambda: a.is_idle)
-            rest = await other.resume(seen, [Prompt(PROMPT)], params)
+            rest, by_id = stream_of(params), stream_of(params)
+            await other.resume(seen, rest)
             async for deltas in rest.updates():
                 for delta in deltas:
                     if rest.position.is_new(delta):
                         texts[delta.choice] += delta.text
             assert texts == [text for text, *_ in expected(params, seed)]
-            by_id = await other.resume(replace(seen, tokens=(), ended=()), [Prompt(PROMPT)], params)
+            await other.resume(replace(seen, tokens=(), ended=()), by_id)
             assert await read(by_id) == expected(params, seed)
             with pytest.raises(UsageError, match="no engine remembers the request cmpl-none"):
-                await other.resume(parse_event_id("cmpl-none"), [Prompt(PROMPT)], params)
+                await other.resume(parse_event_id("cmpl-none"), stream_of(params))
             with pytest.raises(UsageError, match="another request"):
-                await other.resume(seen, [Prompt([*PROMPT, 1])], params)
+                await other.resume(seen, stream_of(params, [*PROMPT, 1]))
         a.kill()
 
     run()

@@ -1,6 +1,7 @@
 """Changes to a server's engines: what they mean, which are refused, and how they are asked for."""
 
 import asyncio
+import socket
 from dataclasses import replace as replaced
 
 import pytest
@@ -9,6 +10,7 @@ from forge import LLM
 from forge.cluster import ray_address
 from forge.cluster.control import (
     Change,
+    Deployment,
     ask_for_change,
     changed,
     check_interface,
@@ -16,11 +18,12 @@ from forge.cluster.control import (
     listen_for_changes,
     version_of,
 )
-from forge.cluster.keeper_messages import Deployment
+from forge.cluster.launch import KeeperProcess
 from forge.cluster.options import ClusterOptions
 from forge.cluster.ray_address import take_lock
 from forge.errors import ForgeError, UsageError
 from forge.server.engine_process import ready_message
+from forge.server.messages import received
 
 APART = ClusterOptions(prefill_replicas=1, decode_replicas=2)
 
@@ -87,3 +90,19 @@ def test_changes_are_made_one_at_a_time_and_a_refusal_reaches_who_asked(tmp_path
     assert sorted(made) == [Change(2, "a.gguf"), Change(4, "a.gguf")]
     assert [str(result) for result in results] == ["None", "no engine has started for 5 s", "None"]
     assert results[1].exit_code == ForgeError.exit_code
+
+
+def test_a_change_that_a_keeper_does_not_live_to_read_is_refused():
+    async def ask() -> None:
+        keeper = KeeperProcess.__new__(KeeperProcess)  # without a process
+        keeper._socket, theirs = socket.socketpair()
+        queue = await keeper.messages()
+        keeper.send(deployment(APART))
+        plan = await asyncio.to_thread(next, received(theirs))
+        assert plan == deployment(APART)
+        theirs.close()
+        assert await queue.get() is None
+        with pytest.raises(ForgeError, match="has ended: try again"):
+            keeper.send(plan)
+
+    asyncio.run(ask())

@@ -141,7 +141,7 @@ def answers() -> list[Any]:
 
 def test_every_endpoint_is_in_the_table():
     ready = ready_message(LLM("hash"))
-    paths = create_app(ClusterClient(b""), ready, Settings()).openapi()["paths"]
+    paths = create_app(ClusterClient(b"", ready), ready, Settings()).openapi()["paths"]
     there = {(method.upper(), path) for path, methods in paths.items() for method in methods} - ELSEWHERE
     asked = {(method, path.replace("}", "_id}").replace("served", "{name}")) for method, path, _ in REQUESTS}
     assert asked == there and len(paths) == 23

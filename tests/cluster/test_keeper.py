@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forge.cluster.keeper_messages import Deployment
+from forge.cluster.control import Deployment
 from forge.cluster.options import ClusterOptions
 from forge.server.messages import Inbox, LoadFailed
 from tests.waiting import PATIENCE

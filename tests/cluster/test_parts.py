@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from forge.cluster.events import CacheEvents
+from forge.cluster.fleet import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
 from forge.cluster.launch import default_name
 from forge.cluster.options import _NAME
-from forge.cluster.pool import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
 from forge.cluster.replica import scale_by_sequences, wanted_replicas
 from forge.cluster.wire import Pulse, Unreachable, admit, connect, listen, pulses
 

@@ -53,8 +53,6 @@ def test_whatever_joins_leaves_and_is_accepted_every_request_counts_once_at_a_re
         for replica in fleet.replicas.values():
             assert replica.requests == sum(one is replica for one in outstanding.values())
             assert replica.tokens >= 0 and (replica.requests or not replica.tokens)
-        mask = sum(1 << replica.index for replica in fleet.replicas.values())
-        assert mask == fleet.mask
         bits = {1 << one.index for one in fleet.replicas.values()}
         assert len(bits) == len(fleet.replicas)
         assert all(fleet.prefixes.holders.values())
@@ -241,7 +239,7 @@ def test_a_replica_that_leaves_is_swept_in_parts_and_never_seen_meanwhile():
     fleet.leave("a")
     assert len(fleet.prefixes.holders) == 2000, "leaving does not walk through the index"
     assert fleet.join("c").index == 2, "a bit is not given again before it is swept"
-    assert fleet.prefixes.longest((1, 2), fleet.mask) == (0, 0)
+    assert fleet.prefixes.longest((1, 2), fleet.candidates_mask()) == (0, 0)
     for key in range(10_000, 10_008):
         fleet.apply("b", CacheEvents(published=(key,)))
     assert len(fleet.prefixes.holders) == 8 and fleet.join("d").index == 0
@@ -264,7 +262,7 @@ def test_a_replica_that_comes_back_has_nothing_cached():
     fleet.apply("a", CacheEvents(published=(1, 2)))
     fleet.leave("a")
     fleet.join("a")
-    assert fleet.prefixes.longest((1, 2), fleet.mask) == (0, 0)
+    assert fleet.prefixes.longest((1, 2), fleet.candidates_mask()) == (0, 0)
 
 
 def test_the_estimate_believes_in_what_it_sent_and_forgets_the_oldest():
@@ -274,10 +272,10 @@ def test_the_estimate_believes_in_what_it_sent_and_forgets_the_oldest():
     fleet.end("r0")
     assert router.route(request(1, (1, 2, 3))).replica == first
     router.route(request(2, (7, 8, 9)))
-    assert fleet.prefixes.longest((1, 2, 3), fleet.mask)[0] == 3
+    assert fleet.prefixes.longest((1, 2, 3), fleet.candidates_mask())[0] == 3
     router.route(request(3, (11,)))
-    assert fleet.prefixes.longest((1, 2, 3), fleet.mask) == (0, 0)
-    assert fleet.prefixes.longest((7, 8, 9), fleet.mask)[0] == 3 and len(fleet.prefixes) == 4
+    assert fleet.prefixes.longest((1, 2, 3), fleet.candidates_mask()) == (0, 0)
+    assert fleet.prefixes.longest((7, 8, 9), fleet.candidates_mask())[0] == 3 and len(fleet.prefixes) == 4
 
 
 def test_the_estimate_remembers_ten_thousand_blocks_unless_another_number_is_given():

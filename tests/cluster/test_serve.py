@@ -549,7 +549,7 @@ import sys, warnings
 warnings.simplefilter("ignore")
 import ray
 from forge.cluster.keeper import Keeper
-from forge.cluster.keeper_messages import Deployment
+from forge.cluster.control import Deployment
 from forge.cluster.options import ClusterOptions
 
 options = {"threads": 1, "kv": "prefix", "device": "cuda"}

@@ -8,7 +8,8 @@ import urllib.request
 
 import pytest
 
-from forge.server.exchange import CLIENT_LEFT, OTHER_ROUTE, Exchanges, WithRequestId, current_exchange
+from forge.server.errors import CLIENT_LEFT
+from forge.server.exchange import OTHER_ROUTE, Exchanges, WithRequestId, current_exchange
 from forge.server.metrics import HttpMetrics, process_families, text_of
 from tests.server.conftest import Server
 

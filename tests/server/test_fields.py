@@ -16,7 +16,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
 from forge.server.errors import ApiError
-from forge.server.fields import UNSUPPORTED, check_supported
+from forge.server.schema import UNSUPPORTED, check_supported
 
 OFFICIAL = {
     "chat": (

@@ -8,6 +8,7 @@ import socket
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -27,10 +28,17 @@ from forge.server.metrics import Histogram, Metrics, ThroughputLine
 from forge.server.requests import RequestReader, beside_the_loop, special_of
 from forge.server.responses import CompletionShape, size_of
 from forge.server.serving import OncePerSecond
-from forge.server.settings import Limits
+from forge.server.settings import Settings
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from forge.trace.records import RequestMetrics
 from tests.waiting import PATIENCE
+
+READY = SimpleNamespace(model_name="m", max_model_len=100, num_blocks=10, block_size=16)
+
+
+def reader_of(tokenizer: ByteTokenizer, recommended: dict[str, float] | None = None) -> RequestReader:
+    facts = {"tokenizer": lambda: tokenizer, "vocab_size": tokenizer.vocab_size, "default_sampling": recommended or {}}
+    return RequestReader(SimpleNamespace(**vars(READY), **facts), Settings())
 
 
 @given(st.lists(st.text(max_size=50), max_size=20), st.lists(st.integers(1, 40), min_size=1, max_size=50))
@@ -73,22 +81,24 @@ def test_a_histogram_counts_each_value_below_its_bounds(values, times):
 
 
 def test_the_line_about_throughput_is_said_when_something_happened():
-    metrics = Metrics("m", 100, 10, 16)
+    metrics = Metrics(READY)
     line = ThroughputLine(metrics)
-    assert line.line(10.0, Gauges()) is None
+    assert line.line(10.0) is None
     metrics.take_step(StepSummary(1.0, 10.5, 100, 4, 50, 0))
-    said = line.line(15.0, Gauges(1, 2, 0, 10, 40, 100, 25))
+    metrics.gauges = Gauges(1, 2, 0, 10, 40, 100, 25)
+    said = line.line(15.0)
     assert "Avg generation throughput: 10.0 tokens/s" in said
     assert "Running: 2 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%" in said
-    assert line.line(20.0, Gauges()) is None
+    metrics.gauges = Gauges()
+    assert line.line(20.0) is None
 
 
 def test_guesses_are_counted_by_the_place_they_stood_at():
-    metrics = Metrics("m", 100, 10, 16)
+    metrics = Metrics(READY)
     for accepted in ((2, 0), (), (3,)):
         metrics.take_step(StepSummary(1.0, 10.5, 0, 2, 3, 0, tuple(("small", 4, one, True) for one in accepted)))
     metrics.take_step(StepSummary(1.0, 10.5, 0, 1, 1, 0, (("other", 1, 0, False),)))
-    text = metrics.text(Gauges())
+    text = metrics.text("m")
     found = dict(re.findall(r'^vllm:spec_decode_(\w+){[^}]*draft="small"} ([\d.]+)', text, re.M))
     assert found["num_drafts_total"] == "3" and found["num_draft_tokens_total"] == "12"
     assert found["num_accepted_tokens_total"] == "5" and float(found["draft_acceptance_rate"]) == 5 / 12
@@ -99,7 +109,7 @@ def test_guesses_are_counted_by_the_place_they_stood_at():
 
 
 def test_a_models_name_cannot_break_the_metrics():
-    text = Metrics('a"b\\c\nd', 100, 10, 16).text(Gauges())
+    text = Metrics(READY).text('a"b\\c\nd')
     assert 'model_name="a\\"b\\\\c\\nd"' in text
 
 
@@ -211,7 +221,8 @@ def test_an_answers_size_counts_its_tokens_and_all_log_probabilities():
     sample = CompletionOutput(0, "ab", (1, 1), "length", None, (token, token), RequestMetrics(3, 2, 0.0, None, None))
     output = RequestOutput("r", None, (1, 1, 1), (sample,), (None, token, token), 0)
     assert size_of([output, output]) == 2 * (2 + 4 + 4)
-    shape = CompletionShape("id", "m", ByteTokenizer(), schema.CompletionRequest(prompt=""), [Prompt([1])] * 2, "fp")
+    generation = Generation("id", [Prompt([1])] * 2, SamplingParams())
+    shape = CompletionShape(generation, "m", ByteTokenizer(), schema.CompletionRequest(prompt=""), "fp")
     body = json.loads(shape.written([output, output]))
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert body["choices"][1]["logprobs"]["token_logprobs"] == [-0.5, -0.5] and body["usage"]["total_tokens"] == 10
@@ -220,7 +231,7 @@ def test_an_answers_size_counts_its_tokens_and_all_log_probabilities():
 def test_the_bos_token_comes_where_the_model_wants_it_unless_the_body_does_not():
     tokenizer = ByteTokenizer()
     tokenizer.spec = replace(tokenizer.spec, prefix_ids=(256,), bos_token_id=256)
-    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits())
+    reader = reader_of(tokenizer)
 
     def first(body: schema.CompletionRequest | schema.ChatRequest) -> int:
         if isinstance(body, schema.ChatRequest):
@@ -245,7 +256,7 @@ def test_the_bos_token_comes_where_the_model_wants_it_unless_the_body_does_not()
 )
 def test_a_body_that_says_nothing_is_greedy_unless_the_model_s_file_recommends_otherwise(recommended, asked, used):
     tokenizer = ByteTokenizer()
-    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits(), recommended)
+    reader = reader_of(tokenizer, recommended)
     params = reader.completion_params(schema.CompletionRequest(prompt="a", **asked), [Prompt([1])])
     assert (params.temperature, params.top_k) == used
 
@@ -293,10 +304,10 @@ def test_more_grammars_than_may_wait_are_429():
     def busy(structured):
         raise CompilersBusy(128)
 
-    tokenizer, body = ByteTokenizer(), schema.CompletionRequest(prompt="x", structured_outputs={"regex": "a"})
-    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits())
+    body = schema.CompletionRequest(prompt="x", structured_outputs={"regex": "a"})
+    reader = reader_of(ByteTokenizer())
     reader.grammars.check = busy
-    params = SamplingParams(structured=StructuredOutput(regex="a"))
+    structured = StructuredOutput(regex="a")
     with pytest.raises(ApiError, match="128 grammars are waiting") as caught:
-        asyncio.run(reader.compiled(params, body))
+        asyncio.run(reader.compiled(structured, body))
     assert (caught.value.status, caught.value.param) == (429, "structured_outputs") and caught.value.retry_after

@@ -117,7 +117,7 @@ def no_engine() -> TestClient:
     """The application on a tokenizer of bytes, without an engine behind it."""
     sampling, labels = {}, ("yes", "no")
     facts = ("small", "prefix", "cpu", "", 64, 256, 0.0, "mean", sampling, labels, 40, 16, ByteTokenizer, None)
-    client = SimpleNamespace(new_metrics=lambda name, ready: Metrics(name, 64, 40, 16), num_unfinished=0, dead=False)
+    client = SimpleNamespace(metrics=Metrics(Ready(*facts)), num_unfinished=0, dead=False)
     return TestClient(create_app(client, Ready(*facts), Settings()), base_url="http://localhost")
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.cluster.handoff import prefill_params
-from forge.cluster.wire import listen
+from forge.cluster.wire import listen, prefill_params
 from forge.engine.engine import Engine
 from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
 from forge.engine.sampling_params import SamplingParams
