@@ -4,12 +4,11 @@ import numpy as np
 import torch
 
 from forge.backends.cuda.backend import DEPENDENT_LAUNCH
-from forge.backends.cuda.inputs import Policy
 from forge.backends.cuda.kernels.parts import INTERPRETED
 from forge.backends.cuda.launches import Launches, TritonLauncher
 from forge.backends.cuda.network import Network
 from forge.backends.cuda.sampling import SamplingRows, sample_into
-from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
+from forge.backends.cuda.shapes import DEFAULT_TUNING, Policy, Tuning
 from forge.backends.cuda.storage import Rotations
 from forge.backends.cuda.weights import Matrix, load_matrix
 from tests.backends.cpu.models import memory_tensor, random_bytes
