@@ -10,7 +10,7 @@ import numpy as np
 from forge import LLM, __version__
 from forge.backends.devices import why_not_cuda
 from forge.bench.cases import BLOCK_SIZE, answered, unique_prompts
-from forge.bench.worker import Missing, Worker, serve_requests, timed
+from forge.bench.worker import Missing, Worker, timed
 from forge.engine.sampler import argmax_rows
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 from forge.model.qwen3 import Qwen3
@@ -134,7 +134,3 @@ def _packed_bytes(model: Any) -> int:
     """Return bytes of all matrices as forge has laid them out in memory."""
     packed = (getattr(matrix, "packed", None) for matrix in _matrices(model, embedding=True))
     return sum(array.nbytes for array in packed if array is not None)
-
-
-if __name__ == "__main__":
-    serve_requests(ForgeWorker())

@@ -13,7 +13,7 @@ from typing import Any
 from forge import __version__
 from forge.bench.cases import answered
 from forge.bench.serve import ServePlan, run
-from forge.bench.worker import Missing, Worker, one_line, serve_requests
+from forge.bench.worker import Missing, Worker, one_line
 from forge.model.loader import open_weights
 from forge.server.server_process import ServerProcess
 
@@ -65,7 +65,3 @@ class ServerWorker(Worker):
         """End the server, and wait until it has ended."""
         if self.server is not None:
             self.server.__exit__()
-
-
-if __name__ == "__main__":
-    serve_requests(ServerWorker())

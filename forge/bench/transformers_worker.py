@@ -13,12 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING or __package__:
-    from forge.bench.worker import Missing, Worker, import_peer, one_line, plural, serve_requests, timed
-else:
-    from worker import Missing, Worker, import_peer, one_line, plural, serve_requests, timed
+from forge.bench.worker import Missing, Worker, import_peer, one_line, plural, timed
 
 
 class TransformersWorker(Worker):
@@ -219,7 +216,3 @@ def _read_by_forge(path: str, torch, transformers):
     if left:
         raise RuntimeError(f"no weight for {left[0]}")
     return model
-
-
-if __name__ == "__main__":
-    serve_requests(TransformersWorker())
