@@ -17,7 +17,6 @@ The fastest of many passes counts, because a limit is what is possible.
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -28,7 +27,8 @@ from forge.backends.cpu.packing import Q4, Q8, aligned_empty, huge_pages
 from forge.backends.cpu.processor import usable_cpus
 from forge.backends.cpu.tiles import GROUP, LINE, MAX_ROWS, TileLayout
 from forge.backends.cpu.vectors import LANES, call_tile
-from forge.bench.worker import Missing, serve_requests, timed
+from forge.backends.devices import why_not_cuda
+from forge.bench.worker import Missing, Worker, timed
 
 TILE_COLUMNS = 512
 """Inputs of the tile: 8 kB of weights and 4 kB of activations, far less than any first-level data cache."""
@@ -165,12 +165,10 @@ def measure_gpu(array_bytes: int, seconds: float, side: int = 8192) -> Mapping[s
 
 def import_torch():
     """Return torch, if it sees a GPU. Raises `Missing`."""
-    try:
-        import torch
-    except Exception as error:  # a shared library that does not load raises what it likes
-        raise Missing(f"torch is not importable: {error}") from None
-    if not torch.cuda.is_available():
-        raise Missing(f"torch {torch.__version__} sees no GPU")
+    if reason := why_not_cuda():
+        raise Missing(reason)
+    import torch
+
     return torch
 
 
@@ -190,5 +188,7 @@ def fastest(torch, work: Callable[[], object], seconds: float) -> float:
     return best
 
 
-if __name__ == "__main__":
-    serve_requests(SimpleNamespace(measure_cpu=measure_cpu, measure_gpu=measure_gpu))
+class LimitsWorker(Worker):
+    """Measures this machine."""
+
+    measure_cpu, measure_gpu = staticmethod(measure_cpu), staticmethod(measure_gpu)

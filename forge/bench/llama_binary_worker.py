@@ -1,6 +1,6 @@
 """ik_llama.cpp, or llama.cpp, as a peer through its program `llama-batched-bench`: a turn is a run of it.
 
-Runs with any interpreter; imports nothing of forge. Prompts and answers are whole: a prefill is the second of two runs
+Runs with any interpreter, without forge too. Prompts and answers are whole: a prefill is the second of two runs
 over the prompt, a decode the mean of 32 steps around the case's context. Its best setting is the fastest of `SETTINGS`
 that the program knows, tried before every figure. It shows no logits.
 """
@@ -11,12 +11,9 @@ import subprocess
 from collections.abc import Mapping
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING or __package__:
-    from forge.bench.worker import Missing, Worker, plural, serve_requests, timed
-else:
-    from worker import Missing, Worker, plural, serve_requests, timed
+from forge.bench.worker import Missing, Worker, plural, timed
 
 PROGRAM = "llama-batched-bench"
 INSTALL = f"build github.com/ikawrakow/ik_llama.cpp (cmake --target {PROGRAM}), give its build/bin as --peer-bin"
@@ -84,7 +81,3 @@ class LlamaBinaryWorker(Worker):
         if run.returncode or len(rows) < 3:
             raise RuntimeError(f"{PROGRAM} ended with {run.returncode}: {(run.stderr or run.stdout)[-200:]}")
         return float(rows[-1][4 if kind == "prefill" else 6]) / steps
-
-
-if __name__ == "__main__":
-    serve_requests(LlamaBinaryWorker())

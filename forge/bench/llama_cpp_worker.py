@@ -1,6 +1,6 @@
 """llama.cpp as a peer, through llama-cpp-python: `llama_decode` and nothing above it.
 
-Runs with any interpreter that has `llama_cpp`; imports nothing of forge. Its best setting: flash attention on auto, a
+Runs with any interpreter that has `llama_cpp`, without forge too. Its best setting: flash attention on auto, a
 ubatch of 512, weights repacked as llama.cpp likes; keys and values in float16 or 8 bits and, with several sequences, in
 one KV buffer for all or one for each, whichever is faster on this machine (tried before every figure).
 """
@@ -9,12 +9,9 @@ import ctypes
 import os
 from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING or __package__:
-    from forge.bench.worker import Missing, Worker, import_peer, plural, serve_requests, timed
-else:
-    from worker import Missing, Worker, import_peer, plural, serve_requests, timed
+from forge.bench.worker import Missing, Worker, import_peer, plural, timed
 
 UBATCH = 512
 TRIAL_STEPS = {"prefill": 1, "decode": 4}
@@ -143,7 +140,3 @@ def _instructions(lib) -> str:
     used = [part.split("=")[0].strip().split(" : ")[-1] for part in text.split("|") if part.strip().endswith("= 1")]
     vector = [name for name in used if name.startswith(("AVX", "AMX", "NEON", "SVE", "DOTPROD", "MATMUL_INT8"))]
     return " ".join(name.lower() for name in vector[-4:]) or "portable"
-
-
-if __name__ == "__main__":
-    serve_requests(LlamaCppWorker())

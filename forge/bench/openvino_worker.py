@@ -1,6 +1,6 @@
 """OpenVINO GenAI as a peer: its continuous batching, whose steps are timed one by one, the choice of a token included.
 
-Runs with any interpreter that has `openvino_genai`; imports nothing of forge. Its best setting: bfloat16 or float32
+Runs with any interpreter that has `openvino_genai`, without forge too. Its best setting: bfloat16 or float32
 between the matrices (8-bit activations need the latter), whichever is faster in the case at hand. Keys and values in
 8 bits, as it chooses itself. A decode feeds its own tokens, so its context grows by one with every step.
 """
@@ -9,12 +9,9 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING or __package__:
-    from forge.bench.worker import Missing, Worker, import_peer, plural, serve_requests, timed
-else:
-    from worker import Missing, Worker, import_peer, plural, serve_requests, timed
+from forge.bench.worker import Missing, Worker, import_peer, plural, timed
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16"},
@@ -102,7 +99,3 @@ class OpenVinoWorker(Worker):
         _, seconds = timed(self._pipeline.step)
         self._top_tokens = [output.generated_ids[0] for output in request.read_all()]
         return seconds
-
-
-if __name__ == "__main__":
-    serve_requests(OpenVinoWorker())

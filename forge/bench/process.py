@@ -64,10 +64,7 @@ class Launch:
     python: str = sys.executable
 
     def command(self) -> list[str]:
-        """Return the command line. Another interpreter may not have forge, so it runs the worker as a file."""
-        if self.python == sys.executable:
-            return [self.python, "-m", f"{__package__}.{self.module}"]
-        return [self.python, str(_FOLDER / f"{self.module}.py")]
+        return [self.python, str(_FOLDER / "worker.py"), self.module]
 
     def environment(self) -> dict[str, str]:
         """Return this process's environment; for our own interpreter, forge can be imported from any folder."""

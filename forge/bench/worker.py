@@ -11,7 +11,8 @@ What goes wrong is answered too, as one line of text: {"error": …}; or {"missi
 measured is not there. The process ends when its standard input closes, which happens whenever the parent ends, however
 it ends, and at once: the input is read by a thread that does nothing else. Ctrl-C is the parent's to handle.
 
-Only the standard library is used here, because a worker may run in an interpreter that has no forge.
+`python worker.py NAME` runs the worker that `NAME.py` beside this file defines. Only the standard library is used here,
+because it may run in an interpreter that has no forge.
 """
 
 import json
@@ -23,10 +24,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, TypeVar
 
-if not __package__:  # a worker runs as a file, in an interpreter that may lack forge
-    sys.path.pop(0)  # this folder's modules are not for others to find
 WORTH_WARMING_SECONDS = 0.2
 """A step that takes longer is not repeated before it is timed: waking up costs it nothing that could be seen."""
 MOST_STEPS = 200
@@ -153,3 +154,20 @@ def _read(requests: "queue.SimpleQueue[str]") -> None:
     for line in sys.stdin:
         requests.put(line)
     os._exit(0)
+
+
+def load_worker(name: str) -> Worker:
+    """Make the worker that a module of this folder defines. What it imports from `forge.bench.worker` is this module,
+    in an interpreter without forge too."""
+    sys.modules["forge.bench.worker"] = sys.modules[__name__]
+    spec = spec_from_file_location(f"forge.bench.{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None, "it is a file of Python"
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (kind,) = (kind for kind in Worker.__subclasses__() if kind.__module__ == spec.name)
+    return kind()
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder's modules are not for others to find
+    serve_requests(load_worker(sys.argv[1]))

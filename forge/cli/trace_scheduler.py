@@ -11,7 +11,7 @@ from forge.cli.run_control import Found, StepSubscriber, advance, create_llm, en
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
-from forge.trace.request_timeline import RequestTimeline
+from forge.trace.timeline import RequestTimeline
 from forge.views.run_summary import (
     Tenants,
     serving_object,

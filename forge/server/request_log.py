@@ -12,9 +12,8 @@ from typing import Any
 from forge.server.messages import prompt_id
 from forge.trace.explain import explain_admission, explain_finish, explain_preempted, explain_wait
 from forge.trace.records import DraftCycle
-from forge.trace.request_timeline import RequestTimeline
 from forge.trace.speculation_summary import DraftTotals, add_cycles
-from forge.trace.timeline import Timeline
+from forge.trace.timeline import RequestTimeline, Timeline
 from forge.views.json_output import as_object, picked, plain
 
 MAX_ENDED = 256

@@ -32,7 +32,7 @@ from forge.trace.records import (
     SpecDecision,
     Undrafted,
 )
-from forge.trace.request_timeline import Cause, RequestTimeline, Wait
+from forge.trace.timeline import Cause, RequestTimeline, Wait
 
 Reason = WaitReason | HostPoolFull | PoolExhausted
 NameOf = Callable[[int], str]

@@ -10,8 +10,7 @@ from typing import Any
 from forge.trace.explain import class_name, explain_admission, explain_finish, explain_preempted, explain_wait
 from forge.trace.recorder import Trace
 from forge.trace.records import StepRecord
-from forge.trace.request_timeline import RequestTimeline
-from forge.trace.timeline import timeline_of
+from forge.trace.timeline import RequestTimeline, timeline_of
 
 ENGINE, SEQUENCES = 1, 2
 """Process ids."""

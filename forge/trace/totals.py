@@ -12,7 +12,7 @@ from statistics import fmean
 
 from forge.reasons import ExecutionClass
 from forge.trace.records import StepRecord
-from forge.trace.request_timeline import RequestTimeline
+from forge.trace.timeline import RequestTimeline
 
 STARVED = 8
 """A request that more later ones were admitted before counts as starved."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forge.trace.records import EndRecord, StepRecord
-from forge.trace.request_timeline import RequestTimeline
-from forge.trace.timeline import Timeline
+from forge.trace.timeline import RequestTimeline, Timeline
 from forge.views.summary import RunLabel
 
 _QUEUE_SHOWN = 64

@@ -9,7 +9,7 @@ from rich.text import Text
 from forge.errors import UsageError
 from forge.trace.explain import class_name, explain_admission, explain_preempted, explain_wait
 from forge.trace.records import StepRecord
-from forge.trace.request_timeline import RequestTimeline
+from forge.trace.timeline import RequestTimeline
 from forge.views.formatting import NOTHING, count, ms, plural
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.scheduler import finish_text

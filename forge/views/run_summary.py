@@ -11,7 +11,7 @@ from rich.text import Text
 from forge.errors import UsageError
 from forge.trace.explain import class_name, explain_finish, explain_preempted, explain_request, explain_wait
 from forge.trace.records import StepRecord
-from forge.trace.request_timeline import RequestTimeline
+from forge.trace.timeline import RequestTimeline
 from forge.trace.totals import STARVED, Percentiles, Totals, totals_of
 from forge.views.charts import sparkline, throughput_plot
 from forge.views.formatting import NOTHING, count, formatted, percent, plural, rate

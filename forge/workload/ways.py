@@ -14,9 +14,8 @@ from typing import Literal
 
 from forge.llm import LLM
 from forge.trace.records import StepRecord
-from forge.trace.request_timeline import RequestTimeline
 from forge.trace.speculation_summary import draft_totals
-from forge.trace.timeline import timeline_of
+from forge.trace.timeline import RequestTimeline, timeline_of
 from forge.trace.totals import Totals, totals_of
 from forge.workload.requests import Workload, WorkloadRun
 

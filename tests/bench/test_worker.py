@@ -105,6 +105,21 @@ def test_a_worker_ends_with_its_parent_even_while_busy():
     pytest.fail("the worker outlived its parent")
 
 
+class BareLaunch(Launch):
+    """Starts a worker without PYTHONPATH and without installed packages."""
+
+    def command(self) -> list[str]:
+        python, *arguments = super().command()
+        return [python, "-IS", *arguments]
+
+
+@pytest.mark.parametrize("peer", ["llama_cpp", "llama_binary", "openvino", "transformers"])
+def test_a_peers_worker_runs_in_an_interpreter_without_forge(peer):
+    fields = {"model": "m.gguf", "device": "cpu", "threads": 1, "max_model_len": 9, "scratch": "."}
+    with BenchProcess(BareLaunch(peer, f"{peer}_worker")) as process, pytest.raises(PeerMissing, match=r"pip|build"):
+        process.ask("load", **fields)
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -27,8 +27,7 @@ from forge.trace.explain import (
     explain_wait,
 )
 from forge.trace.records import AdmitRecord, FinishRecord, PreemptRecord, WaitRecord
-from forge.trace.request_timeline import Cause, Wait
-from forge.trace.timeline import timeline_of
+from forge.trace.timeline import Cause, Wait, timeline_of
 from tests.trace.runs import crowded
 from tests.trace.test_timeline import step
 

@@ -8,7 +8,6 @@ import pytest
 
 from forge.engine.sampling_params import SamplingParams
 from forge.reasons import Deferred, MaxNumSeqs, NoBlocks
-from forge.trace import interrupts, request_timeline
 from forge.trace import timeline as timeline_module
 from forge.trace.records import (
     AdmitRecord,
@@ -25,8 +24,7 @@ from forge.trace.records import (
     TokenVerdict,
     WaitRecord,
 )
-from forge.trace.request_timeline import Cause
-from forge.trace.timeline import Timeline, timeline_of
+from forge.trace.timeline import Cause, Timeline, timeline_of
 from tests.engine.schedules import waiting
 from tests.engine.scripted import muddled, new_engine, run_all
 from tests.trace.runs import crowded
@@ -372,8 +370,6 @@ def test_ctrl_c_at_any_line_while_the_journal_is_read_loses_nothing():
         FinishRecord(1, "abort"),
     ]
 
-    files = {module.__file__ for module in (interrupts, request_timeline, timeline_module)}
-
     def read(line: int) -> tuple[tuple, bool]:
         """What a timeline holds that is interrupted before this line, and whether there is such a line."""
         timeline, left = Timeline(), line
@@ -381,7 +377,7 @@ def test_ctrl_c_at_any_line_while_the_journal_is_read_loses_nothing():
 
         def trace(frame, event, argument):
             nonlocal left
-            if frame.f_code.co_filename not in files:
+            if frame.f_code.co_filename != timeline_module.__file__:
                 return None
             left -= event == "line"
             if left < 0:

@@ -14,6 +14,7 @@ row's last bits may depend on its batch; with `invariant` they do not, and neith
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -23,12 +24,12 @@ import torch
 
 from forge.backends.cuda import warm_up
 from forge.backends.cuda.graphs import Graphs
-from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, expected_shapes, shape_of
+from forge.backends.cuda.inputs import InputBuffer, Shape, expected_shapes, shape_of
 from forge.backends.cuda.network import Ending, Network, Recorder
 from forge.backends.cuda.plain import DeviceBatch, TorchOperations
 from forge.backends.cuda.results import LEAST_ROWS, Results
 from forge.backends.cuda.sampling import list_draws
-from forge.backends.cuda.shapes import DEFAULT_TUNING, MULTIPROCESSORS, Tuning
+from forge.backends.cuda.shapes import DEFAULT_TUNING, MULTIPROCESSORS, Policy, Tuning
 from forge.backends.cuda.storage import Rotations, TorchKvStorage
 from forge.backends.cuda.weights import Matrix, load_matrix
 from forge.backends.fusion import Fusion
@@ -103,7 +104,8 @@ class CudaBackend(Backend):
         self._matrix_names: dict[int, str] = {}
         self._operations: TorchOperations | TimedOperations = TorchOperations(self._rotations)
         self._clock: StepClock | None = None
-        self._fused: _Fused | None = None
+        self._launches: Launches | None = None
+        self._buffer = InputBuffer(self._device)
         self.execution: Execution | None = None
         """How the last step ran; None before the first, and for `torch`."""
 
@@ -118,9 +120,9 @@ class CudaBackend(Backend):
     @property
     def matrices(self) -> list[Matrix]:
         """Every matrix that a forward multiplies with, once, including the output head. Empty before `prepare`."""
-        if self._fused is None:
+        if self._launches is None:
             return []
-        return [*self._fused.network.products(), *filter(None, self._output_heads.values())]
+        return [*self._launches.network.products(), *filter(None, self._output_heads.values())]
 
     # Loading
 
@@ -139,7 +141,7 @@ class CudaBackend(Backend):
     # Running
 
     def prepare(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
-        if self._kernels == "triton" and self._fused is None:
+        if self._kernels == "triton" and self._launches is None:
             self._output_head_of(forward_pass)
             self._fuse(forward_pass, layout)
             if self._on_gpu and self._launcher is None:
@@ -160,30 +162,26 @@ class CudaBackend(Backend):
 
     def launch(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> torch.Tensor:
         """Launch a pass of the fused kernels. Returns its result on the device: float32, including padding rows."""
-        from forge.backends.cuda.forward import forward
-
         self.prepare(forward_pass, storage.layout)
-        fused, steps = self._fused, self._steps.get(storage)
-        assert fused is not None, "prepare fuses"
+        run, buffer, steps = self._launches, self._buffer, self._steps.get(storage)
+        assert run is not None, "prepare fuses"
         if steps is None:
-            results = Results(self._device, fused.launches.launch)
+            results = Results(self._device, run.launch)
             steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), results)
         results, output_head = steps.results, self._output_head_of(forward_pass)
-        in_float32 = fused.launches.attends_in_float32(storage)
-        shape = shape_of(batch, fused.policy, storage.layout.block_size, in_float32)
-        network = fused.network
+        shape = shape_of(batch, run.policy, storage.layout.block_size, run.attends_in_float32(storage))
         results.before_step()
-        moved = fused.buffer.reach(shape, batch.block_tables.size)
-        moved |= self._rotations.reach(int(batch.context_lens.max()), network.rope)
-        moved |= fused.launches.reserve(shape)
+        moved = buffer.reach(shape, batch.block_tables.size)
+        moved |= self._rotations.reach(int(batch.context_lens.max()), run.network.rope)
+        moved |= run.reserve(shape)
         for built in self._steps.values() if moved else ():
             built.graphs.drop()
         if results.reach(max(1, shape.num_logit_rows)):  # which are this storage's own
             steps.graphs.drop()
-        fused.buffer.fill(shape, batch)
+        buffer.fill(shape, batch)
 
         def compute() -> torch.Tensor:
-            return forward(network, output_head, fused.launches, fused.buffer.inputs(shape), storage, results.samples)
+            return run.forward(output_head, buffer.inputs(shape), storage, results.samples)
 
         why_eager = self._why_eager(shape)
         if why_eager is not None:
@@ -217,7 +215,6 @@ class CudaBackend(Backend):
         return self._output_heads[name]
 
     def _fuse(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
-        from forge.backends.cuda.kernels.parts import INTERPRETED
         from forge.backends.cuda.launches import Launches, TritonLauncher
 
         recorder = Recorder(self._dtype, layout.num_kv_heads, layout.head_dim)
@@ -225,18 +222,10 @@ class CudaBackend(Backend):
         network = recorder.network
         assert network is not None, "a pass ends with to_numpy"
         self._copy_dense(network)
-        policy = Policy(
-            heads=network.num_heads,
-            kv_heads=network.num_kv_heads,
-            multiprocessors=self._multiprocessors(),
-            invariant=self._invariant,
-            buckets=self.can_capture,
-            tuning=self._tuning,
-        )
+        sizes = network.num_heads, network.num_kv_heads, self._multiprocessors()
+        policy = Policy(*sizes, invariant=self._invariant, buckets=self.can_capture, tuning=self._tuning)
         launcher = self._launcher or TritonLauncher(self._launches_dependent())
-        exact = INTERPRETED or self._dtype == torch.float32
-        launches = Launches(network, policy, self._rotations, self._device, self._dtype, launcher, exact)
-        self._fused = _Fused(network, policy, launches, InputBuffer(self._device))
+        self._launches = Launches(network, policy, self._rotations, self._device, self._dtype, launcher)
         self._time_steps()
 
     def _launches_dependent(self) -> bool:
@@ -247,22 +236,22 @@ class CudaBackend(Backend):
         self, forward_pass: ForwardPass, layout: KvLayout, dependent: bool
     ) -> "list[LaunchDescription]":
         """List what steps up to `WARM_CONTEXT` are likely to launch, each specialization once. Launches no kernel."""
-        from forge.backends.cuda.forward import forward
         from forge.backends.cuda.launches import ListingLauncher
 
-        fused, listing = self._fused, ListingLauncher(dependent)
-        assert fused is not None, "prepare fuses"
-        network, run = fused.network.distinct(), fused.launches.with_launcher(listing)
-        storage = self.new_storage(replace(layout, num_layers=len(network.layers), num_blocks=1))
-        self._rotations.reach(1, network.rope)
+        assert self._launches is not None, "prepare fuses"
+        listing = ListingLauncher(dependent)
+        run = copy(self._launches)
+        run.launch, run.network = listing, run.network.distinct()
+        storage = self.new_storage(replace(layout, num_layers=len(run.network.layers), num_blocks=1))
+        self._rotations.reach(1, run.network.rope)
         samples = torch.zeros((LEAST_ROWS, 2), dtype=torch.int32, device=self._device)
-        for shape in expected_shapes(fused.policy, run.attends_in_float32(storage), WARM_CONTEXT):
+        for shape in expected_shapes(run.policy, run.attends_in_float32(storage), WARM_CONTEXT):
             buffer = InputBuffer(self._device)
             buffer.reach(shape, 1)
             run.reserve(shape)
-            forward(network, self._output_head_of(forward_pass), run, buffer.inputs(shape), storage, samples)
+            run.forward(self._output_head_of(forward_pass), buffer.inputs(shape), storage, samples)
         if self.runs_ahead:
-            list_draws(network.embedding.out_features, self._device, listing)
+            list_draws(run.network.embedding.out_features, self._device, listing)
         return list(listing.found)
 
     def _copy_dense(self, network: Network) -> None:
@@ -298,22 +287,12 @@ class CudaBackend(Backend):
         return self._clock.times() if self._clock is not None else ()
 
     def _time_steps(self) -> None:
-        if self._fused is not None and self._clock is not None:
-            self._fused.launches.step = self._clock.step
+        if self._launches is not None and self._clock is not None:
+            self._launches.step = self._clock.step
 
     def _synchronize(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-
-
-@dataclass
-class _Fused:
-    """The launches, buffers and weights of the fused kernels."""
-
-    network: Network
-    policy: Policy
-    launches: "Launches"
-    buffer: InputBuffer
 
 
 @dataclass(frozen=True)

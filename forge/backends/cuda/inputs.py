@@ -11,19 +11,12 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from forge.backends.cuda import shapes
-from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
+from forge.backends.cuda.shapes import TOKEN_BUCKETS, Policy, next_power_of_2
 from forge.backends.cuda.storage import HostBuffer
 from forge.model.forward_batch import ForwardBatch
 
 LEAST_WORDS = 1 << 16
 """Words of the buffer at least, so that it rarely moves. Guess."""
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Rows of a decode step that graphs are captured for. Guess."""
-TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
-"""Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for. Guess."""
-FINE_BUCKETS = (160, 192)
-"""Further buckets of both kinds, with `Tuning.fine_buckets`. Guess."""
 MOST_LOGIT_ROWS = 256
 """Logit rows, at most, of a step that graphs are captured for. A graph keeps its logits' memory, 600 KB a row.
 Guess."""
@@ -59,19 +52,21 @@ class Shape:
 
     @property
     def sections(self) -> dict[str, int]:
-        """The number of words of each array before the block tables, in order."""
-        return {
-            "table_stride": 4,  # one word; what follows keeps 16-byte alignment
-            "token_ids": _padded(self.num_rows),
-            "positions": _padded(self.num_rows),
-            "slots": _padded(self.num_rows),
-            "tile_sequences": _padded(self.tiles),
-            "tile_firsts": _padded(self.tiles),
-            "tile_lengths": _padded(self.tiles),
-            "logit_rows": _padded(self.num_logit_rows),
-            "logit_sequences": _padded(self.num_logit_rows),
-            "logit_lengths": _padded(self.num_logit_rows),
+        """The number of words of each array before the block tables, in order: multiples of 4, so that each array is
+        aligned to 16 bytes."""
+        counts = {
+            "table_stride": 1,
+            "token_ids": self.num_rows,
+            "positions": self.num_rows,
+            "slots": self.num_rows,
+            "tile_sequences": self.tiles,
+            "tile_firsts": self.tiles,
+            "tile_lengths": self.tiles,
+            "logit_rows": self.num_logit_rows,
+            "logit_sequences": self.num_logit_rows,
+            "logit_lengths": self.num_logit_rows,
         }
+        return {name: -(-count // 4) * 4 for name, count in counts.items()}
 
 
 @dataclass(frozen=True)
@@ -93,48 +88,25 @@ class Inputs:
     """`[sequences, table_stride]` and whatever comes after."""
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What a shape depends on besides the batch."""
-
-    heads: int
-    kv_heads: int
-    multiprocessors: int
-    invariant: bool
-    buckets: bool
-    """Whether to pad to the shapes that graphs are captured for."""
-    tuning: Tuning = DEFAULT_TUNING
-
-    @property
-    def row_buckets(self) -> tuple[int, ...]:
-        return self._with_fine(ROW_BUCKETS)
-
-    @property
-    def token_buckets(self) -> tuple[int, ...]:
-        return self._with_fine(TOKEN_BUCKETS)
-
-    def _with_fine(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sorted({*buckets, *FINE_BUCKETS})) if self.tuning.fine_buckets else buckets
-
-
 def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, in_float32: bool) -> Shape:
     """Return the shape in which `batch` is computed. in_float32: attention multiplies in float32."""
     num_rows, num_sequences, num_logits = batch.num_rows, batch.num_sequences, len(batch.logit_rows)
     longest = int(batch.context_lens.max())
     is_decode = num_rows == num_sequences == num_logits and not _reads_what_others_write(batch, block_size)
+    buckets = policy.row_buckets if is_decode else policy.token_buckets
     can_be_captured = policy.buckets and num_logits <= MOST_LOGIT_ROWS
-    bucket = _bucket(num_rows, policy.row_buckets if is_decode else policy.token_buckets) if can_be_captured else None
+    bucket = next((size for size in buckets if size >= num_rows and can_be_captured), None)
     rows = num_rows if bucket is None else bucket
     if is_decode:
-        splits = _splits(policy, rows, longest)
+        splits = policy.splits(rows, longest)
         return _decode_shape(policy, rows, splits, bucket is not None, in_float32)
-    per_tile = attention_tile(policy, rows, in_float32).rows
+    per_tile = policy.attention_tile(rows, in_float32).rows
     tiles = sum(-(-int(length) // per_tile) for length in np.diff(batch.cu_seqlens))
     if bucket is not None:
-        num_logits = shapes.next_power_of_2(num_logits) if num_logits else 0
-        tiles = -(-rows // per_tile) + shapes.next_power_of_2(num_sequences)
-    splits = _splits(policy, tiles, longest)
-    last_splits = _splits(policy, max(1, num_logits), longest)
+        num_logits = next_power_of_2(num_logits) if num_logits else 0
+        tiles = -(-rows // per_tile) + next_power_of_2(num_sequences)
+    splits = policy.splits(tiles, longest)
+    last_splits = policy.splits(max(1, num_logits), longest)
     return Shape(rows, num_logits, False, tiles, per_tile, splits, last_splits, bucket is not None, in_float32)
 
 
@@ -143,12 +115,12 @@ def expected_shapes(policy: Policy, in_float32: bool, max_context: int) -> list[
     each bucket, and one step of more rows, with every number of splits that their lengths may lead to."""
     shapes: dict[Shape, None] = {}
     for rows in policy.row_buckets:
-        for splits in _up_to(_splits(policy, rows, max_context)):
+        for splits in _up_to(policy.splits(rows, max_context)):
             shapes[_decode_shape(policy, rows, splits, True, in_float32)] = None
     for rows in (*policy.token_buckets, 2 * TOKEN_BUCKETS[-1]):
-        per_tile = attention_tile(policy, rows, in_float32).rows
+        per_tile = policy.attention_tile(rows, in_float32).rows
         tiles = -(-rows // per_tile) + 1
-        most, most_last = _splits(policy, tiles, max_context), _splits(policy, 1, max_context)
+        most, most_last = policy.splits(tiles, max_context), policy.splits(1, max_context)
         for logit_rows in (1, min(rows, 64)):
             for splits in _up_to(max(most, most_last)):
                 splits, last = min(splits, most), min(splits, most_last)
@@ -157,27 +129,13 @@ def expected_shapes(policy: Policy, in_float32: bool, max_context: int) -> list[
 
 
 def _decode_shape(policy: Policy, rows: int, splits: int, is_bucket: bool, in_float32: bool) -> Shape:
-    tile_rows = one_row_tile(policy, in_float32).rows
+    tile_rows = policy.one_row_tile(in_float32).rows
     return Shape(rows, rows, True, rows, tile_rows, splits, splits, is_bucket, in_float32)
 
 
 def _up_to(largest: int) -> list[int]:
     """Return the powers of two up to `largest`, itself a power of two."""
     return [1 << exponent for exponent in range(largest.bit_length())]
-
-
-def attention_tile(policy: Policy, num_rows: int, in_float32: bool) -> shapes.AttentionTile:
-    """Return the tile of a step that is not a decode."""
-    if policy.invariant:
-        return shapes.few_rows_tile(policy.heads, policy.kv_heads, in_float32)
-    return shapes.attention_tile(num_rows, policy.heads, policy.kv_heads, policy.multiprocessors, in_float32)
-
-
-def one_row_tile(policy: Policy, in_float32: bool) -> shapes.AttentionTile:
-    """Return the tile for rows that are the only one of their sequence: decodes, and the last layer's logit rows."""
-    if policy.invariant:
-        return shapes.few_rows_tile(policy.heads, policy.kv_heads, in_float32)
-    return shapes.one_row_tile(policy.heads, policy.kv_heads, in_float32)
 
 
 class InputBuffer:
@@ -199,7 +157,7 @@ class InputBuffer:
         needed = _word_spans(shape)[1] + table_words
         if needed <= self._words:
             return False
-        self._words = max(LEAST_WORDS, shapes.next_power_of_2(needed))
+        self._words = max(LEAST_WORDS, next_power_of_2(needed))
         self._hosts = [HostBuffer((self._words,), self._device) for _ in range(2)]
         self._on_device = torch.zeros(self._words, dtype=torch.int32, device=self._device)
         return True
@@ -273,17 +231,3 @@ def _word_spans(shape: Shape) -> tuple[dict[str, slice], int]:
         spans[name] = slice(start, start + words)
         start += words
     return spans, start
-
-
-def _splits(policy: Policy, tiles: int, longest: int) -> int:
-    if policy.invariant:
-        return 1
-    return shapes.splits(tiles, policy.kv_heads, longest, policy.multiprocessors)
-
-
-def _bucket(count: int, buckets: tuple[int, ...]) -> int | None:
-    return next((bucket for bucket in buckets if bucket >= count), None)
-
-
-def _padded(count: int) -> int:
-    return -(-count // 4) * 4

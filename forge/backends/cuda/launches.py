@@ -1,4 +1,5 @@
-"""The fused steps of a forward pass as launches: which kernel, on what grid, with which tile.
+"""The forward pass as fused steps, about five launches a layer for a decode, then the output head: which kernel, on
+what grid, with which tile.
 
 By the number of rows a product is `matvec` (1), `matmul` (2 to `Tuning.tile_rows`; to 64 with packed weights, which
 cuBLAS does not read), or cuBLAS with kernels of its own for what is fused elsewhere (more). With `invariant` it is
@@ -11,15 +12,17 @@ model would launch and compile exactly that, without a device.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import torch
 
 from forge.backends.cuda import shapes
-from forge.backends.cuda.inputs import Inputs, Policy, Shape, attention_tile, one_row_tile
-from forge.backends.cuda.kernels import argmax, attention, decode_attention, matmul, unfused
+from forge.backends.cuda.inputs import Inputs, Shape
+from forge.backends.cuda.kernels import argmax, attention, matmul, unfused
+from forge.backends.cuda.kernels.parts import INTERPRETED
 from forge.backends.cuda.network import Layer, Network
+from forge.backends.cuda.shapes import Policy
 from forge.backends.cuda.storage import Rotations, TorchKvStorage
 from forge.backends.cuda.warm_up import LaunchDescription, describe
 from forge.backends.cuda.weights import DENSE, Matrix
@@ -80,11 +83,11 @@ class Launches:
         device: torch.device,
         dtype: torch.dtype,
         launcher: Launcher,
-        exact: bool,
     ):
-        """exact: multiply in float32 where tensor cores would otherwise be used."""
-        self._network, self._policy, self._rotations = network, policy, rotations
-        self._device, self._dtype, self.launch, self._exact = device, dtype, launcher, exact
+        self.network, self.policy, self._rotations = network, policy, rotations
+        self._device, self._dtype, self.launch = device, dtype, launcher
+        self._exact = INTERPRETED or dtype == torch.float32
+        """Whether float32 is multiplied where tensor cores would otherwise be used."""
         sizes = [matrix.num_weights for matrix in network.products() if matrix.dense is None]
         self._scratch = torch.empty(max(sizes, default=0), dtype=dtype, device=device)
         """Room for the largest matrix that has no dense copy."""
@@ -92,16 +95,10 @@ class Launches:
         self.step: Callable[[str, int], AbstractContextManager[None]] = lambda name, layer: nullcontext()
         """Returns a context around everything that a step of the forward pass launches; a clock replaces it."""
 
-    def with_launcher(self, launcher: Launcher) -> Self:
-        """Return the same steps with another launcher."""
-        relaunched = copy(self)
-        relaunched.launch = launcher
-        return relaunched
-
     def reserve(self, shape: Shape) -> bool:
         """Allocate the counters that a step of that shape needs. Returns whether they moved, which invalidates every
         graph."""
-        needed = max(shape.tiles, shape.num_logit_rows) * self._network.num_kv_heads
+        needed = max(shape.tiles, shape.num_logit_rows) * self.network.num_kv_heads
         if needed <= len(self._counters):
             return False
         self._counters = torch.zeros(shapes.next_power_of_2(needed), dtype=torch.int32, device=self._device)
@@ -109,7 +106,67 @@ class Launches:
 
     def fuses_attention(self, inputs: Inputs) -> bool:
         """True if a step's attention is one kernel, `decode_attention`."""
-        return inputs.shape.is_decode and not self._policy.invariant
+        return inputs.shape.is_decode and not self.policy.invariant
+
+    # The forward pass
+
+    def forward(
+        self, output_head: Matrix | None, inputs: Inputs, storage: TorchKvStorage, samples: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the step's keys and values; return logits on the device, float32 `[logit rows, vocabulary]`.
+
+        Read it beside `Qwen3.forward_pass`: the same network, in the groups that `network.py` recognised. There is no
+        synchronization in it, and nothing depends on the batch but through `inputs`, so it can be captured in a CUDA
+        graph as it stands; its arrays then come from the graph's own memory.
+
+        samples: int32 `[logit rows or more, 2]`; input tokens may be taken from there, and the argmax of each logit row
+        is left there with the bits of its logit. Without an output head: the last norm's result, float32
+        `[logit rows, hidden]`, and no samples.
+        """
+        network, shape = self.network, inputs.shape
+        with self.step("embed", -1):
+            x = self.embed(network.embedding, inputs, samples)
+        for index, layer in enumerate(network.layers):
+            logit_rows_only = shape.prunes and index == len(network.layers) - 1
+            attended = self.attend(x, layer, storage, index, inputs, logit_rows_only)
+            if attended is None:  # a chunk that only fills the cache: its keys are written, and that was all
+                return x.new_empty(
+                    (0, x.shape[1] if output_head is None else output_head.out_features), dtype=torch.float32
+                )
+            if logit_rows_only:
+                x = self.pick(x, inputs)
+            with self.step("attn_output, add", index):
+                self.add_product(x, attended, layer.output)
+            with self.step("rms_norm, ffn_gate, ffn_up, swiglu", index):
+                gated = self.gated(x, layer.feed_forward_norm, layer.gate_up)
+            with self.step("ffn_down, add", index):
+                self.add_product(x, gated, layer.down)
+        if not (shape.is_decode or shape.prunes):
+            x = self.pick(x, inputs)
+        if output_head is None:
+            with self.step("rms_norm", -1):
+                return self.normed(x, network.final_norm, torch.float32)
+        with self.step("rms_norm, output head", -1):
+            logits = self.logits(x, network.final_norm, output_head)
+        with self.step("argmax", -1):
+            self.argmax(logits, samples)
+        return logits
+
+    def attend(
+        self, x: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs, logit_rows_only: bool
+    ) -> torch.Tensor | None:
+        """Attend in one layer. Returns None in the last layer if no row needs logits."""
+        with self.step("rms_norm, attn_q, attn_k, attn_v", index):
+            qkv = self.products(x, layer.attention_norm, layer.qkv)
+        if self.fuses_attention(inputs):
+            with self.step("head norm, rope, write_kv, attention", index):
+                return self.decode_attention(qkv, layer, storage, index, inputs)
+        with self.step("head norm, rope, write_kv", index):
+            self.store_heads(qkv, layer, storage, index, inputs)
+        if logit_rows_only and inputs.shape.num_logit_rows == 0:
+            return None
+        with self.step("attention", index):
+            return self.attention(qkv, storage, index, inputs, logit_rows_only)
 
     # Steps
 
@@ -156,11 +213,11 @@ class Launches:
         self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs
     ) -> torch.Tensor:
         """Compute a decode's head norms, rotation, cache writes and attention: `[T, heads * head_dim]`."""
-        head_dim, splits = self._network.head_dim, inputs.shape.splits
+        head_dim, splits = self.network.head_dim, inputs.shape.splits
         norms = layer.query_norm.weight, layer.key_norm.weight, self._rotations.cos, self._rotations.sin
         return self._attend(
-            decode_attention.decode_attention,
-            one_row_tile(self._policy, inputs.shape.in_float32),
+            attention.decode_attention,
+            self.policy.one_row_tile(inputs.shape.in_float32),
             (len(qkv), splits),
             len(qkv),
             (qkv, *norms, inputs.positions, inputs.slots, inputs.tables, inputs.table_stride),
@@ -169,12 +226,12 @@ class Launches:
             layer.query_norm.eps,
             head_dim**-0.5,
             BLOCK_HALF=max(16, shapes.next_power_of_2(head_dim // 2)),
-            NEWEST=splits - 1 if self._policy.tuning.new_key_last else 0,
+            NEWEST=splits - 1 if self.policy.tuning.new_key_last else 0,
         )
 
     def store_heads(self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs) -> None:
         """Normalize and rotate queries in place, and store keys and values in the cache."""
-        network = self._network
+        network = self.network
         self.launch(
             attention.norm_rope_store,
             (len(qkv),),
@@ -201,13 +258,13 @@ class Launches:
     ) -> torch.Tensor:
         """Compute attention for every row, or for the logit rows alone: `[T or R, heads * head_dim]`."""
         shape = inputs.shape
-        tile = one_row_tile(self._policy, shape.in_float32)
+        tile = self.policy.one_row_tile(shape.in_float32)
         if logit_rows_only:
             num_tiles, splits = shape.num_logit_rows, shape.last_splits
             tiles = inputs.logit_sequences, inputs.logit_rows, inputs.logit_lengths
         else:
             if not shape.is_decode:
-                tile = attention_tile(self._policy, shape.num_rows, shape.in_float32)
+                tile = self.policy.attention_tile(shape.num_rows, shape.in_float32)
             num_tiles, splits = shape.tiles, shape.splits
             tiles = inputs.tile_sequences, inputs.tile_firsts, inputs.tile_lengths
         return self._attend(
@@ -218,9 +275,9 @@ class Launches:
             (qkv, inputs.positions, *tiles, inputs.tables, inputs.table_stride),
             (storage, index),
             shape.in_float32,
-            self._network.head_dim**-0.5,
+            self.network.head_dim**-0.5,
             ROWS=tile.rows,
-            BLOCK_GROUP=self._block_group,
+            BLOCK_GROUP=self.policy.group,
             COMPACT=logit_rows_only,
         )
 
@@ -242,10 +299,12 @@ class Launches:
         before keys and values. cache: their storage and layer. in_float32: as the tile was chosen for. numbers: the
         arguments after its last array.
         """
-        network, (num_tiles, splits), (storage, index) = self._network, programs, cache
+        network, (num_tiles, splits), (storage, index) = self.network, programs, cache
         out = self._empty(num_rows, network.num_heads * network.head_dim)
         block_d = max(16, shapes.next_power_of_2(network.head_dim))
-        num_valid = tile.rows * self._block_group
+        num_valid = tile.rows * self.policy.group
+        num_partial = num_tiles * network.num_kv_heads * splits if splits > 1 else 0
+        floats = partial(torch.empty, dtype=torch.float32, device=self._device)
         self.launch(
             kernel,
             (num_tiles, network.num_kv_heads, splits),
@@ -253,7 +312,9 @@ class Launches:
             storage.keys[index],
             storage.values[index],
             out,
-            *self._split_buffers(num_tiles, splits, num_valid, block_d),
+            floats((num_partial, num_valid, block_d)),  # of the splits' results, if there are several
+            floats((num_partial, 2, num_valid)),
+            self._counters,
             *numbers,
             HEADS=network.num_heads,
             KV_HEADS=network.num_kv_heads,
@@ -272,11 +333,6 @@ class Launches:
             num_stages=tile.num_stages,
         )
         return out
-
-    @property
-    def _block_group(self) -> int:
-        """Return the number of query heads per key/value head, rounded up to a power of two."""
-        return shapes.next_power_of_2(self._network.num_heads // self._network.num_kv_heads)
 
     def logits(self, x: torch.Tensor, norm: Norm, output_head: Matrix) -> torch.Tensor:
         """Return logits, float32 `[R, vocabulary]`, of the stream's rows `[R, hidden]`."""
@@ -315,14 +371,14 @@ class Launches:
 
     def _by_cublas(self, num_rows: int, matrix: Matrix) -> bool:
         """True if cuBLAS computes the product."""
-        most = self._policy.tuning.tile_rows if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
-        return num_rows > most and not self._policy.invariant
+        most = self.policy.tuning.tile_rows if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
+        return num_rows > most and not self.policy.invariant
 
     def tile_for(self, num_rows: int, matrix: Matrix) -> shapes.Tile:
         """Return the tile of a product with that many rows; a single row takes `matvec`'s."""
-        if self._policy.invariant:
+        if self.policy.invariant:
             return shapes.INVARIANT_TILE
-        size = (matrix.out_features, matrix.in_features, matrix.kind, self._policy.multiprocessors)
+        size = (matrix.out_features, matrix.in_features, matrix.kind, self.policy.multiprocessors)
         if num_rows <= shapes.MATVEC_ROWS:
             return shapes.matvec_tile(*size)
         return shapes.matmul_tile(min(num_rows, OUTPUT_HEAD_ROWS), *size, in_float32=self._dtype == torch.float32)
@@ -347,7 +403,7 @@ class Launches:
         if tile.block_m > 1:
             tiles = -(-len(x) // tile.block_m), -(-matrix.out_features // tile.block_n)
             flags |= {"KIND": matrix.kind, "EXACT": self._exact, "BLOCK_M": tile.block_m}
-            flags["PREFETCH"] = self._policy.tuning.prefetch and tile.block_m == 16
+            flags["PREFETCH"] = self.policy.tuning.prefetch and tile.block_m == 16
             self.launch(matmul.matmul, tiles, x, *arrays, weight, out, len(x), *sizes, **flags)
             return
         grid = (-(-matrix.out_features // tile.block_n), len(x))
@@ -392,15 +448,6 @@ class Launches:
             KIND=matrix.kind,
             BLOCK_K=block,
         )
-
-    def _split_buffers(
-        self, tiles: int, splits: int, num_valid: int, block_d: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the buffers for the splits' partial results, if there are several splits."""
-        count = tiles * self._network.num_kv_heads * splits if splits > 1 else 0
-        partial = torch.empty((count, num_valid, block_d), dtype=torch.float32, device=self._device)
-        extremes = torch.empty((count, 2, num_valid), dtype=torch.float32, device=self._device)
-        return partial, extremes, self._counters
 
     def _empty(self, num_rows: int, width: int) -> torch.Tensor:
         return torch.empty((num_rows, width), dtype=self._dtype, device=self._device)

@@ -129,6 +129,8 @@ def sample_into(logits: torch.Tensor, rows: SamplingRows, samples: torch.Tensor,
     logits: float32 `[R, vocabulary]`, not changed. Rows are drawn each by itself: what is beside them changes none of
     their tokens.
     """
+    from forge.backends.cuda.kernels.argmax import gumbel_argmax  # defines the kernel, so only when it is wanted
+
     scored = rows.penalties.applied(logits) if rows.penalties is not None else logits
     maxima = torch.stack([scored.amax(1), logits.amax(1)], dim=1)
     allowed = None
@@ -136,31 +138,6 @@ def sample_into(logits: torch.Tensor, rows: SamplingRows, samples: torch.Tensor,
         runs = [slice(first, first + FILTERED_ROWS) for first in range(0, len(logits), FILTERED_ROWS)]
         masks = [_allowed(scored[run], maxima[run, :1], replace(rows, words=rows.words[run])) for run in runs]
         allowed = masks[0] if len(masks) == 1 else torch.cat(masks)
-    _draw(scored, logits, allowed, maxima, rows.words, samples, launch)
-
-
-def list_draws(vocabulary: int, device: torch.device, launch: "Launcher") -> None:
-    """Hand each specialization of the draw to a launcher that launches nothing."""
-    logits = torch.empty((1, vocabulary), dtype=torch.float32, device=device)
-    allowed = torch.empty((1, vocabulary), dtype=torch.uint8, device=device)
-    maxima = torch.empty((1, 2), dtype=torch.float32, device=device)
-    words = torch.empty((1, 8), dtype=torch.int64, device=device)
-    samples = torch.empty((1, 2), dtype=torch.int32, device=device)
-    for mask in (None, allowed):
-        _draw(logits, logits, mask, maxima, words, samples, launch)
-
-
-def _draw(
-    scored: torch.Tensor,
-    logits: torch.Tensor,
-    allowed: torch.Tensor | None,
-    maxima: torch.Tensor,
-    words: torch.Tensor,
-    samples: torch.Tensor,
-    launch: "Launcher",
-) -> None:
-    from forge.backends.cuda.kernels.argmax import gumbel_argmax  # defines the kernel, so only when it is wanted
-
     num_rows, vocabulary = logits.shape
     part = min(DRAW_COLUMNS, max(128, next_power_of_2(vocabulary)))
     parts = -(-vocabulary // part)
@@ -169,9 +146,9 @@ def _draw(
         (num_rows, parts),
         scored,
         logits,
-        allowed if allowed is not None else words,
+        allowed if allowed is not None else rows.words,
         maxima,
-        words,
+        rows.words,
         torch.empty((num_rows, parts), dtype=torch.float64, device=logits.device),
         torch.empty((num_rows, parts), dtype=torch.int32, device=logits.device),
         samples,
@@ -182,6 +159,15 @@ def _draw(
         PART=part,
         BLOCK_PARTS=max(32, next_power_of_2(parts)),
     )
+
+
+def list_draws(vocabulary: int, device: torch.device, launch: "Launcher") -> None:
+    """Hand each specialization of the draw to a launcher that launches nothing."""
+    logits = torch.empty((1, vocabulary), dtype=torch.float32, device=device)
+    words = torch.empty((1, 8), dtype=torch.int64, device=device)
+    samples = torch.empty((1, 2), dtype=torch.int32, device=device)
+    for floors in (False, True):
+        sample_into(logits, SamplingRows(words, None, sorts=False, floors=floors), samples, launch)
 
 
 def _allowed(scored: torch.Tensor, maxima: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Which tile a kernel is launched with: plain numbers from plain numbers, so that a tuning changes one place.
+"""Which tile a kernel is launched with, and how many rows a step is padded to: plain numbers from plain numbers, so
+that a tuning changes one place.
 
 The aim is the same everywhere: enough programs for every multiprocessor, and per program so many bytes asked for at
 once that the memory is kept busy (an H200 has 132 multiprocessors and wants some 30 KB in flight on each).
@@ -21,6 +22,12 @@ CHUNK = 64
 """Keys that attention takes at a time, counted in absolute positions. Guess."""
 MAX_SPLITS = 32
 """Programs that share one tile of attention at most. Guess."""
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Rows of a decode step that graphs are captured for. Guess."""
+TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
+"""Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for. Guess."""
+FINE_BUCKETS = (160, 192)
+"""Further buckets of both kinds, with `Tuning.fine_buckets`. Guess."""
 MULTIPROCESSORS = 132
 """Multiprocessors of an H200 (its data sheet), for which shapes are chosen unless a device says otherwise."""
 
@@ -105,44 +112,67 @@ INVARIANT_TILE = Tile(16, 32, 64, num_warps=4, num_stages=4)
 """The one tile of `--invariant`, for every matrix and every number of rows. Guess."""
 
 
-def attention_tile(
-    num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS, in_float32: bool = False
-) -> AttentionTile:
-    """Choose a tile of `paged_attention` for sequences of several rows: large if that still makes enough programs.
-
-    Half as many as there are multiprocessors will do, since splits can double them. in_float32: it multiplies in
-    float32, for exactness, which takes twice the memory and three times the registers.
-    """
-    if in_float32:
-        return few_rows_tile(heads, kv_heads, in_float32)
-    group = next_power_of_2(heads // kv_heads)
-    for block_m, least in ((128, multiprocessors), (64, multiprocessors // 2), (32, multiprocessors // 2)):
-        rows = max(1, block_m // group)
-        if -(-num_rows // rows) * kv_heads >= least:
-            return AttentionTile(rows, max(block_m, group), 8 if block_m == 128 else 4, 3 if block_m < 128 else 2)
-    return few_rows_tile(heads, kv_heads)
-
-
-def few_rows_tile(heads: int, kv_heads: int, in_float32: bool = False) -> AttentionTile:
-    """Return the smallest tile of several rows, which is the only one of `--invariant`."""
-    group = next_power_of_2(heads // kv_heads)
-    return AttentionTile(max(1, 16 // group), max(16, group), *_FLOAT32_RUN if in_float32 else (4, 3))
-
-
-def one_row_tile(heads: int, kv_heads: int, in_float32: bool = False) -> AttentionTile:
-    return AttentionTile(1, max(16, next_power_of_2(heads // kv_heads)), *_FLOAT32_RUN if in_float32 else (4, 3))
-
-
 _FLOAT32_RUN = 8, 2
 """Warps and stages of attention in float32. Guess; fewer warps spill registers, by the compiler's listing."""
 
 
-def splits(tiles: int, kv_heads: int, longest: int, multiprocessors: int = MULTIPROCESSORS) -> int:
-    """Choose how many programs share a tile's keys: enough to fill the multiprocessors, one per chunk or a few more, a
-    power of two. Rounded up; rounded down, a decode of one row took 0.85 ms on an H200 instead of 0.82."""
-    chunks = -(-longest // CHUNK)
-    room = max(1, 2 * multiprocessors // max(1, tiles * kv_heads))
-    return next_power_of_2(max(1, min(chunks, room, MAX_SPLITS)))
+@dataclass(frozen=True)
+class Policy:
+    """What a step's shape depends on besides the batch."""
+
+    heads: int
+    kv_heads: int
+    multiprocessors: int
+    invariant: bool
+    buckets: bool
+    """Whether to pad to the shapes that graphs are captured for."""
+    tuning: Tuning = DEFAULT_TUNING
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        return self._with_fine(ROW_BUCKETS)
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return self._with_fine(TOKEN_BUCKETS)
+
+    def _with_fine(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted({*buckets, *FINE_BUCKETS})) if self.tuning.fine_buckets else buckets
+
+    @property
+    def group(self) -> int:
+        """The number of query heads per key/value head, rounded up to a power of two."""
+        return next_power_of_2(self.heads // self.kv_heads)
+
+    def attention_tile(self, num_rows: int, in_float32: bool) -> AttentionTile:
+        """Choose a tile of `paged_attention` for a step that is not a decode: large if that still makes enough
+        programs.
+
+        Half as many as there are multiprocessors will do, since splits can double them. in_float32: it multiplies in
+        float32, for exactness, which takes twice the memory and three times the registers.
+        """
+        group, multiprocessors = self.group, self.multiprocessors
+        large = ((128, multiprocessors), (64, multiprocessors // 2), (32, multiprocessors // 2))
+        for block_m, least in () if self.invariant or in_float32 else large:
+            rows = max(1, block_m // group)
+            if -(-num_rows // rows) * self.kv_heads >= least:
+                return AttentionTile(rows, max(block_m, group), 8 if block_m == 128 else 4, 3 if block_m < 128 else 2)
+        return self._small_tile(max(1, 16 // group), in_float32)
+
+    def one_row_tile(self, in_float32: bool) -> AttentionTile:
+        """Choose the tile of rows that are the only one of their sequence: decodes, and the last layer's logit rows.
+        With `--invariant` it is that of any other step."""
+        return self._small_tile(max(1, 16 // self.group) if self.invariant else 1, in_float32)
+
+    def _small_tile(self, rows: int, in_float32: bool) -> AttentionTile:
+        return AttentionTile(rows, max(16, self.group), *_FLOAT32_RUN if in_float32 else (4, 3))
+
+    def splits(self, tiles: int, longest: int) -> int:
+        """Choose how many programs share a tile's keys: enough to fill the multiprocessors, one per chunk or a few
+        more, a power of two. Rounded up; rounded down, a decode of one row took 0.85 ms on an H200 instead of 0.82."""
+        chunks = 1 if self.invariant else -(-longest // CHUNK)
+        room = max(1, 2 * self.multiprocessors // max(1, tiles * self.kv_heads))
+        return next_power_of_2(max(1, min(chunks, room, MAX_SPLITS)))
 
 
 def splits_at_once(splits: int, num_valid: int, width: int) -> int:

@@ -6,6 +6,7 @@ import torch
 
 from forge.backends.cuda.inputs import InputBuffer, shape_of
 from forge.backends.cuda.network import Layer, Network
+from forge.backends.cuda.shapes import Policy
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.fusion import Norm
 from forge.cache.kv_storage import KvLayout
@@ -48,7 +49,7 @@ class Setting:
         tokens = list(range(max(end for _, end in self.spans)))
         parts = [Part(tokens, *span, table) for span, table in zip(self.spans, self.tables, strict=True)]
         batch = flat_batch(parts, self.block_size, logit_rows)
-        shape = shape_of(batch, self.run._policy, self.block_size, self.run.attends_in_float32(self.storage))
+        shape = shape_of(batch, self.run.policy, self.block_size, self.run.attends_in_float32(self.storage))
         buffer = InputBuffer(torch.device(self.device))
         buffer.reach(shape, batch.block_tables.size)
         buffer.fill(shape, batch)
@@ -138,11 +139,9 @@ def test_rows_of_several_sequences_attend_to_their_own_past(shape, device):
 @pytest.mark.parametrize("splits", [2, 8])
 def test_splitting_the_keys_changes_nothing_but_the_last_bits(splits, device, monkeypatch):
     """Eight splits of three chunks: some have no keys at all."""
-    from forge.backends.cuda import shapes
-
     setting = Setting(device, "float32", "float32", 4, 2, 16, spans=[(0, 1), (150, 151)], block_size=16)
     want = setting.expected()
-    monkeypatch.setattr(shapes, "splits", lambda *_: splits)
+    monkeypatch.setattr(Policy, "splits", lambda *_: splits)
     inputs = setting.inputs()
 
     fused = setting.run.decode_attention(setting.qkv.clone(), setting.layer, setting.storage, 0, inputs)

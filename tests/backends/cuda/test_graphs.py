@@ -14,8 +14,8 @@ import torch
 from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.cuda.graphs import Graphs
-from forge.backends.cuda.inputs import TOKEN_BUCKETS, InputBuffer, Policy, shape_of
-from forge.backends.cuda.shapes import Tuning
+from forge.backends.cuda.inputs import InputBuffer, shape_of
+from forge.backends.cuda.shapes import TOKEN_BUCKETS, Policy, Tuning
 from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
 from tests.backends.cpu.models import small_model
 from tests.backends.cuda.models import relative_error
@@ -127,7 +127,7 @@ def test_captures_are_dropped_when_something_they_read_moves(backend_with_graphs
         want = model.forward(batch, storage)
     captured = list(backend._steps[storage].graphs._captured.values())
 
-    backend._fused.buffer._words = 0  # as if it had been too small
+    backend._buffer._words = 0  # as if it had been too small
     got = model.forward(batch, storage)
 
     assert backend.execution.mode == "graph", "its kernels are compiled, so it is captured at once"
@@ -294,5 +294,5 @@ def test_layers_that_are_launched_alike_are_listed_once(device):
     for kind, layers in (("F32", 2), ("Q4_0", 2)):
         model = small_model(backend := CudaBackend(device), kind, num_layers=4)
         model.prepare(model.kv_layout(1, 4, "bfloat16"))
-        network = backend._fused.network
+        network = backend._launches.network
         assert len(network.distinct().layers) == layers and network.distinct().layers[-1] is network.layers[-1]

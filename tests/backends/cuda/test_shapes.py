@@ -2,13 +2,15 @@
 
 import ast
 import re
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from forge.backends.cuda import inputs, shapes
+from forge.backends.cuda.shapes import Policy
 from forge.backends.cuda.weights import DENSE, Q4, Q4_K, Q8
 
 
@@ -31,24 +33,23 @@ def test_product_tiles_suit_every_size(seed):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (3, 3), (40, 8), (64, 4), (7, 1)])
 @pytest.mark.parametrize("num_rows", [1, 5, 128, 600, 5000])
 def test_attention_tiles_hold_their_rows_with_all_heads_of_a_group(heads, kv_heads, num_rows):
-    group = shapes.next_power_of_2(heads // kv_heads)
-    tiles = (
-        shapes.attention_tile(num_rows, heads, kv_heads),
-        shapes.few_rows_tile(heads, kv_heads),
-        shapes.one_row_tile(heads, kv_heads),
-    )
-    for tile in tiles:
-        assert tile.block_m >= max(16, tile.rows * group) and is_power_of_2(tile.block_m) and is_power_of_2(tile.rows)
+    for invariant, in_float32 in product((False, True), repeat=2):
+        policy = Policy(heads, kv_heads, shapes.MULTIPROCESSORS, invariant, buckets=False)
+        for tile in (policy.attention_tile(num_rows, in_float32), policy.one_row_tile(in_float32)):
+            assert tile.block_m >= max(16, tile.rows * policy.group) and is_power_of_2(tile.rows)
+            assert is_power_of_2(tile.block_m)
 
 
 def test_there_are_hardly_more_splits_than_chunks_and_they_fill_the_device():
-    assert shapes.splits(1, 8, 64) == 1
-    assert shapes.splits(1, 8, 160) == 4
-    assert shapes.splits(1, 8, 2048) == 32
-    assert shapes.splits(64, 8, 2048) == 1
+    policy = Policy(16, 8, shapes.MULTIPROCESSORS, invariant=False, buckets=False)
+    assert policy.splits(1, 64) == 1
+    assert policy.splits(1, 160) == 4
+    assert policy.splits(1, 2048) == 32
+    assert policy.splits(64, 2048) == 1
+    assert replace(policy, invariant=True).splits(1, 2048) == 1
     for tiles in range(1, 70):
         for longest in (1, 63, 65, 1000, 40_000):
-            chosen = shapes.splits(tiles, 8, longest)
+            chosen = policy.splits(tiles, longest)
             assert is_power_of_2(chosen) and chosen < 2 * -(-longest // shapes.CHUNK) and chosen <= 32
             assert is_power_of_2(shapes.splits_at_once(chosen, 2, 128))
             assert chosen % shapes.splits_at_once(chosen, 2, 128) == 0

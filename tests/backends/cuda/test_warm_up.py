@@ -8,8 +8,9 @@ import torch
 
 from forge.backends.cuda import warm_up
 from forge.backends.cuda.backend import CudaBackend
-from forge.backends.cuda.inputs import Policy, expected_shapes, shape_of
+from forge.backends.cuda.inputs import expected_shapes, shape_of
 from forge.backends.cuda.launches import ListingLauncher
+from forge.backends.cuda.shapes import Policy
 from forge.engine.sampling_params import SamplingParams
 from forge.model.manual_batch import Part, flat_batch, new_storage
 from forge.model.model import Draw

@@ -27,7 +27,6 @@ from forge.backends.cuda.kernels.parts import (
     Q8,
     dot,
     gated,
-    let_next_start,
     superblock_scales,
     wait_for_previous,
     weight_tile,
@@ -60,7 +59,6 @@ def matvec(
     line = weights + tl.minimum(row, out_features - 1)[:, None] * in_features
     tile = tl.load(line + column[None, :], mask=(column < in_features)[None, :], other=0.0)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, in_features, BLOCK_K):
@@ -112,7 +110,6 @@ def matvec_packed(
     line = values + row[:, None, None] * groups * element.shape[0] + element[None, None, :]
     tile = tl.load(line + lane[None, :, None] * element.shape[0], mask=(lane < groups)[None, :, None], other=0)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_K // 32), tl.float32)
     squares = tl.zeros((BLOCK_K // 32,), tl.float32)
     for start in range(0, groups, BLOCK_K // 32):
@@ -207,7 +204,6 @@ def matmul(
     if PREFETCH:
         tile = weight_tile(values, scales, factors, row, first, in_features, KIND, BLOCK_K)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     if PREFETCH:
@@ -216,7 +212,19 @@ def matmul(
     for start in range(first, in_features, BLOCK_K):
         tile = weight_tile(values, scales, factors, row, start, in_features, KIND, BLOCK_K)
         sums, squares = accumulate(x_line, norm, tile, start, in_features, inside, sums, squares, NORM, EXACT, BLOCK_K)
-    finish(sums, squares, x_row, out, M, in_features, out_features, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N)
+    if NORM:
+        sums *= tl.rsqrt(squares / in_features + eps)[:, None]
+    line = out + x_row.to(tl.int64)[:, None] * out_stride
+    if GLU:
+        column = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        mask = (x_row < M)[:, None] & (column < out_features // 2)[None, :]
+        tl.store(line + column[None, :], gated(sums, BLOCK_M, BLOCK_N), mask=mask)
+    else:
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (x_row < M)[:, None] & (column < out_features)[None, :]
+        if ADD:
+            sums += tl.load(line + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(line + column[None, :], sums, mask=mask)
 
 
 @triton.jit
@@ -241,36 +249,3 @@ def accumulate(
         squares += tl.sum(x32 * x32, axis=1)
         part = (x32 * tl.load(norm + column, mask=column < in_features, other=0.0)[None, :]).to(part.dtype)
     return dot(part, tl.trans(tile.to(part.dtype)), sums, EXACT), squares
-
-
-@triton.jit
-def finish(
-    sums,
-    squares,
-    x_row,
-    out,
-    M,
-    in_features,
-    out_features,
-    out_stride,
-    eps,
-    NORM: tl.constexpr,
-    ADD: tl.constexpr,
-    GLU: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Apply the norm's divisor and the residual or SwiGLU, and store the result."""
-    if NORM:
-        sums *= tl.rsqrt(squares / in_features + eps)[:, None]
-    line = out + x_row.to(tl.int64)[:, None] * out_stride
-    if GLU:
-        column = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        mask = (x_row < M)[:, None] & (column < out_features // 2)[None, :]
-        tl.store(line + column[None, :], gated(sums, BLOCK_M, BLOCK_N), mask=mask)
-    else:
-        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = (x_row < M)[:, None] & (column < out_features)[None, :]
-        if ADD:
-            sums += tl.load(line + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(line + column[None, :], sums, mask=mask)
