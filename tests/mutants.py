@@ -74,6 +74,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("engine/test_admission.py", "engine/test_scheduler.py", "engine/test_scheduler_scenarios.py"),
         "engine/test_oneshot_planning.py",
     ),
+    "forge.engine.async_scheduling": ("engine/test_lookahead.py", "grammar/test_engine.py"),
     "forge.engine.handoff": ("engine/test_resume.py", "cluster/test_handoff.py"),
     "forge.engine.preemption": ("engine/test_scheduler_scenarios.py", "engine/test_scheduler.py"),
     "forge.engine.batch_builder": ("engine/test_batch_builder.py",),
@@ -85,6 +86,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "forge.engine.prefix_planner": ("engine/test_prefix_planner.py",),
     "forge.engine.step_record": ("engine/test_step_record.py",),
+    "forge.engine.registry": (
+        *("engine/test_structured_output.py", "speculation/test_leases.py", "engine/test_engine.py"),
+        *("engine/test_resume.py", "engine/test_oneshot.py", "engine/test_lookahead.py", "engine/test_chat.py"),
+        "engine/test_interruption.py",
+    ),
     "forge.engine.requests": ("engine/test_requests.py",),
     "forge.engine.output_text": ("engine/test_output_text.py", "engine/test_engine.py"),
     "forge.engine.policies": (
@@ -121,6 +127,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "forge.speculation.leases": ("speculation/test_leases.py",),
     "forge.speculation.lookup": ("speculation/test_ngram.py", "speculation/test_replay.py"),
     "forge.speculation.setup": ("speculation/test_setup.py",),
+    "forge.speculation.speculator": (
+        *("speculation/test_speculator.py", "speculation/test_undrafted.py", "speculation/test_engine.py"),
+    ),
     "forge.speculation.verification": ("speculation/test_verification.py",),
 }
 """Which tests a module's mutants are shown to, the quick ones first: those of the longest name that fits."""

@@ -51,12 +51,12 @@ class AsyncEngine(Engine):
         """Return the step in flight, or schedule and launch one. If the step after it follows from it alone, that is
         launched too, before the host waits for the device."""
         step, self._in_flight = self._in_flight, None
-        self._plan = step.plan if step is not None else None
         if step is None:
             step = super()._next_step(started)
             plan = step.plan
             refused = all(isinstance(wait.reason, NoBlocks | MaxNumSeqs) for wait in plan.waiting)
             self._refused_at = self._queue_state() if refused and not plan.preempted else None
+        self._plan = step.plan
         self._launch_ahead(step)
         _prepare_masks(step.plan.items)  # while the device computes
         self._plan, waited = step.plan, time.perf_counter()  # launching the next one has replaced it
@@ -81,10 +81,10 @@ class AsyncEngine(Engine):
         self._in_flight = self._launch(plan, started)
 
     def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationFacts:
-        if step.plan.ahead:
-            items = tuple([item for item in step.plan.items if item.sequence.finish_reason is None])
-            self._records.discarded += len(step.plan.items) - len(items)
-            step.plan = replace(step.plan, items=items)
+        """Commit a step without the sequences that have ended since it was planned ahead."""
+        items = tuple([item for item in step.plan.items if item.sequence.finish_reason is None])
+        self._records.discarded += len(step.plan.items) - len(items)
+        step.plan = replace(step.plan, items=items)
         return super()._commit(step, results, times)
 
     def _drop_state(self, seq_id: int) -> None:
@@ -114,7 +114,7 @@ class AsyncEngine(Engine):
         does not follow from `plan` alone.
         """
         cache, running = self.cache, self.scheduler.running
-        if self.may_admit() or not cache.persistent:
+        if self.may_admit():
             return None
         following = [(row, item) for row, item in enumerate(plan.items) if item.seq_id in running]
         if len(following) < len(running) or not _is_plain(plan, can_draw):

@@ -113,7 +113,7 @@ class Speculator:
     def fix(self, k: int) -> None:
         """Request `k` tokens in every cycle from now on, for study. Every sequence begins anew."""
         self.max_k, self.fixed = k, True
-        self._states, self._undrafted = {}, {}
+        self._states = {}
 
     def decision(self, seq_id: int) -> SpecDecision | None:
         """Return how many draft tokens a sequence wants next, and why; None before its first step."""

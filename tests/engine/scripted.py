@@ -144,4 +144,5 @@ def assert_nothing_held(engine: Engine) -> None:
     assert not engine.has_unfinished()
     assert not engine.scheduler.retained.sequences
     assert engine._requests == {}
+    assert engine._batch_builder._tables == {}
     assert engine.timeline.requests() == ()

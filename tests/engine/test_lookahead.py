@@ -3,6 +3,7 @@ ahead. Random operations are in `test_random_scheduling`."""
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,6 +24,7 @@ from forge.reasons import Deferred
 from forge.speculation.leases import lease_model
 from forge.trace.codec import codec_of
 from forge.trace.records import StepRecord
+from tests.engine.late_model import LateLogits
 from tests.engine.random_cases import MAX_MODEL_LEN, Case, new_engine, new_speculator
 from tests.engine.schedules import sequence
 from tests.engine.scripted import assert_nothing_held, run_all
@@ -310,6 +312,47 @@ def test_without_blocks_for_all_nothing_is_looked_ahead_and_somebody_is_preempte
     assert [record.preempted for record in records_ahead] == [record.preempted for record in records]
 
 
+def test_the_step_after_a_preemption_admits_what_its_blocks_leave_room_for():
+    for runs_ahead in (False, True):
+        engine = engine_of(runs_ahead, num_blocks=6, block_size=4, order="priority")
+        engine.add_request("a", (1, 2), replace(ON, max_tokens=20), priority=1)
+        engine.add_request("b", (2,) * 9, ON, priority=3)
+        for _ in range(3):
+            engine.step()
+        (third,) = engine.add_request("c", (1,) * 11, ON, priority=2)
+        records = run_all(engine)
+        after = [next_one for one, next_one in pairwise(records) if one.preempted and one.preempted[0].seq_id != third]
+        assert [one.seq_id for one in after[0].admitted] == [third] and not after[0].planned_ahead
+
+
+def test_the_time_that_the_host_waits_for_the_device_is_the_forwards(monkeypatch):
+    engine, seconds, argmax_rows = engine_of(), 0.0, LateLogits.argmax_rows
+
+    def computed(logits):
+        nonlocal seconds
+        seconds += 0 if logits._is_read else 0.25
+        return argmax_rows(logits)
+
+    monkeypatch.setattr(LateLogits, "argmax_rows", computed)
+    monkeypatch.setattr("time.perf_counter", lambda: seconds)
+    start(engine)
+    assert {(one.schedule_ms, one.forward_ms, one.sample_ms) for one in run_all(engine)} == {(0, 250, 0)}
+
+
+def test_when_the_next_forward_begins_only_the_tokens_of_the_last_are_wanted(monkeypatch):
+    engine, given = engine_of(), []
+    forward = engine.model.forward
+
+    def noted(batch, storage):
+        assert not (given and batch.token_ids.min() < 0) or (given[-1]._are_wanted, given[-1].sampled) == (False, False)
+        given.append(forward(batch, storage))
+        return given[-1]
+
+    engine.model.forward = noted
+    start(engine)
+    assert any(record.planned_ahead for record in run_all(engine))
+
+
 def test_a_revoked_lease_ends_everybody_with_the_next_step():
     engine = engine_of()
     run = start(engine)
@@ -346,6 +389,20 @@ def test_an_error_while_a_step_in_flight_is_read_fails_none_that_came_after_it()
     alone.add_request("late", (3, 1), ON)
     run_all(alone)
     assert engine.output("late").outputs[0].token_ids == alone.output("late").outputs[0].token_ids
+
+
+def test_an_error_while_the_device_chooses_tokens_fails_none_that_waits():
+    engine = engine_of(max_num_seqs=2)
+    run = start(engine, DRAWN[0])
+    while in_flight(engine) is None:
+        engine.step()
+    in_flight(engine).logits.sample = Mock(side_effect=ArithmeticError)
+    with pytest.raises(ArithmeticError):
+        engine.step()
+
+    assert engine.fail_step() == ("a", "b")
+    run_all(engine)
+    assert results(run)[2] == outputs(False, DRAWN[0])[0][2]
 
 
 def test_a_kept_cache_is_continued_where_its_sequence_ended_with_a_row_in_flight():

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import CancelledError, as_completed
+from concurrent.futures import CancelledError, Future, as_completed
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -16,7 +17,7 @@ from forge import LLM, SamplingParams
 from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.grammar import sandbox as sandbox_module
-from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
+from forge.grammar.sandbox import CompilersBusy, GrammarSandbox, SandboxedCompiler, _shared_sandbox
 from forge.grammar.sandbox_process import LANES, Lane, Supervisor
 from forge.grammar.vocabulary import Vocabulary
 from tests.waiting import PATIENCE, until
@@ -166,6 +167,125 @@ def test_a_job_whose_time_is_up_leaves_its_lane(monkeypatch):
     (_, busy), (_, refused) = answers
     assert busy == {"busy": True} and "it takes more than 0.1 s to compile" in refused["error"]
     assert [[job["id"] for job in lane.waiting] for lane in supervisor._lanes] == [[], [], [3]]
+
+
+class Played:
+    """A process that a test plays."""
+
+    def __init__(self, vocabulary, on_answer, on_end):
+        self.on_answer, self.on_end = on_answer, on_end
+        self.orders, self.is_closed = [], False
+
+    def send(self, order):
+        self.orders.append(order)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def played(monkeypatch) -> GrammarSandbox:
+    monkeypatch.setattr(sandbox_module, "_Process", Played)
+    return GrammarSandbox(Mock())
+
+
+def regex(name: str, **thinking) -> StructuredOutput:
+    return StructuredOutput(regex=name, **thinking)
+
+
+def answer(sandbox: GrammarSandbox, number: int, **decided) -> None:
+    sandbox._process.on_answer({"id": number, **(decided or {"form": {"regex": f"read {number}"}, "is_slow": False})})
+
+
+def test_a_job_is_cancelled_when_its_last_waiter_leaves_and_not_before(played):
+    first, second, other = (played.check(regex(name)) for name in "aab")
+    orders = played._process.orders
+    assert orders == [{"id": 0, "form": {"regex": "a"}}, {"id": 1, "form": {"regex": "b"}}]
+    first.cancel()
+    assert len(orders) == 2
+    second.cancel()
+    assert orders[2:] == [{"cancel": 0}] and played.num_waiting == 1
+    answer(played, 0)
+    played.check(regex("a"))
+    assert orders[3:] == [{"id": 2, "form": {"regex": "a"}}], "what was cancelled is not decided"
+    answer(played, 1, form={"regex": "c"}, is_slow=True)
+    other.cancel()
+    assert other.result() == regex("c") and other.result().is_slow and orders[4:] == []
+
+
+def test_decisions_are_remembered_and_the_one_that_was_not_used_for_longest_is_dropped(played, monkeypatch):
+    monkeypatch.setattr(sandbox_module, "MAX_REMEMBERED", 2)
+    waiters = [played.check(regex(name)) for name in "ab"]
+    answer(played, 0, error="no")
+    answer(played, 1)
+    assert str(waiters[0].exception()) == "no" and waiters[1].result() == regex("read 1")
+    assert str(played.check(regex("a", thinking="open")).exception()) == "no", "the thinking is no part of it"
+    played.check(regex("c"))
+    answer(played, 2)
+    assert [played.check(regex(name)).done() for name in "acb"] == [True, True, False]
+
+
+def test_what_was_too_much_for_now_is_not_remembered(played):
+    waiter = played.check(regex("a"))
+    played.check(regex("b"))
+    answer(played, 0, busy=True)
+    with pytest.raises(CompilersBusy, match="1 grammars are waiting"):
+        waiter.result()
+    assert not played.check(regex("a")).done() and len(played._process.orders) == 3
+
+
+def test_the_jobs_of_a_process_that_died_go_to_another_one_once(played):
+    waiters = [played.check(regex("a"))]
+    first = played._process
+    first.on_end(first)
+    second = played._process
+    assert second is not first and second.orders == first.orders
+    waiters.append(played.check(regex("b")))
+    first.on_end(first)
+    assert played._process is second, "it has been replaced before"
+    second.on_end(second)
+    assert str(waiters[0].exception()) == "the process that compiles grammars has died"
+    assert not waiters[1].done() and played._process.orders == [{"id": 1, "form": {"regex": "b"}}]
+    answer(played, 1)
+    assert waiters[1].result() == regex("read 1")
+
+
+def test_a_closed_sandbox_fails_what_waits_and_starts_again_with_the_next_grammar(played):
+    played.close()
+    played.start()
+    process = played._process
+    played.start()
+    assert played._process is process
+    waiters = [played.check(regex(name)) for name in "aab"]
+    waiters[0].cancel()
+    played.close()
+    assert [str(waiter.exception()).split()[0] for waiter in waiters[1:]] == ["2", "2"]
+    assert process.is_closed and process.orders == process.orders[:2] and played.num_waiting == 0
+    process.on_end(process)
+    assert played._process is None
+    assert not played.check(regex("a")).done() and played._process is not process
+
+
+def test_a_grammar_is_compiled_as_the_sandbox_hands_it_on_with_the_thinking_that_was_asked_for(monkeypatch):
+    compiler, sandbox = Mock(), Mock()
+    sandbox.check.return_value = waiter = Future()
+    monkeypatch.setattr(sandbox_module, "_shared_sandbox", {compiler.vocabulary: sandbox}.__getitem__)
+    sandboxed = SandboxedCompiler(compiler)
+    waiter.set_result(regex("b"))
+    assert sandboxed(regex("a", thinking="open")) is compiler.return_value
+    assert compiler.call_args == call(regex("b", thinking="open")) and compiler.load.call_count == 1
+    sandbox.check.return_value = waiter = Future()
+    compiler.load.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        sandboxed(regex("a"))
+    assert waiter.cancelled()
+
+
+def test_models_of_one_vocabulary_share_a_sandbox():
+    same, equal, other = (Vocabulary(tokens, [0], frozenset({0})) for tokens in ([b"a"], [b"a"], [b"b"]))
+    shared = _shared_sandbox(same)
+    assert shared is _shared_sandbox(same) is _shared_sandbox(equal) is not _shared_sandbox(other)
+    assert shared._vocabulary() is same
 
 
 STAND_IN = """
