@@ -22,10 +22,7 @@ from forge.views.terminal import open_console
 if TYPE_CHECKING:
     from forge.exercises.catalog import Entry
 
-build = typer.Typer(
-    help="Write a part of the engine yourself: thirteen exercises, checked, and run by the real engine.",
-    rich_markup_mode="rich",
-)
+build = typer.Typer(rich_markup_mode="rich")
 
 _POLL_SECONDS = 0.2
 

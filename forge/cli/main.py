@@ -132,7 +132,9 @@ def _loaded(name: str) -> TyperCommand | TyperGroup:
         defined = getattr(import_module(f"forge.cli.{module}"), function or module)
     if isinstance(defined, typer.Typer):
         adopt(defined.registered_commands)
-        return typer.main.get_group(defined)
+        group = typer.main.get_group(defined)
+        group.help = next(commands[name] for commands in PANELS.values() if name in commands)
+        return group
     parser = VersusCommand if name == "compare" else Command
     return command_of(defined, name, parser, help=help, **_SETTINGS.get(name, {}))
 
@@ -180,11 +182,11 @@ def main(args: Sequence[str]) -> int:
         status = _invoke(args)
         sys.stdout.flush()
         return status
-    except Exception as error:
-        if _is_closed_pipe(error):
-            _discard_output()
-            return CLOSED_PIPE
-        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+    except BrokenPipeError:
+        _discard_output()
+        return CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
             raise
         _discard_output()
         return _complain(ForgeError(f"cannot write: {error.strerror}"))
@@ -292,13 +294,6 @@ def _forget_impossible_sizes() -> None:
     for name in ("COLUMNS", "LINES"):
         if not os.environ.get(name, "1").strip("0").isdecimal():
             del os.environ[name]
-
-
-def _is_closed_pipe(error: Exception) -> bool:
-    if isinstance(error, BrokenPipeError):
-        return True
-    terminal = sys.modules.get("forge.views.terminal")
-    return terminal is not None and isinstance(error, terminal.ClosedPipe)
 
 
 def _open_closed_streams() -> None:

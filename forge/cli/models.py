@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from forge.model.catalog import BundledModel, PulledModel
     from forge.model.config import Qwen3Config
 
-models = typer.Typer(
-    help="List models, look into a file, make one up, or download one.", no_args_is_help=True, rich_markup_mode="rich"
-)
+models = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 
 _SHAPE, _FILE = "Shape", "File"

@@ -27,7 +27,7 @@ TraceArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="What --trace has written.", show_default=False, dir_okay=False)
 ]
 
-trace = typer.Typer(help="Turn a recorded run into other formats.", no_args_is_help=True, rich_markup_mode="rich")
+trace = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 
 @command

@@ -18,9 +18,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -39,29 +39,6 @@ _ESCAPE_SECONDS = 0.05
 """Seconds after an escape character within which what comes belongs to it."""
 
 
-class Keys(Protocol):
-    """Where keys come from. Used as a context manager."""
-
-    single: bool
-    """Whether a key counts the moment it is pressed, or only with the line that it begins."""
-
-    def __enter__(self) -> "Keys": ...
-
-    def __exit__(self, *exception) -> None: ...
-
-    def read_key(self, timeout: float | None = None) -> str:
-        """Return the next key; `TIMEOUT` (an empty string) after `timeout` seconds without one."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which the terminal is as it was before, for reading a line or running a command.
-
-        Keys that were typed before its end are discarded: they were meant for what was on the screen then.
-        """
-
-    def muted(self) -> AbstractContextManager[None]:
-        """Return a context in which typed keys are neither echoed nor kept. Ctrl-C works."""
-
-
 def is_listening() -> bool:
     """Return whether standard input is a terminal."""
     try:
@@ -70,11 +47,11 @@ def is_listening() -> bool:
         return False
 
 
-def open_keys(console: Console) -> Keys:
+def open_keys(console: Console) -> "Keys":
     """Return the keys of the terminal that `console` draws on."""
     has_termios = find_spec("termios") is not None  # absent on Windows
     usable = has_termios and is_listening() and not console.is_dumb_terminal
-    return TerminalKeys(sys.stdin.fileno()) if usable else LineKeys()
+    return TerminalKeys(sys.stdin.fileno()) if usable else Keys()
 
 
 def read_line(prompt: str, prefill: str = "") -> str | None:
@@ -92,18 +69,20 @@ def read_line(prompt: str, prefill: str = "") -> str | None:
             readline.set_startup_hook(None)
 
 
-class LineKeys:
-    """Keys from lines."""
+class Keys:
+    """Where keys come from: lines, in which the first character counts. Used as a context manager."""
 
     single = False
+    """Whether a key counts the moment it is pressed, or only with the line that it begins."""
 
-    def __enter__(self) -> "LineKeys":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception) -> None:
         pass
 
     def read_key(self, timeout: float | None = None) -> str:
+        """Return the next key. From a terminal: `TIMEOUT` (an empty string) after `timeout` seconds without one."""
         try:
             line = sys.stdin.readline()
         except ValueError:
@@ -114,6 +93,10 @@ class LineKeys:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Return a context in which the terminal is as it was before, for reading a line or running a command.
+
+        Keys that were typed before its end are discarded: they were meant for what was on the screen then.
+        """
         try:
             yield
         finally:
@@ -121,9 +104,10 @@ class LineKeys:
                 _discard_typed(sys.stdin.fileno())
 
     muted = paused
+    """Returns a context in which typed keys are neither echoed nor kept. Ctrl-C works."""
 
 
-class TerminalKeys:
+class TerminalKeys(Keys):
     """Keys from a terminal in cbreak mode: no echo, no waiting for a line, signals as usual."""
 
     single = True
@@ -137,7 +121,7 @@ class TerminalKeys:
         self._taken = False
         self._woken_before = -1
 
-    def __enter__(self) -> "TerminalKeys":
+    def __enter__(self) -> Self:
         import termios
 
         self._before = termios.tcgetattr(self._descriptor)

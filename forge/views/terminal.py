@@ -5,7 +5,7 @@ Nothing printed through here is read as markup, so brackets in a prompt stay bra
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import IO, Any
+from typing import IO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -15,21 +15,12 @@ from rich.text import Text
 from forge.views.palette import QUIET, TITLE
 
 
-class ClosedPipe(Exception):
-    """The reader of the output has gone (`forge … | head -1`). Not an error: there is nothing left to say."""
-
-
 class ForgeConsole(Console):
-    """A console that reports a closed pipe as `ClosedPipe`, instead of ending the process from inside a view."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        try:
-            super().print(*objects, **options)
-        except BrokenPipeError:  # older releases of rich let it through; newer ones call `on_broken_pipe`
-            raise ClosedPipe from None
+    """A console that lets the `BrokenPipeError` of a closed pipe (`forge … | head -1`) through, instead of ending the
+    process from inside a view."""
 
     def on_broken_pipe(self) -> None:
-        raise ClosedPipe
+        raise  # the error that rich has just caught
 
 
 def open_console(file: IO[str] | None = None, width: int | None = None) -> ForgeConsole:
