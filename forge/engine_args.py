@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from forge.pieces import Pieces
 
 _MODEL, _SPECULATION, _SCHEDULER, _SWITCHES = "Model", "Speculation", "Scheduler", "Scheduler switches"
+_POOL_SIZES = ("gpu_memory_utilization", "num_blocks", "kv_memory")
+"""The options that say how large the pool is."""
 KV_KINDS = {
     "off": "every forward computes the whole sequence again",
     "basic": "a contiguous run per sequence (also: on)",
@@ -171,7 +173,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         from forge.backends.choices import packed_weights_wanted
-        from forge.backends.devices import check_device, check_kv_dtype
+        from forge.backends.devices import check_device, check_kv_dtype, checked_utilization
         from forge.cache.eviction import eviction_policy
         from forge.cache.factory import canonical_mode
         from forge.speculation.setup import checked_acceptance, checked_mode
@@ -180,14 +182,16 @@ class EngineArgs:
         checked_mode(self.speculate, self.k)
         checked_acceptance(self.acceptance)
         self._config({})  # checks the scheduler's
-        sizes = {"num_blocks": self.num_blocks, "kv_memory": self.pool_bytes}
-        for name, value in (sizes | {"threads": self.threads, "max_model_len": self.max_model_len}).items():
+        counts = {"num_blocks": self.num_blocks, "kv_memory": self.pool_bytes}
+        for name, value in (counts | {"threads": self.threads, "max_model_len": self.max_model_len}).items():
             if value is not None:
                 _require_positive(name, value)
+        sizes = [name for name in _POOL_SIZES if getattr(self, name) is not None]
+        if len(sizes) > 1:
+            both = " and ".join(map(flag_of, sizes[:2]))
+            raise UsageError(f"{both} both say how large the KV cache is: give one of them")
         if self.gpu_memory_utilization is not None:
-            self._check_gpu_memory(self.gpu_memory_utilization)
-        if self.num_blocks is not None and self.kv_memory is not None:
-            raise UsageError("--num-blocks and --kv-memory both say how large the KV cache is: give one of them")
+            checked_utilization(self.gpu_memory_utilization)
         if isinstance(self.cache, str):
             canonical_mode(self.cache)
         eviction_policy(self.evict)
@@ -247,16 +251,6 @@ class EngineArgs:
         options = {field.name: getattr(self, field.name) for field in fields(SchedulerConfig)}
         options["prefill_only_memory"] = self.prefill_only_bytes
         return SchedulerConfig(**defaults | {name: value for name, value in options.items() if value is not None})
-
-    def _check_gpu_memory(self, utilization: float) -> None:
-        if self.num_blocks is not None or self.kv_memory is not None:
-            size = "--num-blocks" if self.num_blocks is not None else "--kv-memory"
-            raise UsageError(
-                f"--gpu-memory-utilization and {size} both say how large the KV cache is: give one of them"
-            )
-        from forge.backends.devices import checked_utilization
-
-        checked_utilization(utilization)
 
 
 def memory_bytes(size: int | str | None, flag: str = "--kv-memory") -> int | None:

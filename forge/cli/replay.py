@@ -13,7 +13,14 @@ from forge.errors import UsageError, file_error
 from forge.trace.recorder import read_trace
 from forge.views.formatting import count
 from forge.views.history import History
-from forge.views.run_summary import serving_object, serving_screen
+from forge.views.run_summary import (
+    request_object,
+    request_of,
+    serving_object,
+    serving_screen,
+    story_screen,
+    view_report,
+)
 from forge.views.scheduler import print_step_line, scheduler_lines
 from forge.views.screen import Report, draw, report
 from forge.views.stepper import Stepper, require_terminal
@@ -56,8 +63,6 @@ def replay(
     if seq is not None:
         return _story(history, seq)
     if view is not None:
-        from forge.views.run_summary import view_report
-
         return view_report(view, history)
     if output.step and history.records:
         with Stepper(console, history) as stepper:
@@ -72,9 +77,6 @@ def replay(
 
 
 def _story(history: "History", seq_id: int) -> "Report":
-    from forge.views.request_story import request_of, story_screen
-    from forge.views.run_summary import request_object
-
     request = request_of(history.requests(), seq_id)
     return report(request_object(request), lambda: story_screen(request, history.records))
 
@@ -92,8 +94,7 @@ def _history(recorded: "Trace") -> "History":
 def _show(console, history: History) -> None:
     """Every step as a line in a pipe, the last step's picture on a terminal; then what it came to."""
     if can_redraw(console) and history.records:
-        for line in scheduler_lines(history, len(history) - 1, console.width, console.height):
-            console.print(line)
+        draw(console, scheduler_lines(history, len(history) - 1, console.width, console.height))
     elif history.records:
         for record in history.records:
             print_step_line(console, record)

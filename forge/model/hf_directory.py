@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from forge.gguf import printable
-from forge.mapped_file import WHOLE_FILE, ModelFileError, shown_path
+from forge.mapped_file import WHOLE_FILE, ModelFileError, printable, shown_path
 from forge.model.config import (
     MAX_CONTEXT,
     MAX_EXPERTS,

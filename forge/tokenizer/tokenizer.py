@@ -62,29 +62,16 @@ class Tokenizer:
         build_fast: Callable[[ReferenceEncoder], PlainEncoder] = FastEncoder,
     ) -> None:
         self.spec = spec
+        self.vocab_size = len(spec.tokens)
+        """Number of token ids, padding included."""
+        self.bos_token_id, self.eos_token_id = spec.bos_token_id, spec.eos_token_id
+        self.eos_token_ids = spec.eos_token_ids
+        """The ids that end a generation."""
         self._encoders = Encoders(spec, prefer, build_fast)
         self.bytes_of = TokenBytes(self._find_bytes)
         """The bytes that each token stands for, often only part of a character; none for padding."""
         self.shown_bytes = TokenBytes(lambda token_id: b"" if self.is_hidden(token_id) else self.bytes_of[token_id])
         """The bytes of each token that are shown: none for one that `skip_special` leaves out."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, padding included."""
-        return len(self.spec.tokens)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self.spec.bos_token_id
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self.spec.eos_token_id
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end a generation."""
-        return self.spec.eos_token_ids
 
     @property
     def fingerprint(self) -> str:

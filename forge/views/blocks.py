@@ -34,9 +34,10 @@ from forge.views.history import TextStreams
 from forge.views.json_output import picked
 from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
-from forge.views.run_view import LiveView
+from forge.views.progress import LiveView
+from forge.views.screen import draw
 from forge.views.summary import RunResult
-from forge.views.terminal import cut, print_lines
+from forge.views.terminal import cut
 from forge.views.text import neutralise, one_line, tail
 
 MANY = 2
@@ -338,11 +339,11 @@ class BlockGeneration(BlocksView):
             if text.plain:
                 console.print()
                 console.print(text, soft_wrap=not self._shows)
-        print_lines(console, [Text(""), *self.screen.picture(width), Text("")])
+        draw(console, [None, *self.screen.picture(width), None])
         if self._shows:
-            print_lines(console, [*self.screen.story_lines(width), Text(""), *metrics_lines(result, width)])
+            draw(console, [*self.screen.story_lines(width), None, *metrics_lines(result, width)])
         else:
-            print_lines(console, [Text(line) for line in plain_metrics(result)])
+            draw(console, map(Text, plain_metrics(result)))
 
 
 def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: SequenceNames) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from forge.views.screen import Part, Table, fill, labelled, title, unbroken
 from forge.views.text import one_line, quoted
 
 if TYPE_CHECKING:
-    from forge.gguf.header import TensorEntry
+    from forge.gguf.reader import TensorEntry
     from forge.model.catalog import PulledModel
     from forge.model.synth import SyntheticFile
 

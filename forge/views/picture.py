@@ -62,8 +62,7 @@ def save_serving(path: Path, history: History) -> None:
 def draw_busiest_step(console: ForgeConsole, history: History) -> None:
     """Draw the step in which most was decided."""
     busiest = max(range(len(history)), key=lambda index: _decisions(history, index))
-    for line in scheduler_lines(history, busiest, console.width, _HEIGHT):
-        console.print(line)
+    draw(console, scheduler_lines(history, busiest, console.width, _HEIGHT))
 
 
 def _decisions(history: History, index: int) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ from rich.text import Text
 from forge.views.formatting import formatted
 from forge.views.json_output import to_json
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
-from forge.views.terminal import new_table, print_hanging, print_lines, unpadded
+from forge.views.terminal import new_table, print_hanging, unpadded
 from forge.views.text import one_line, short_name
 
 
@@ -185,7 +185,7 @@ def check(holds: bool, claim: str, otherwise: str = "") -> Text:
 def draw(console: Console, parts: "Iterable[Part]") -> None:
     for part in parts:
         if isinstance(part, Table | RichTable):
-            print_lines(console, unpadded(console, part.rich() if isinstance(part, Table) else part))
+            draw(console, unpadded(console, part.rich() if isinstance(part, Table) else part))
         elif isinstance(part, Fitting):
             draw(console, part.parts(console))
         elif isinstance(part, Hanging):

@@ -4,7 +4,7 @@ Nothing printed through here is read as markup, so brackets in a prompt stay bra
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import IO
 
 from rich.box import SIMPLE_HEAD
@@ -64,11 +64,6 @@ def cut(line: Text, width: int) -> Text:
 def new_table() -> Table:
     """Return a table with a rule under its headings."""
     return Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-
-
-def print_lines(console: Console, lines: Iterable[Text]) -> None:
-    for line in lines:
-        console.print(line)
 
 
 def unpadded(console: Console, renderable: RenderableType, width: int | None = None) -> Iterator[Text]:
