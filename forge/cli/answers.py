@@ -159,9 +159,7 @@ def embed(
 def rerank(
     engine: AnsweringEngine,
     file: Annotated[str, typer.Argument(metavar="FILE", help="Documents, one to a line.")],
-    query: Annotated[
-        str, typer.Option("--query", "-q", help="What is looked for.", show_default=False, rich_help_panel=_QUERY)
-    ],
+    query: Annotated[str, typer.Option("--query", "-q", help="What is looked for.", rich_help_panel=_QUERY)],
     asked: Annotated[AnswerArgs, Takes("by instruction")],
 ) -> Report:
     """The lines of a file in the order of their relevance to a query.

@@ -74,9 +74,7 @@ def chapters() -> Report:
 
 @command
 def glossary(
-    term: Annotated[
-        str | None, typer.Argument(metavar="TERM", help="A term, or a symbol of a screen.", show_default=False)
-    ] = None,
+    term: Annotated[str | None, typer.Argument(metavar="TERM", help="A term, or a symbol of a screen.")] = None,
 ) -> Report:
     """Say what a term or a symbol on a screen means.
 
@@ -123,12 +121,7 @@ def chapter(
     ctx: typer.Context,
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="CHAPTER",
-            help="Its number, or its command.",
-            show_default=False,
-            autocompletion=completion.chapters,
-        ),
+        typer.Argument(metavar="CHAPTER", help="Its number, or its command.", autocompletion=completion.chapters),
     ],
 ) -> Found:
     """Read a chapter: the same as its own command, whose options it takes."""

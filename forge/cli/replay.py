@@ -30,9 +30,7 @@ from forge.views.terminal import can_redraw, open_console, open_error_console
 if TYPE_CHECKING:
     from forge.trace.recorder import Trace
 
-TraceArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="What --trace has written.", show_default=False, dir_okay=False)
-]
+TraceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="What --trace has written.", dir_okay=False)]
 
 trace = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
@@ -41,9 +39,7 @@ trace = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 def replay(
     file: TraceArgument,
     output: Annotated[OutputArgs, Takes("step svg json")],
-    seq: Annotated[
-        int | None, typer.Option("--seq", metavar="NUMBER", help="One sequence's story.", show_default=False)
-    ] = None,
+    seq: Annotated[int | None, typer.Option("--seq", metavar="NUMBER", help="One sequence's story.")] = None,
     view: Annotated[
         str | None, typer.Option("--view", metavar="NAME", help="Another view; a wrong NAME lists them.")
     ] = None,

@@ -115,7 +115,7 @@ def _say_ready(model: str) -> "Callable[[str, Ready], None]":
 
 
 def engines(
-    name: Annotated[str, typer.Argument(help="What the server is called: its --name.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="What the server is called: its --name.")],
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Engines that answer; with autoscaling, at least.")
     ] = None,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.gguf import GGUFError, GGUFFile, header
+from forge.gguf import GGUFError, GGUFFile, header, reader
 from forge.gguf.ggml_types import GGMLType
 from tests.gguf.raw_file import (
     ARRAY,
@@ -132,8 +132,8 @@ def test_metadata_count_beyond_the_file_is_refused(path, count):
 
 @pytest.mark.parametrize(("field", "offset"), [("tensor_count", 8), ("metadata_count", 16)])
 def test_more_entries_than_any_model_has_are_refused(path, field, offset):
-    raw = RawFile(**{field: header.MAX_ENTRIES + 1})
-    path.write_bytes(raw.build() + bytes(40 * header.MAX_ENTRIES))
+    raw = RawFile(**{field: reader.MAX_ENTRIES + 1})
+    path.write_bytes(raw.build() + bytes(40 * reader.MAX_ENTRIES))
     error = refused(path)
     assert (error.field, error.offset) == (field.replace("_", " "), offset)
     assert "at most 65536" in error.problem
