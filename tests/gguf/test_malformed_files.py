@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.gguf import GGUFError, GGUFFile, header, reader
+from forge.gguf import GGUFError, GGUFFile, reader
 from forge.gguf.ggml_types import GGMLType
 from tests.gguf.raw_file import (
     ARRAY,
