@@ -222,11 +222,6 @@ class EngineArgs:
         return memory_bytes(self.kv_memory, "--kv-memory")
 
     @property
-    def prefill_only_bytes(self) -> int | None:
-        """`prefill_only_memory` as a number of bytes."""
-        return memory_bytes(self.prefill_only_memory, "--prefill-only-memory")
-
-    @property
     def drafts(self) -> Sequence[str | Path]:
         return [self.draft] if isinstance(self.draft, str | Path) else self.draft
 
@@ -249,7 +244,7 @@ class EngineArgs:
         from forge.engine.policies import SchedulerConfig
 
         options = {field.name: getattr(self, field.name) for field in fields(SchedulerConfig)}
-        options["prefill_only_memory"] = self.prefill_only_bytes
+        options["prefill_only_memory"] = memory_bytes(self.prefill_only_memory, "--prefill-only-memory")
         return SchedulerConfig(**defaults | {name: value for name, value in options.items() if value is not None})
 
 

@@ -30,7 +30,7 @@ from forge.errors import UsageError
 from forge.option import flag_of, option
 from forge.views.formatting import plural
 from forge.views.keys import is_listening
-from forge.views.screen import Report, draw, report
+from forge.views.screen import Report, report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
@@ -109,11 +109,9 @@ def tour(
     require_server()
     findings = take_tour(str(engine_args.model), prompt, max_tokens, lambda url: steps_of(url, None))
     if output.svg is not None:
-        from forge.views.picture import picture_console, save_picture
+        from forge.views.picture import save_screen
 
-        console = picture_console()
-        draw(console, tour_screen(findings))
-        save_picture(console, output.svg, "forge tour")
+        save_screen(output.svg, tour_screen(findings), "forge tour")
     return report(findings.as_json(), lambda: tour_screen(findings))
 
 

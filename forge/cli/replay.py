@@ -11,16 +11,9 @@ from forge.cli.options import OutputArgs
 from forge.cli.run_control import Found
 from forge.errors import UsageError, file_error
 from forge.trace.recorder import read_trace
+from forge.views import run_summary
 from forge.views.formatting import count
 from forge.views.history import History
-from forge.views.run_summary import (
-    request_object,
-    request_of,
-    serving_object,
-    serving_screen,
-    story_screen,
-    view_report,
-)
 from forge.views.scheduler import print_step_line, scheduler_lines
 from forge.views.screen import Report, draw, report
 from forge.views.stepper import Stepper, require_terminal
@@ -59,7 +52,7 @@ def replay(
     if seq is not None:
         return _story(history, seq)
     if view is not None:
-        return view_report(view, history)
+        return run_summary.view_report(view, history)
     if output.step and history.records:
         with Stepper(console, history) as stepper:
             stepper.walk()
@@ -68,13 +61,13 @@ def replay(
         from forge.views.picture import save_serving
 
         save_serving(output.svg, history)
-    summary = serving_object(history.label, history.records, history.requests()) if output.json else {}
+    summary = run_summary.serving_object(history.label, history.records, history.requests()) if output.json else {}
     return Report(summary, lambda console: _show(console, history))
 
 
 def _story(history: "History", seq_id: int) -> "Report":
-    request = request_of(history.requests(), seq_id)
-    return report(request_object(request), lambda: story_screen(request, history.records))
+    request = run_summary.request_of(history.requests(), seq_id)
+    return report(run_summary.request_object(request), lambda: run_summary.story_screen(request, history.records))
 
 
 def _history(recorded: "Trace") -> "History":
@@ -95,7 +88,7 @@ def _show(console, history: History) -> None:
         for record in history.records:
             print_step_line(console, record)
     console.print()
-    draw(console, serving_screen(history, history.requests(), " · recorded"))
+    draw(console, run_summary.serving_screen(history, history.requests(), " · recorded"))
 
 
 @trace.command("export")

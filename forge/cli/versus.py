@@ -64,7 +64,8 @@ class VersusCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         value_options = self.value_options()
         switches = self._switches()
-        if ctx.resilient_parsing or asks_for_help(args) or _lacks_value(args, value_options):
+        # The parser explains an option at the end without its value.
+        if ctx.resilient_parsing or asks_for_help(args) or (args and "--" not in args and args[-1] in value_options):
             return super().parse_args(ctx, args)
         self.explain(ctx.command_path, args)
         split = split_versus(args, value_options, switches)
@@ -175,8 +176,3 @@ def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:
 def _too_many(options: Sequence[str]) -> str:
     listed = " and ".join([", ".join(options[:-1]), options[-1]])
     return f"{listed} vary, so the difference could not be ascribed to one of them: give one alone as A {WORD} B"
-
-
-def _lacks_value(args: Sequence[str], value_options: Mapping[str, str]) -> bool:
-    """Return whether the last word is an option without its value, by asking the parser."""
-    return "--" not in args and bool(args) and args[-1] in value_options

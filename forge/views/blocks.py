@@ -100,13 +100,12 @@ class BlockStory:
         forks: list[TableRecord] = []
         for owner, table in _tables(record.blocks).items():
             before = self._before.get(owner)
+            if owner in admitted:
+                continue
             if before is None:
-                if owner not in admitted:
-                    forks.append(table)
-            elif owner not in admitted:
-                known = copied.union(before.blocks)
-                if new := [block for block in table.blocks if block not in known]:
-                    grown.append((owner, new))
+                forks.append(table)
+            elif new := [block for block in table.blocks if block not in copied.union(before.blocks)]:
+                grown.append((owner, new))
         if record.blocks is not None:
             yield from self._forks(forks, record.blocks)
         if len(grown) > MANY:

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, Self
 
@@ -116,35 +116,30 @@ class TerminalKeys(Keys):
         self._descriptor = descriptor
         self._pending = b""
         self._before: list[Any] | None = None
-        self._handlers: dict[int, Any] = {}
-        self._wake: tuple[int, int] | None = None
+        self._wake: int | None = None
+        """Where a signal is told to a wait."""
         self._taken = False
-        self._woken_before = -1
+        self._undo = ExitStack()
 
     def __enter__(self) -> Self:
         import termios
 
         self._before = termios.tcgetattr(self._descriptor)
-        self._wake = os.pipe()
-        for descriptor in self._wake:
+        self._wake, waker = os.pipe()
+        for descriptor in (self._wake, waker):
             os.set_blocking(descriptor, False)
+            self._undo.callback(os.close, descriptor)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGWINCH, signal.SIGCONT):
-                self._handlers[number] = signal.signal(number, self._woken)
+                self._undo.callback(signal.signal, number, signal.signal(number, self._woken))
             # A signal that comes just before the wait below, Ctrl-C too, would otherwise be noticed after the next key.
-            self._woken_before = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+            self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(waker, warn_on_full_buffer=False))
         self._take()
         return self
 
     def __exit__(self, *exception) -> None:
         self._give_back()
-        if self._handlers:
-            signal.set_wakeup_fd(self._woken_before)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
-        for descriptor in self._wake or ():
-            os.close(descriptor)
+        self._undo.close()
         self._wake = None
 
     def read_key(self, timeout: float | None = None) -> str:
@@ -183,11 +178,10 @@ class TerminalKeys(Keys):
         import select
 
         assert self._wake is not None, "keys are read inside the context"
-        wake, _ = self._wake
-        ready = select.select([self._descriptor, wake], [], [], timeout)[0]
-        if wake in ready:
+        ready = select.select([self._descriptor, self._wake], [], [], timeout)[0]
+        if self._wake in ready:
             with suppress(BlockingIOError):
-                os.read(wake, 1024)
+                os.read(self._wake, 1024)
             return RESIZE
         return "input" if ready else TIMEOUT
 

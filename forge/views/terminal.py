@@ -5,7 +5,7 @@ Nothing printed through here is read as markup, so brackets in a prompt stay bra
 
 import sys
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -17,7 +17,10 @@ from forge.views.palette import QUIET, TITLE
 
 class ForgeConsole(Console):
     """A console that lets the `BrokenPipeError` of a closed pipe (`forge … | head -1`) through, instead of ending the
-    process from inside a view."""
+    process from inside a view. Nothing that it prints is read as markup."""
+
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=False, **options)
 
     def on_broken_pipe(self) -> None:
         raise  # the error that rich has just caught
@@ -25,9 +28,7 @@ class ForgeConsole(Console):
 
 def open_console(file: IO[str] | None = None, width: int | None = None) -> ForgeConsole:
     """Return a console on `file`, by default standard output as it is now. `width` is for tests and pictures."""
-    return ForgeConsole(
-        file=file or sys.stdout, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False
-    )
+    return ForgeConsole(file=file or sys.stdout, width=width)
 
 
 def open_error_console() -> ForgeConsole:

@@ -274,7 +274,7 @@ def test_arrays_nest_to_a_limit(path):
 
 
 def test_arrays_in_arrays_are_limited_in_sum(path, monkeypatch):
-    monkeypatch.setattr(header, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(reader, "MAX_ENTRIES", 5)
     three = array(ARRAY, [array(U32, [])] * 3)
     opened(RawFile(metadata=[("a", ARRAY, three)]).write(path))
     raw = RawFile(metadata=[("a", ARRAY, three), ("b", ARRAY, three)])
@@ -470,7 +470,7 @@ def test_hostile_numbers_cost_no_memory(path, number):
 
 
 def test_a_header_may_not_be_endless(path, monkeypatch):
-    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 4096)
+    monkeypatch.setattr(reader, "MAX_HEADER_BYTES", 4096)
     raw = RawFile(metadata=[("a", STRING, string("x" * 5000))])
     error = refused(raw.write(path))
     assert (error.field, error.offset) == ("metadata 'a' length", raw.at["entry 0 value"])
