@@ -40,7 +40,7 @@ CPU_PREFILL_ONLY_MEMORY = 40 << 20
 2,048 rows of the 0.6B shape needs 134 MB and computes 970 tokens/s; over 512 rows 1,150."""
 LARGE_GPU_STEP_TOKENS = 8192
 """Tokens of a step there, for the reason given next; not measured."""
-LARGE_GPU_PREFILL_ONLY_TOKENS, LARGE_GPU_PREFILL_ONLY_MEMORY = 8192, 4 << 30
+_LARGE_GPU_PREFILL_ONLY = {"prefill_only_tokens": 8192, "prefill_only_memory": 4 << 30}
 """A large GPU's products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix
 of 2,560 make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through
 3 %."""
@@ -221,22 +221,13 @@ class EngineArgs:
         """`kv_memory` as a number of bytes."""
         return memory_bytes(self.kv_memory, "--kv-memory")
 
-    @property
-    def drafts(self) -> Sequence[str | Path]:
-        return [self.draft] if isinstance(self.draft, str | Path) else self.draft
-
     def scheduler_config(self) -> "SchedulerConfig":
         """Return the scheduler's options, with the device's defaults for those that are None."""
         from forge.backends.devices import is_large_gpu
 
         if is_large_gpu(self.device):
-            return self._config(
-                {
-                    "max_num_batched_tokens": max(LARGE_GPU_STEP_TOKENS, self.max_num_seqs),
-                    "prefill_only_tokens": LARGE_GPU_PREFILL_ONLY_TOKENS,
-                    "prefill_only_memory": LARGE_GPU_PREFILL_ONLY_MEMORY,
-                }
-            )
+            tokens = max(LARGE_GPU_STEP_TOKENS, self.max_num_seqs)
+            return self._config(_LARGE_GPU_PREFILL_ONLY | {"max_num_batched_tokens": tokens})
         return self._config({"prefill_only_memory": CPU_PREFILL_ONLY_MEMORY} if self.device == "cpu" else {})
 
     def _config(self, defaults: dict[str, Any]) -> "SchedulerConfig":

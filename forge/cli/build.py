@@ -15,7 +15,7 @@ from forge.exercises import session
 from forge.exercises.catalog import available, find_entry
 from forge.exercises.screens import hints_screen, list_screen, print_result, print_solution, started_screen
 from forge.exercises.session import load_builds, next_entry, save_builds
-from forge.views.json_output import as_object
+from forge.views.json_output import as_object, picked
 from forge.views.screen import Report, draw, report
 from forge.views.terminal import open_console
 
@@ -52,10 +52,7 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = None, json: option
     started = {entry.number for entry in entries if (folder / entry.file_name).is_file()}
     facts = [
         {
-            "number": entry.number,
-            "name": entry.name,
-            "title": entry.title,
-            "chapter": entry.chapter,
+            **picked(entry, "number", "name", "title", "chapter"),
             "started": entry.number in started,
             "passed": entry.number in builds.passed,
             "changed": entry.number in started and session.has_changed(entry, builds),

@@ -37,7 +37,7 @@ from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.progress import LiveView
 from forge.views.screen import draw
 from forge.views.summary import RunResult
-from forge.views.terminal import cut
+from forge.views.terminal import cut, heading
 from forge.views.text import neutralise, one_line, tail
 
 MANY = 2
@@ -383,14 +383,9 @@ def step_line(screen: BlockScreen) -> str:
 def _title(question: str, step: int, record: StepRecord, width: int) -> Text:
     """Return the question on the left, and on the right when and of what, as far as there is room."""
     cache = record.cache
-    for description in (
-        f"step {count(step)} · kv {cache.kind} · block size {cache.block_size} · {plural(cache.num_blocks, 'block')}",
-        f"step {count(step)} · {plural(cache.num_blocks, 'block')} of {cache.block_size}",
-        f"step {count(step)}",
-    ):
-        if len(question) + 3 + len(description) <= width:
-            return Text.assemble((question, TITLE), (f"{description:>{width - len(question)}}", QUIET), no_wrap=True)
-    return Text(question, TITLE)
+    now, blocks = f"step {count(step)}", plural(cache.num_blocks, "block")
+    described = f"{now} · kv {cache.kind} · block size {cache.block_size} · {blocks}"
+    return heading(question, TITLE, (described, f"{now} · {blocks} of {cache.block_size}", now), width)
 
 
 def legend_line(width: int) -> Text:

@@ -4,7 +4,7 @@ Nothing printed through here is read as markup, so brackets in a prompt stay bra
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
@@ -54,6 +54,14 @@ def print_hanging(console: Console, text: Text, indent: int, most: int | None = 
     for line in rest.wrap(console, room) if rest else ():
         line.rstrip()
         console.print(Text.assemble(" " * indent, line))
+
+
+def heading(left: str, style: str, rights: Iterable[str], width: int) -> Text:
+    """Return a line with `left` and, in grey at its end, the first of `rights` that has room beside it, if one has."""
+    for right in rights:
+        if len(left) + 2 + len(right) <= width:
+            return Text.assemble((left, style), (f"{right:>{width - len(left)}}", QUIET), no_wrap=True)
+    return Text(left, style)
 
 
 def cut(line: Text, width: int) -> Text:
