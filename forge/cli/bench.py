@@ -48,8 +48,3 @@ class Benchmarks(TyperGroup):
 
 
 bench = typer.Typer(cls=Benchmarks, no_args_is_help=True, rich_markup_mode="rich")
-
-
-@bench.callback()
-def _group() -> None:
-    pass

@@ -128,11 +128,8 @@ def compare(
         raise typer.Exit(exit_status(sides[-1].result))
     comparison = compare_runs(question, versus.option, *sides)
     shown = texts[0] if len(texts) == 1 else f"{len(texts)} prompts of {prompts}, each one step after the one before"
-    return report(
-        comparison_object(comparison),
-        lambda: comparison_screen(comparison, shown),
-        0 if comparison.identical else DIFFERENT,
-    )
+    status = 0 if comparison.identical else DIFFERENT
+    return report(comparison_object(comparison), lambda: comparison_screen(comparison, shown), status)
 
 
 def _settle(ctx: typer.Context, versus: Versus, runs_many: bool) -> None:

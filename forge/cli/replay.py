@@ -121,7 +121,5 @@ def export(
         raise file_error(f"{target}: cannot write", error) from None
     steps, events = count(len(recorded.steps)), count(len(document["traceEvents"]))
     note = f" ({recorded.note})" if recorded.note else ""
-    open_console().print(
-        f"{options.shown_path(target)}: {steps} steps, {events} events{note}. Open it at ui.perfetto.dev",
-        soft_wrap=True,
-    )
+    written = f"{options.shown_path(target)}: {steps} steps, {events} events{note}. Open it at ui.perfetto.dev"
+    open_console().print(written, soft_wrap=True)

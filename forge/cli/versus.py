@@ -110,7 +110,9 @@ def split_versus(args: Sequence[str], value_options: Mapping[str, str], switches
         raise UsageError(f"nothing to compare: give one option two values, {_EXAMPLE}")
     varied = [_switched_at(args, at, switches) or _varied_at(args, at, value_options) for at in words]
     if len(varied) > 1:
-        raise UsageError(_too_many([split.option for split in varied]))
+        *options, last = (split.option for split in varied)
+        why = "so the difference could not be ascribed to one of them: give one alone"
+        raise UsageError(f"{', '.join(options)} and {last} vary, {why} as A {WORD} B")
     return varied[0]
 
 
@@ -171,8 +173,3 @@ def _varied_at(args: Sequence[str], word: int, value_options: Mapping[str, str])
 def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:
     """Return the option that `arg` names, alone or as `OPTION=VALUE`."""
     return value_options.get(arg.partition("=")[0])
-
-
-def _too_many(options: Sequence[str]) -> str:
-    listed = " and ".join([", ".join(options[:-1]), options[-1]])
-    return f"{listed} vary, so the difference could not be ascribed to one of them: give one alone as A {WORD} B"

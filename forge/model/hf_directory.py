@@ -363,9 +363,8 @@ def _only_file(folder: Path) -> str:
     if len(names) == 1:
         return names[0]
     if names:
-        raise ModelFolderError(
-            folder, WHOLE_FILE, f"{len(names)} safetensors files, and no {INDEX} that says what they hold"
-        )
+        problem = f"{len(names)} safetensors files, and no {INDEX} that says what they hold"
+        raise ModelFolderError(folder, WHOLE_FILE, problem)
     raise ModelFolderError(folder, WHOLE_FILE, "holds no safetensors file; forge reads those and GGUF files")
 
 

@@ -300,7 +300,6 @@ def check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(
-            f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a surrogate pair and no "
-            "character: read the input as UTF-8, or remove it"
-        ) from None
+        half = f"U+{ord(text[error.start]):04X}, half of a surrogate pair and no character"
+        cure = "read the input as UTF-8, or remove it"
+        raise UsageError(f"character {error.start} of the text is {half}: {cure}") from None

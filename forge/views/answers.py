@@ -40,12 +40,8 @@ def _token_table(
                 for rival, value in (entry or ())[:alternatives]
             )
             cells[-1].append(Text("   ").join(rivals))
-    return Table(
-        (what, "logprob", "p", *(["likeliest there"] if alternatives else [])),
-        cells,
-        lefts=(3,),
-        wraps=bool(alternatives),
-    )
+    headings = (what, "logprob", "p", "likeliest there") if alternatives else (what, "logprob", "p")
+    return Table(headings, cells, lefts=(3,), wraps=bool(alternatives))
 
 
 def score_table(found: Score, alternatives: int, token_text: TokenText) -> Table:

@@ -117,10 +117,8 @@ class BlockStory:
     def _forks(self, tables: Sequence[TableRecord], block_map: BlockMap) -> Iterator[str]:
         shared = [sum(block_map.reference_counts[block] > 1 for block in table.blocks) for table in tables]
         if len(tables) > MANY:
-            blocks = (
-                f"{_count(sum(shared))} in their tables shared, none copied" if any(shared) else "all blocks copied"
-            )
-            yield f"{len(tables)} sequences began as forks: {blocks}"
+            blocks = f"{_count(sum(shared))} in their tables shared, none copied"
+            yield f"{len(tables)} sequences began as forks: {blocks if any(shared) else 'all blocks copied'}"
             return
         for table, number in zip(tables, shared, strict=True):
             blocks = f"{_count(number)} shared, none copied" if number else "all blocks copied"
@@ -375,9 +373,8 @@ def step_line(screen: BlockScreen) -> str:
     cached = f"  cached {cache.cached_blocks:>3}" if cache.kind == "prefix" else ""
     figures = f"used {cache.used_blocks:>3}{cached}  free {cache.free_blocks:>3}"
     texts = "; ".join(sentence.text for sentence in screen.latest)
-    return (
-        f"step {screen.steps:>3}  {figures}  fragmentation {share(cache.internal_fragmentation):>6}  {texts}".rstrip()
-    )
+    empty = share(cache.internal_fragmentation)
+    return f"step {screen.steps:>3}  {figures}  fragmentation {empty:>6}  {texts}".rstrip()
 
 
 def _title(question: str, step: int, record: StepRecord, width: int) -> Text:

@@ -103,9 +103,8 @@ class LiveGeneration(LiveView):
     def finish(self, result: RunResult) -> None:
         self.__exit__()
         width = self._console.width
-        for text in sample_texts(result, self._prompt, quiet_prompt=not self._echo):
-            self._console.print(text)
-            self._console.print()
+        texts = sample_texts(result, self._prompt, quiet_prompt=not self._echo)
+        draw(self._console, [part for text in texts for part in (text, None)])
         chart = (chart_heading(result.label, width), *compact_chart(result.forwards, width))
         draw(self._console, [*chart, None, *metrics_lines(result, width)])
 

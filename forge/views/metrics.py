@@ -42,15 +42,12 @@ def draft_facts(records: Sequence[StepRecord]) -> list[Fact]:
     drafts, facts = draft_totals(record.cycles for record in records), []
     for draft in drafts:
         positions = " ".join(f"{accepted / proposed * 100:.0f}" for accepted, proposed in draft.by_position)
-        figure = (
-            f"{count(draft.accepted)} of {count(draft.proposed)} accepted ({percent(draft.acceptance)}; by position"
-        )
-        facts.append((f"{one_line(draft.name)} drafted", f"{figure} {positions}), {ms(draft.ms)} ms"))
+        name, accepted = one_line(draft.name), f"{count(draft.accepted)} of {count(draft.proposed)} accepted"
+        share = f"{percent(draft.acceptance)}; by position {positions}"
+        facts.append((f"{name} drafted", f"{accepted} ({share}), {ms(draft.ms)} ms"))
         if len(drafts) > 1:
             gained = f"{plural(draft.gained, 'token')} beyond the other"
-            facts.append(
-                (f"{one_line(draft.name)} won", f"{count(draft.won)} of {count(draft.cycles)} cycles, {gained}")
-            )
+            facts.append((f"{name} won", f"{count(draft.won)} of {count(draft.cycles)} cycles, {gained}"))
     plain = [f"{count(number)} {_UNDRAFTED[reason]}" for reason, number in undrafted_counts(records).items()]
     return [*facts, ("plain decodes", ", ".join(plain))] if plain else facts
 

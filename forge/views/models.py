@@ -83,7 +83,7 @@ def inspection(metadata: Mapping[str, Any], tensors: "Sequence[TensorEntry]") ->
         "types": type_totals(tensors),
         "tensors": [TensorLine(entry.name, entry.shape, _type_name(entry), entry.nbytes) for entry in tensors],
         "kv_numbers": numbers,
-        "kv_bytes_per_token": None if numbers is None else _kv_bytes(**numbers),
+        "kv_bytes_per_token": numbers and _kv_bytes(**numbers),
     }
 
 

@@ -218,11 +218,8 @@ def charts_over_time(history: History, width: int) -> list[Text]:
     names = {"frag": "fragmentation"}
     for name, values, scale in chart_series(history, len(history) - 1, len(history)):
         strip = sparkline(values, scale, max(8, min(_CHART_WIDTH, width - 26)))
-        lines.append(
-            Text.assemble(
-                (f"{names.get(name, name):<14}", QUIET), (strip, ACCENT), (f"  to {ends[name](scale)}", QUIET)
-            )
-        )
+        label, end = (f"{names.get(name, name):<14}", QUIET), (f"  to {ends[name](scale)}", QUIET)
+        lines.append(Text.assemble(label, (strip, ACCENT), end))
     return lines
 
 
