@@ -173,7 +173,8 @@ def reason_lines(record: StepRecord, width: int) -> list[Text]:
     lines += [_reason("·", "plain", who, text, QUIET) for who, text in undrafted_texts(record)]
     lines += [_reason("✓", "finished", finish.seq_id, finish_text(finish), ACCENT) for finish in record.finished]
     lines += [
-        _reason("✗", "refused", refusal.request_id, one_line(refusal.message), TROUBLE) for refusal in record.rejected
+        _reason("✗", "refused", one_line(refusal.request_id), one_line(refusal.message), TROUBLE)
+        for refusal in record.rejected
     ]
     return [part for line in lines for part in _wrapped(line, width)]
 
