@@ -201,9 +201,8 @@ def _check_exclusive_bounds(schema: Any, is_joined: bool) -> None:
     if (is_exclusive or _numbers(schema, "exclusiveMinimum", "exclusiveMaximum")) and schema.get("type") != "integer":
         low, high = _numbers(schema, "minimum", "exclusiveMinimum"), _numbers(schema, "maximum", "exclusiveMaximum")
         if is_joined or (low and high and min(high) - max(low) < 1):
-            raise ValueError(
-                "an exclusive bound of a range less than 1 wide is not supported; take minimum and maximum"
-            )
+            problem = "an exclusive bound of a range less than 1 wide is not supported"
+            raise ValueError(f"{problem}; take minimum and maximum")
     for member in schema.values():
         _check_exclusive_bounds(member, is_joined)
 

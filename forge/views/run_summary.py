@@ -205,9 +205,7 @@ def times_table(totals: Totals, width: int) -> Table:
     narrow = width < _WIDE
     heading, room = ("ms", 5) if narrow else ("milliseconds", 8)
     columns = (f"{f'p{share}':>{room}}: {{times.p{share}:ms}}" for share in (50, 90, 99))
-    rows = [
-        {"name": short if narrow else long, "times": getattr(totals, time)} for time, (long, short) in _TIMES.items()
-    ]
+    rows = [{"name": names[narrow], "times": getattr(totals, time)} for time, names in _TIMES.items()]
     return Table.of(rows, f"{heading}: {{name}}", *columns, f"{'max':>{room}}: {{times.maximum:ms}}", styles={0: QUIET})
 
 
