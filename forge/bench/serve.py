@@ -169,12 +169,13 @@ def bench_serve(
         save_logs(log_dir, every)
     parts = list(sweep_screen(every) if len(every) > 1 else screen(every[0]))
     parts += [part for benchmark in results if chart for part in chart_parts(benchmark)]
-    if svg is not None:
-        from forge.views.picture import save_screen
-
-        save_screen(svg, parts, "forge bench serve")
     facts = {"levels": every} if len(every) > 1 else every[0]
-    return report(facts, lambda: parts, 0 if all(benchmark.good for benchmark in results) else 1)
+    found = report(facts, lambda: parts, 0 if all(benchmark.good for benchmark in results) else 1)
+    if svg is not None:
+        from forge.views.picture import save_picture
+
+        save_picture(svg, found.draw, "forge bench serve")
+    return found
 
 
 def replaying(plan: ServePlan, workload: Path) -> ServePlan:

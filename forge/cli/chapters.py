@@ -108,11 +108,12 @@ def tour(
         raise UsageError("the prompt is empty: give it at least one word")
     require_server()
     findings = take_tour(str(engine_args.model), prompt, max_tokens, lambda url: steps_of(url, None))
+    found = report(findings.as_json(), lambda: tour_screen(findings))
     if output.svg is not None:
-        from forge.views.picture import save_screen
+        from forge.views.picture import save_picture
 
-        save_screen(output.svg, tour_screen(findings), "forge tour")
-    return report(findings.as_json(), lambda: tour_screen(findings))
+        save_picture(output.svg, found.draw, "forge tour")
+    return found
 
 
 def chapter(

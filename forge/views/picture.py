@@ -2,10 +2,11 @@
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
 
 from forge.errors import file_error
 from forge.views.history import History
@@ -24,10 +25,10 @@ _FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.
 """rich's own, with the fonts that a reader has in place of one that a browser would have to fetch."""
 
 
-def save_screen(path: Path, parts: Iterable[Part], title: str = "forge") -> None:
-    """Save a screen as a picture. Raises `ForgeError` if `path` cannot be written."""
+def save_picture(path: Path, draw_on: Callable[[Console], None], title: str = "forge") -> None:
+    """Save what a function draws on a console as a picture. Raises `ForgeError` if `path` cannot be written."""
     console = ForgeConsole(file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor")
-    draw(console, parts)
+    draw_on(console)
     title = title if len(title) <= _TITLE_WIDTH else f"{title[: _TITLE_WIDTH - 1]}…"
     try:
         console.save_svg(str(path), title=title, code_format=_FORMAT)
@@ -40,11 +41,15 @@ def save_serving(path: Path, history: History) -> None:
 
     Raises `ForgeError` if `path` cannot be written.
     """
-    parts: list[Part] = []
-    if history.records:
-        busiest = max(range(len(history)), key=lambda index: _decisions(history, index))
-        parts = [lambda width: scheduler_lines(history, busiest, width, _HEIGHT), None]
-    save_screen(path, [*parts, *serving_screen(history, history.requests())])
+    parts = [busiest_step(history), None] if history.records else []
+    parts += serving_screen(history, history.requests())
+    save_picture(path, lambda console: draw(console, parts))
+
+
+def busiest_step(history: History) -> Part:
+    """Return the picture of the step in which most was decided."""
+    busiest = max(range(len(history)), key=lambda index: _decisions(history, index))
+    return lambda width: scheduler_lines(history, busiest, width, _HEIGHT)
 
 
 def _decisions(history: History, index: int) -> tuple[int, int, int]:
