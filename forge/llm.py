@@ -122,9 +122,8 @@ class LLM:
         try:
             cache, num_blocks = self._pieces.kv_cache(self._args.cache, size, self._args.evict)
         except MemoryError:
-            raise UsageError(
-                "the KV cache does not fit in memory: lower --max-model-len, --max-num-seqs or --num-blocks"
-            ) from None
+            cure = "lower --max-model-len, --max-num-seqs or --num-blocks"
+            raise UsageError(f"the KV cache does not fit in memory: {cure}") from None
         scratch = range(num_blocks, num_blocks + self._num_scratch_blocks(config, size.block_size))
         create = AsyncEngine if model.runs_ahead else Engine
         storage = self._new_storage(model, scratch.stop, size.block_size)
@@ -385,9 +384,8 @@ class LLM:
             return model.new_storage(layout)
         except (MemoryError, ValueError):  # NumPy raises the latter for more bytes than an address can hold
             gigabytes = num_blocks * block_size * layout.bytes_per_token / 1e9
-            raise UsageError(
-                f"a KV cache of {gigabytes:.1f} GB does not fit in memory: lower --max-model-len or --num-blocks"
-            ) from None
+            problem = f"a KV cache of {gigabytes:.1f} GB does not fit in memory"
+            raise UsageError(f"{problem}: lower --max-model-len or --num-blocks") from None
 
 
 class Run:

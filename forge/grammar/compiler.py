@@ -145,9 +145,8 @@ def _try(compiled: CompiledGrammar) -> None:
     matcher = compiled.new_matcher()
     output: list[int] = []
     for _ in range(_TRIED + 1):
-        allowed = [
-            token_id for token_id in np.flatnonzero(matcher.mask(output)) if token_id not in compiled.eos_token_ids
-        ]
+        possible = np.flatnonzero(matcher.mask(output))
+        allowed = [token_id for token_id in possible if token_id not in compiled.eos_token_ids]
         if not allowed:
             break
         output.append(int(allowed[len(allowed) // 2]))

@@ -115,9 +115,11 @@ class Model(Protocol):
 
     def prepare(self, layout: KvLayout) -> None:
         """Do now what the first forward would otherwise do before it computes, such as compiling."""
+        return
 
     def time_operations(self) -> None:
         """Measure time per layer and operation from now on. Costs time itself, and changes no result."""
+        return
 
     def operation_times(self) -> tuple[OperationTime, ...]:
         """Return the times measured so far, in the order in which the operations first ran."""
@@ -125,6 +127,7 @@ class Model(Protocol):
 
     def check_available(self) -> None:
         """Raise `ModelUnavailable` if it can no longer compute. A model that can always compute does nothing."""
+        return
 
     def forward(self, batch: ForwardBatch, storage: KvStorage) -> Logits:
         """Write this batch's keys and values into `storage`; return logits, float32 `[R, vocab_size]`."""

@@ -205,10 +205,8 @@ def _fetch(repository: _Repository, file: _RemoteFile, target: Path, on_progress
     digest = _digest_of(partial, file.digest)
     if digest != file.digest:
         partial.unlink()
-        raise PullError(
-            f"{file.name}: damaged on the way: its checksum is {_brief(digest)}, and {repository.endpoint} states "
-            f"{_brief(file.digest)}; it was removed, pull it again"
-        )
+        checksums = f"its checksum is {_brief(digest)}, and {repository.endpoint} states {_brief(file.digest)}"
+        raise PullError(f"{file.name}: damaged on the way: {checksums}; it was removed, pull it again")
     os.replace(partial, path)
     for stale in path.parent.glob(f".{path.name}.*.partial"):
         stale.unlink(missing_ok=True)

@@ -203,9 +203,8 @@ class TransferBar(_Bars):
     def __call__(self, name: str, done: int, total: int) -> None:
         if not can_redraw(self._console):
             return
-        progress = self._progress or self._start(
-            DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), moves=True
-        )
+        columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        progress = self._progress or self._start(*columns, moves=True)
         if name not in self._tasks:
             self._tasks[name] = progress.add_task(one_line(name), total=total, completed=done)
         progress.update(self._tasks[name], completed=done, total=total)
