@@ -221,6 +221,10 @@ class EngineArgs:
         """`kv_memory` as a number of bytes."""
         return memory_bytes(self.kv_memory, "--kv-memory")
 
+    @property
+    def drafts(self) -> Sequence[str | Path]:
+        return [self.draft] if isinstance(self.draft, str | Path) else self.draft
+
     def scheduler_config(self) -> "SchedulerConfig":
         """Return the scheduler's options, with the device's defaults for those that are None."""
         from forge.backends.devices import is_large_gpu

@@ -101,7 +101,7 @@ class LLM:
         self._target = Target(
             self.tokenizer, target.vocab_size, self.path, *limits, draft_device, threads, self.kv_dtype
         )
-        self.speculate_with(args.speculate, args.draft)
+        self.speculate_with(args.speculate, args.drafts)
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import typer
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     from forge.engine.outputs import RequestOutput
-    from forge.llm import LLM, Prompt, Run
+    from forge.llm import LLM, Prompt
     from forge.trace.pauses import Pauses
     from forge.trace.recorder import TraceHeader
     from forge.trace.records import StepRecord
     from forge.views.block_map import CacheFigures
     from forge.views.blocks import BlockScreen
     from forge.views.history import History
-    from forge.workload.requests import Request, WorkloadRun
+    from forge.workload.requests import Request
 
 Found = Any
 """A command's result: a `Report`, which the command line then shows; an exit status; or nothing."""
@@ -79,6 +79,17 @@ def forget_prefixes(llm: "LLM") -> None:
         llm.engine.cache.reset()
 
 
+class AnyRun(Protocol):
+    """What can be driven: a `Run`, or anything else that advances an engine as it is iterated over."""
+
+    def __iter__(self) -> "Iterator[StepRecord]": ...
+
+    def abort(self) -> None: ...
+
+    @property
+    def outputs(self) -> "list[RequestOutput]": ...
+
+
 class StepSubscriber:
     """Records the steps of a command's runs in a trace, and lets a reader step through them."""
 
@@ -113,7 +124,7 @@ NO_SUBSCRIBER = StepSubscriber()
 
 def drive(
     llm: "LLM",
-    run: "Run | WorkloadRun",
+    run: AnyRun,
     params: SamplingParams,
     on_step: "Callable[[StepRecord], None]",
     subscriber: StepSubscriber = NO_SUBSCRIBER,
@@ -170,7 +181,7 @@ class RepeatedRun:
 
 def advance(
     llm: "LLM",
-    run: "Run | WorkloadRun",
+    run: AnyRun,
     on_step: "Callable[[StepRecord], None]",
     subscriber: StepSubscriber = NO_SUBSCRIBER,
     history: "History | None" = None,
