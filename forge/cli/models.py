@@ -150,11 +150,8 @@ def synthesize(
 def _config(shape: str | None, values: dict[str, Any]) -> "Qwen3Config":
     """Return the named shape with the given values in place of its own; without a name, the given values."""
     if shape is None:
-        missing = [
-            field.metadata["flags"]
-            for field in fields(ShapeArgs)
-            if field.metadata["shown"] == _PUBLISHED and field.name not in values
-        ]
+        needed = [field for field in fields(ShapeArgs) if field.metadata["shown"] == _PUBLISHED]
+        missing = [field.metadata["flags"] for field in needed if field.name not in values]
         if missing:
             raise UsageError(f"without a shape ({', '.join(SHAPES)}) give {', '.join(missing)}")
         return synthetic_config(**values)

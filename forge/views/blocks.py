@@ -126,9 +126,8 @@ class BlockStory:
 
     def _ends(self, record: StepRecord) -> Iterator[str]:
         tables = _tables(record.blocks)
-        held = {
-            finish.seq_id: len(tables[finish.seq_id].blocks) for finish in record.finished if finish.seq_id in tables
-        }
+        ended = [finish.seq_id for finish in record.finished if finish.seq_id in tables]
+        held = {seq_id: len(tables[seq_id].blocks) for seq_id in ended}
         if len(held) > MANY:
             yield f"{len(held)} sequences ended and freed {_count(sum(held.values()))}"
             return
