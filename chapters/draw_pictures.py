@@ -9,14 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+
 from forge.cli.main import parse_and_run
 from forge.cli.run_control import advance, create_llm, drive, new_history, run_label, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.views.blocks import BlockScreen
 from forge.views.generation import LiveGeneration
-from forge.views.picture import draw_busiest_step, picture_console, save_picture
-from forge.views.screen import Report
-from forge.views.terminal import ForgeConsole, print_lines
+from forge.views.picture import busiest_step, save_picture
+from forge.views.screen import Report, draw
 from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -28,7 +29,7 @@ GUESSED = 'forge speculation --only run "Once upon a time" 48 --k 4'
 OPENING = "Once upon a time, when the first snow fell, a little girl named Hazel woke up early"
 
 
-def generation(console: ForgeConsole) -> None:
+def generation(console: Console) -> None:
     llm, prompt = create_llm("tales", kv="basic"), "Once upon a time"
     warm_up(llm, prompt)
     params = SamplingParams(max_tokens=32, temperature=0.0)
@@ -36,17 +37,15 @@ def generation(console: ForgeConsole) -> None:
     view.finish(drive(llm, llm.start([prompt], params), params, view.step))
 
 
-def block_map(console: ForgeConsole) -> None:
+def block_map(console: Console) -> None:
     llm = create_llm("tales", kv="paged", num_blocks=64)
     llm.engine.scheduler.keep_block_map = True
     params, screen = SamplingParams(max_tokens=80, temperature=0.9, seed=7, n=4), BlockScreen()
     drive(llm, llm.start([OPENING], params), params, screen.feed)
-    print_lines(console, screen.picture(console.width))
-    console.print()
-    print_lines(console, screen.story_lines(console.width))
+    draw(console, [*screen.picture(console.width), None, *screen.story_lines(console.width)])
 
 
-def scheduler(console: ForgeConsole) -> None:
+def scheduler(console: Console) -> None:
     llm = create_llm("tales", kv="paged", num_blocks=48)
     llm.engine.report_probabilities = False
     workload = make_workload(
@@ -54,21 +53,21 @@ def scheduler(console: ForgeConsole) -> None:
     )
     history = new_history(llm)
     advance(llm, WorkloadRun(llm.engine, workload), lambda record: None, history=history)
-    draw_busiest_step(console, history)
+    draw(console, [busiest_step(history)])
 
 
-def of_report(line: str) -> Callable[[ForgeConsole], None]:
+def of_report(line: str) -> Callable[[Console], None]:
     """What a command that measures draws."""
 
-    def draw(console: ForgeConsole) -> None:
+    def draw_report(console: Console) -> None:
         report = parse_and_run(shlex.split(line)[1:])
         assert isinstance(report, Report), f"{line} measures nothing"
         report.draw(console)
 
-    return draw
+    return draw_report
 
 
-DRAWN: dict[str, tuple[str, Callable[[ForgeConsole], None]]] = {
+DRAWN: dict[str, tuple[str, Callable[[Console], None]]] = {
     "generate": (GENERATED, generation),
     "compare": (COMPARED, of_report(COMPARED)),
     "blocks": (FORKED, block_map),
@@ -80,10 +79,8 @@ DRAWN: dict[str, tuple[str, Callable[[ForgeConsole], None]]] = {
 
 def main(folder: Path = FOLDER) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (line, draw) in DRAWN.items():
-        console = picture_console()
-        draw(console)
-        save_picture(console, folder / f"{name}.svg", title=line)
+    for name, (line, draw_on) in DRAWN.items():
+        save_picture(folder / f"{name}.svg", draw_on, title=line)
 
 
 if __name__ == "__main__":

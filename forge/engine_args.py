@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from forge.pieces import Pieces
 
 _MODEL, _SPECULATION, _SCHEDULER, _SWITCHES = "Model", "Speculation", "Scheduler", "Scheduler switches"
+_POOL_SIZES = ("gpu_memory_utilization", "num_blocks", "kv_memory")
+"""The options that say how large the pool is."""
 KV_KINDS = {
     "off": "every forward computes the whole sequence again",
     "basic": "a contiguous run per sequence (also: on)",
@@ -38,7 +40,7 @@ CPU_PREFILL_ONLY_MEMORY = 40 << 20
 2,048 rows of the 0.6B shape needs 134 MB and computes 970 tokens/s; over 512 rows 1,150."""
 LARGE_GPU_STEP_TOKENS = 8192
 """Tokens of a step there, for the reason given next; not measured."""
-LARGE_GPU_PREFILL_ONLY_TOKENS, LARGE_GPU_PREFILL_ONLY_MEMORY = 8192, 4 << 30
+_LARGE_GPU_PREFILL_ONLY = {"prefill_only_tokens": 8192, "prefill_only_memory": 4 << 30}
 """A large GPU's products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix
 of 2,560 make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through
 3 %."""
@@ -171,7 +173,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         from forge.backends.choices import packed_weights_wanted
-        from forge.backends.devices import check_device, check_kv_dtype
+        from forge.backends.devices import check_device, check_kv_dtype, checked_utilization
         from forge.cache.eviction import eviction_policy
         from forge.cache.factory import canonical_mode
         from forge.speculation.setup import checked_acceptance, checked_mode
@@ -180,14 +182,16 @@ class EngineArgs:
         checked_mode(self.speculate, self.k)
         checked_acceptance(self.acceptance)
         self._config({})  # checks the scheduler's
-        sizes = {"num_blocks": self.num_blocks, "kv_memory": self.pool_bytes}
-        for name, value in (sizes | {"threads": self.threads, "max_model_len": self.max_model_len}).items():
+        counts = {"num_blocks": self.num_blocks, "kv_memory": self.pool_bytes}
+        for name, value in (counts | {"threads": self.threads, "max_model_len": self.max_model_len}).items():
             if value is not None:
                 _require_positive(name, value)
+        sizes = [name for name in _POOL_SIZES if getattr(self, name) is not None]
+        if len(sizes) > 1:
+            both = " and ".join(map(flag_of, sizes[:2]))
+            raise UsageError(f"{both} both say how large the KV cache is: give one of them")
         if self.gpu_memory_utilization is not None:
-            self._check_gpu_memory(self.gpu_memory_utilization)
-        if self.num_blocks is not None and self.kv_memory is not None:
-            raise UsageError("--num-blocks and --kv-memory both say how large the KV cache is: give one of them")
+            checked_utilization(self.gpu_memory_utilization)
         if isinstance(self.cache, str):
             canonical_mode(self.cache)
         eviction_policy(self.evict)
@@ -218,11 +222,6 @@ class EngineArgs:
         return memory_bytes(self.kv_memory, "--kv-memory")
 
     @property
-    def prefill_only_bytes(self) -> int | None:
-        """`prefill_only_memory` as a number of bytes."""
-        return memory_bytes(self.prefill_only_memory, "--prefill-only-memory")
-
-    @property
     def drafts(self) -> Sequence[str | Path]:
         return [self.draft] if isinstance(self.draft, str | Path) else self.draft
 
@@ -231,13 +230,8 @@ class EngineArgs:
         from forge.backends.devices import is_large_gpu
 
         if is_large_gpu(self.device):
-            return self._config(
-                {
-                    "max_num_batched_tokens": max(LARGE_GPU_STEP_TOKENS, self.max_num_seqs),
-                    "prefill_only_tokens": LARGE_GPU_PREFILL_ONLY_TOKENS,
-                    "prefill_only_memory": LARGE_GPU_PREFILL_ONLY_MEMORY,
-                }
-            )
+            tokens = max(LARGE_GPU_STEP_TOKENS, self.max_num_seqs)
+            return self._config(_LARGE_GPU_PREFILL_ONLY | {"max_num_batched_tokens": tokens})
         return self._config({"prefill_only_memory": CPU_PREFILL_ONLY_MEMORY} if self.device == "cpu" else {})
 
     def _config(self, defaults: dict[str, Any]) -> "SchedulerConfig":
@@ -245,18 +239,8 @@ class EngineArgs:
         from forge.engine.policies import SchedulerConfig
 
         options = {field.name: getattr(self, field.name) for field in fields(SchedulerConfig)}
-        options["prefill_only_memory"] = self.prefill_only_bytes
+        options["prefill_only_memory"] = memory_bytes(self.prefill_only_memory, "--prefill-only-memory")
         return SchedulerConfig(**defaults | {name: value for name, value in options.items() if value is not None})
-
-    def _check_gpu_memory(self, utilization: float) -> None:
-        if self.num_blocks is not None or self.kv_memory is not None:
-            size = "--num-blocks" if self.num_blocks is not None else "--kv-memory"
-            raise UsageError(
-                f"--gpu-memory-utilization and {size} both say how large the KV cache is: give one of them"
-            )
-        from forge.backends.devices import checked_utilization
-
-        checked_utilization(utilization)
 
 
 def memory_bytes(size: int | str | None, flag: str = "--kv-memory") -> int | None:

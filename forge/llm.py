@@ -47,6 +47,9 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 Progress = Callable[[int, int], None]
 """Called with (done, in all)."""
+NO_PROGRESS: Progress = lambda done, of: None  # noqa: E731 (it does nothing)
+Requests = list[tuple[str, tuple[int, ...]]]
+"""Queued requests: the id of each, and of its samples' sequences."""
 
 MAX_PREFILL_ONLY = 128
 """Requests that keep nothing in one step, about: the scratch blocks are counted for so many."""
@@ -69,13 +72,9 @@ class LLM:
         self._args, config = args, args.scheduler_config()
         self._pieces = args.pieces or current_pieces()
         device, threads = args.device, args.threads
-        loaded = load_model(
-            args.model,
-            lambda: create_backend(
-                device, threads, args.quantize, args.on_compile_progress, args.invariant, args.kernels
-            ),
-            args.on_load_progress,
-        )
+        options = args.quantize, args.on_compile_progress, args.invariant, args.kernels
+        new_backend = partial(create_backend, device, threads, *options)
+        loaded = load_model(args.model, new_backend, args.on_load_progress)
         self.path, self.model_name = loaded.path, loaded.name
         self.pooling: Pooling = loaded.pooling
         """How an embedding is made of hidden states, unless a call says otherwise."""
@@ -123,20 +122,14 @@ class LLM:
         try:
             cache, num_blocks = self._pieces.kv_cache(self._args.cache, size, self._args.evict)
         except MemoryError:
-            raise UsageError(
-                "the KV cache does not fit in memory: lower --max-model-len, --max-num-seqs or --num-blocks"
-            ) from None
+            cure = "lower --max-model-len, --max-num-seqs or --num-blocks"
+            raise UsageError(f"the KV cache does not fit in memory: {cure}") from None
         scratch = range(num_blocks, num_blocks + self._num_scratch_blocks(config, size.block_size))
         create = AsyncEngine if model.runs_ahead else Engine
+        storage = self._new_storage(model, scratch.stop, size.block_size)
+        new_scheduler = partial(self._pieces.scheduler, preemption=self._pieces.preemption)
         engine = create(
-            model,
-            self.tokenizer,
-            cache,
-            self._new_storage(model, scratch.stop, size.block_size),
-            self.max_model_len,
-            config,
-            scratch,
-            new_scheduler=partial(self._pieces.scheduler, preemption=self._pieces.preemption),
+            model, self.tokenizer, cache, storage, self.max_model_len, config, scratch, new_scheduler=new_scheduler
         )
         engine.compile_grammar = SandboxedCompiler(self._grammars)
         engine.checks_invariants = self._args.check
@@ -176,7 +169,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params are SamplingParams for all prompts, and not of type {type(params).__name__}")
         checked = [self._encode(prompt) for prompt in _as_list(prompts)]
-        requests: list[tuple[str, tuple[int, ...]]] = []
+        requests: Requests = []
         with self.engine.lock:
             try:
                 for text, token_ids in checked:
@@ -190,11 +183,7 @@ class LLM:
         return Run(self.engine, requests, keep_logits)
 
     def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        labels: Sequence[str] = (),
-        *,
-        on_progress: Progress = lambda done, of: None,
+        self, prompts: Prompt | Sequence[Prompt], labels: Sequence[str] = (), *, on_progress: Progress = NO_PROGRESS
     ) -> list[tasks.Classification]:
         """Compute how likely each label is to follow each prompt, from one forward per prompt if labels are single
         tokens. A model with a classification head has its own labels and takes none.
@@ -211,7 +200,7 @@ class LLM:
         return self._finished(tasks.classify(encoded, token_ids, labels), on_progress)
 
     def score(
-        self, pairs: Sequence[tuple[Prompt, Prompt]], top: int = 0, *, on_progress: Progress = lambda done, of: None
+        self, pairs: Sequence[tuple[Prompt, Prompt]], top: int = 0, *, on_progress: Progress = NO_PROGRESS
     ) -> list[tasks.Score]:
         """Score each (prompt, continuation): the log probability of each of the continuation's tokens, and of `top`
         alternatives to each. Raises `UsageError` if there is nothing to score."""
@@ -219,11 +208,7 @@ class LLM:
         return self._finished(tasks.score(encoded, top), on_progress)
 
     def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling: Pooling | None = None,
-        *,
-        on_progress: Progress = lambda done, of: None,
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling | None = None, *, on_progress: Progress = NO_PROGRESS
     ) -> np.ndarray:
         """Return one unit vector per prompt: float32 `[prompts, hidden]`.
 
@@ -242,7 +227,7 @@ class LLM:
         instruction: str | None = None,
         *,
         by: Literal["answer", "embedding"] = "answer",
-        on_progress: Progress = lambda done, of: None,
+        on_progress: Progress = NO_PROGRESS,
     ) -> list[float]:
         """Return how relevant each document is to the query. by: `answer`, the probability of "yes" against "no" in the
         form that Qwen3-Reranker was trained with, from 0 to 1, by the model's classification head if it has one;
@@ -261,7 +246,7 @@ class LLM:
         self,
         requests: Sequence[tuple[Sequence[int], Task]],
         on_step: Callable[[StepRecord], None] = lambda record: None,
-        on_progress: Progress = lambda done, of: None,
+        on_progress: Progress = NO_PROGRESS,
     ) -> list[Readout]:
         """Run prefill-only requests, each a prompt's tokens and its task; return their results in order.
 
@@ -399,15 +384,14 @@ class LLM:
             return model.new_storage(layout)
         except (MemoryError, ValueError):  # NumPy raises the latter for more bytes than an address can hold
             gigabytes = num_blocks * block_size * layout.bytes_per_token / 1e9
-            raise UsageError(
-                f"a KV cache of {gigabytes:.1f} GB does not fit in memory: lower --max-model-len or --num-blocks"
-            ) from None
+            problem = f"a KV cache of {gigabytes:.1f} GB does not fit in memory"
+            raise UsageError(f"{problem}: lower --max-model-len or --num-blocks") from None
 
 
 class Run:
     """Requests under way: iterate to advance them step by step, then read `outputs`."""
 
-    def __init__(self, engine: Engine, requests: list[tuple[str, tuple[int, ...]]], keep_logits: bool = False):
+    def __init__(self, engine: Engine, requests: Requests, keep_logits: bool = False):
         self._engine = engine
         self._request_ids = [request_id for request_id, _ in requests]
         self._outputs: list[RequestOutput] | None = None
@@ -590,13 +574,7 @@ class ChatSession:
 class ChatTurn(Run):
     """The run of one answer; joins the conversation when it ends, or when it is aborted."""
 
-    def __init__(
-        self,
-        session: ChatSession,
-        messages: list[dict[str, str]],
-        engine: Engine,
-        requests: list[tuple[str, tuple[int, ...]]],
-    ):
+    def __init__(self, session: ChatSession, messages: list[dict[str, str]], engine: Engine, requests: Requests):
         super().__init__(engine, requests)
         self._session, self._messages, self._seq_id = session, messages, requests[0][1][0]
 

@@ -98,72 +98,61 @@ def _is_above_zero(value: Any) -> bool:
 _POOL, _BLOCKS, _PROPOSERS = "--kv basic, paged or prefix", "--kv paged or prefix", "--speculate draft or ngram"
 _CACHED, _PAGED, _SPECULATING = _none_of("off"), _one_of("paged", "prefix"), _none_of("off")
 _SAMPLING, _COMPARED = "--temperature above 0", "--engine MODEL or --peer URL"
-_ONE_PROMPT = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "drafts",
-    "num_speculative_tokens",
-)  # fmt: skip
+_ONE_PROMPT = "temperature top_p top_k min_p repetition_penalty seed stop ignore_eos drafts num_speculative_tokens"
 """Options of `forge compare` that many requests, which are greedy, ignore."""
 _MADE_UP = (
-    "requests", "arrival", "prompt_tokens", "max_tokens", "dataset", "input_tokens", "output_tokens", "num_prompts",
-    "prefix_reuse", "request_rate",
-)  # fmt: skip
+    "requests arrival prompt_tokens max_tokens dataset input_tokens output_tokens num_prompts prefix_reuse request_rate"
+)
 """Options of requests that are made up, and not replayed from a record."""
-_LENGTHS = ("prompt_tokens", "output_tokens", "arrival", "workload")
+_LENGTHS = "prompt_tokens output_tokens arrival workload"
 """Options of `forge compare` about requests whose lengths are not given."""
+
+
+def _needs(options: str, on: str, holds: Callable[[Any], bool], advice: str = "", later: bool = False) -> list[Need]:
+    """Return the rules of options that mean nothing without the same; `options` are words."""
+    return [Need(option, on, holds, advice, later) for option in options.split()]
+
+
 NEEDS: tuple[Need, ...] = (
-    Need("block_size", "kv", _CACHED, _POOL),
-    Need("num_blocks", "kv", _CACHED, _POOL),
-    Need("kv_memory", "kv", _CACHED, _POOL),
-    Need("gpu_memory_utilization", "kv", _CACHED, _POOL),
-    Need("gpu_memory_utilization", "device", _one_of("cuda"), "--device cuda (elsewhere --kv-memory)"),
-    Need("invariant", "device", _one_of("cuda"), "--device cuda (elsewhere bits never depend on the batch)"),
-    Need("kernels", "device", _one_of("cuda"), "--device cuda (the others have kernels of their own)"),
-    Need("quantize", "device", _none_of("reference"), "--device cpu or cuda (the reference computes in float32)"),
-    Need("threads", "device", _none_of("reference"), "--device cpu (the reference has no threads)"),
-    Need("draft", "speculate", _one_of("draft"), "--speculate draft"),
-    Need("draft_device", "speculate", _one_of("draft"), "--speculate draft", may_come_later=True),
-    Need("k", "speculate", _SPECULATING, _PROPOSERS, may_come_later=True),
-    Need("speculate_fixed", "speculate", _SPECULATING, _PROPOSERS, may_come_later=True),
-    Need("acceptance", "speculate", _one_of("draft", "ngram"), _PROPOSERS, may_come_later=True),
-    Need("drafts", "speculate", _one_of("draft"), "--speculate draft"),
-    Need("num_speculative_tokens", "speculate", _SPECULATING, _PROPOSERS),
-    Need("tenants", "speculate", _SPECULATING, _PROPOSERS),
-    Need("preempt", "kv", _PAGED, _BLOCKS),
-    Need("preempt", "order", _none_of("priority"), "another --order (priority chooses the victim itself)"),
-    Need("preemption", "kv", _PAGED, _BLOCKS),
-    Need("evict", "kv", _one_of("prefix"), "--kv prefix"),
-    Need("num_host_blocks", "preemption", _one_of("swap"), "--preemption swap", may_come_later=True),
-    Need("prefix_planning", "kv", _one_of("prefix"), "--kv prefix"),
-    Need("top_p", "temperature", _is_above_zero, _SAMPLING),
-    Need("top_k", "temperature", _is_above_zero, _SAMPLING),
-    Need("min_p", "temperature", _is_above_zero, _SAMPLING),
-    Need("seed", "temperature", _is_above_zero, _SAMPLING),
-    Need("show", "kv", _CACHED, _POOL),
-    Need("pace", "show", _is_given, "--show blocks"),
-    Need("svg", "seq", _is_not_given, ""),
-    Need("svg", "view", _is_not_given, ""),
-    Need("step", "seq", _is_not_given, ""),
-    Need("step", "view", _is_not_given, ""),
-    Need("view", "seq", _is_not_given, ""),
-    *(Need(option, "workload", _is_not_given, "") for option in _MADE_UP),
-    Need("workload", "compared", _is_not_given, ""),
-    Need("instruction", "by", _one_of("answer"), "--by answer"),
-    Need("question", "raw", _is_not_given, ""),
-    Need("router", "engines", _is_given, "--replicas, --max-replicas or --decode-replicas"),
-    Need("target_requests", "max_replicas", _is_given, "--max-replicas"),
-    Need("upscale_delay", "max_replicas", _is_given, "--max-replicas"),
-    Need("downscale_delay", "max_replicas", _is_given, "--max-replicas"),
-    Need("num_blocks", "engine", _is_given, "--engine MODEL"),
-    Need("threads", "engine", _is_given, "--engine MODEL"),
-    Need("turns", "compared", _is_given, _COMPARED),
-    Need("peer_model", "peer", _is_given, "--peer URL"),
-    Need("return_draft_at", "revoke_draft_at", _is_given, "--revoke-draft-at"),
-    *(Need(option, "planned", _is_not_given, "") for option in _LENGTHS),
-    *(Need(option, "prompted", _is_not_given, "") for option in _LENGTHS),
-    Need("requests", "prompts", _is_not_given, ""),
-    Need("prompts", "many", _is_not_given, ""),
-    Need("execution_class", "planned", bool, "it as --class generation vs prefill-only"),
-    *(Need(option, "many", _is_not_given, "") for option in _ONE_PROMPT),
+    *_needs("block_size num_blocks kv_memory gpu_memory_utilization", "kv", _CACHED, _POOL),
+    *_needs("gpu_memory_utilization", "device", _one_of("cuda"), "--device cuda (elsewhere --kv-memory)"),
+    *_needs("invariant", "device", _one_of("cuda"), "--device cuda (elsewhere bits never depend on the batch)"),
+    *_needs("kernels", "device", _one_of("cuda"), "--device cuda (the others have kernels of their own)"),
+    *_needs("quantize", "device", _none_of("reference"), "--device cpu or cuda (the reference computes in float32)"),
+    *_needs("threads", "device", _none_of("reference"), "--device cpu (the reference has no threads)"),
+    *_needs("draft", "speculate", _one_of("draft"), "--speculate draft"),
+    *_needs("draft_device", "speculate", _one_of("draft"), "--speculate draft", later=True),
+    *_needs("k speculate_fixed", "speculate", _SPECULATING, _PROPOSERS, later=True),
+    *_needs("acceptance", "speculate", _one_of("draft", "ngram"), _PROPOSERS, later=True),
+    *_needs("drafts", "speculate", _one_of("draft"), "--speculate draft"),
+    *_needs("num_speculative_tokens tenants", "speculate", _SPECULATING, _PROPOSERS),
+    *_needs("preempt", "kv", _PAGED, _BLOCKS),
+    *_needs("preempt", "order", _none_of("priority"), "another --order (priority chooses the victim itself)"),
+    *_needs("preemption", "kv", _PAGED, _BLOCKS),
+    *_needs("evict", "kv", _one_of("prefix"), "--kv prefix"),
+    *_needs("num_host_blocks", "preemption", _one_of("swap"), "--preemption swap", later=True),
+    *_needs("prefix_planning", "kv", _one_of("prefix"), "--kv prefix"),
+    *_needs("top_p top_k min_p seed", "temperature", _is_above_zero, _SAMPLING),
+    *_needs("show", "kv", _CACHED, _POOL),
+    *_needs("pace", "show", _is_given, "--show blocks"),
+    *_needs("svg step view", "seq", _is_not_given),
+    *_needs("svg step", "view", _is_not_given),
+    *_needs(_MADE_UP, "workload", _is_not_given),
+    *_needs("workload", "compared", _is_not_given),
+    *_needs("instruction", "by", _one_of("answer"), "--by answer"),
+    *_needs("question", "raw", _is_not_given),
+    *_needs("router", "engines", _is_given, "--replicas, --max-replicas or --decode-replicas"),
+    *_needs("target_requests upscale_delay downscale_delay", "max_replicas", _is_given, "--max-replicas"),
+    *_needs("num_blocks threads", "engine", _is_given, "--engine MODEL"),
+    *_needs("turns", "compared", _is_given, _COMPARED),
+    *_needs("peer_model", "peer", _is_given, "--peer URL"),
+    *_needs("return_draft_at", "revoke_draft_at", _is_given, "--revoke-draft-at"),
+    *_needs(_LENGTHS, "planned", _is_not_given),
+    *_needs(_LENGTHS, "prompted", _is_not_given),
+    *_needs("requests", "prompts", _is_not_given),
+    *_needs("prompts", "many", _is_not_given),
+    *_needs("execution_class", "planned", bool, "it as --class generation vs prefill-only"),
+    *_needs(_ONE_PROMPT, "many", _is_not_given),
 )
 """All rules."""
 _OF_COMPARE = {

@@ -43,7 +43,7 @@ from forge.views.charts import row_of, throughput_plot
 from forge.views.formatting import count, percent
 from forge.views.palette import ACCENT
 from forge.views.progress import progress_line
-from forge.views.screen import Part, Report, Table, draw, fill, report, title, trouble
+from forge.views.screen import Part, Report, Table, fill, report, title, trouble
 from forge.views.text import one_line
 from forge.workload.requests import RecordedRequest, recorded_requests
 
@@ -169,14 +169,13 @@ def bench_serve(
         save_logs(log_dir, every)
     parts = list(sweep_screen(every) if len(every) > 1 else screen(every[0]))
     parts += [part for benchmark in results if chart for part in chart_parts(benchmark)]
-    if svg is not None:
-        from forge.views.picture import picture_console, save_picture
-
-        console = picture_console()
-        draw(console, parts)
-        save_picture(console, svg, "forge bench serve")
     facts = {"levels": every} if len(every) > 1 else every[0]
-    return report(facts, lambda: parts, 0 if all(benchmark.good for benchmark in results) else 1)
+    found = report(facts, lambda: parts, 0 if all(benchmark.good for benchmark in results) else 1)
+    if svg is not None:
+        from forge.views.picture import save_picture
+
+        save_picture(svg, found.draw, "forge bench serve")
+    return found
 
 
 def replaying(plan: ServePlan, workload: Path) -> ServePlan:

@@ -29,15 +29,9 @@ _LABELS_NEEDED = "--labels takes two labels or more with commas: --labels happy,
 
 
 @dataclass(frozen=True)
-class FileArgs:
-    """More texts than those on the command line."""
-
-    file: str | None = option(None, "More texts, one to a line.", _TEXTS, flags="--file -f")
-
-
-@dataclass(frozen=True)
-class ClassifyArgs:
-    """The labels, and how a text asks for one of them."""
+class AnswerArgs:
+    """What is asked of texts; each command takes its own part. Raises `UsageError` for fewer likeliest tokens than
+    none."""
 
     labels: str | None = option(
         None, "The labels, with commas.", _TEXTS, shown="those of the model's classification head"
@@ -46,36 +40,19 @@ class ClassifyArgs:
         None, "What is asked about each text.", _TEXTS, shown="which of the labels it is, in one word"
     )
     raw: bool = option(False, "A text is the whole prompt, and nothing is asked.", _TEXTS)
-
-
-@dataclass(frozen=True)
-class EmbedArgs:
-    """Which hidden states become the vector of a text."""
-
+    file: str | None = option(None, "More texts, one to a line.", _TEXTS, flags="--file -f")
     pooling: str | None = option(
         None,
         "last: the last token's hidden state; mean: that of all.",
         _TEXTS,
         shown="as the model's file says, or last",
     )
-
-
-@dataclass(frozen=True)
-class RankArgs:
-    """How the relevance of a document is computed."""
-
     by: str = option(
         "answer",
         'answer: "yes" against "no" in Qwen3-Reranker\'s form; embedding: the cosine of the embeddings.',
         _QUERY,
     )
     instruction: str | None = option(None, "With --by answer: the task.", _QUERY, shown="Qwen3-Reranker's own")
-
-
-@dataclass(frozen=True)
-class TopArgs:
-    """How many of the likeliest tokens are listed. Raises `UsageError` for less than none."""
-
     top: int = option(0, "List this many of the likeliest tokens at each place.", "Output")
 
     def __post_init__(self) -> None:
@@ -88,7 +65,12 @@ def _bar(title: str) -> CountingBar:
 
 
 @command
-def classify(engine: AnsweringEngine, texts: TextsArgument = None, *, asked: ClassifyArgs, more: FileArgs) -> Report:
+def classify(
+    engine: AnsweringEngine,
+    texts: TextsArgument = None,
+    *,
+    asked: Annotated[AnswerArgs, Takes("labels question raw file")],
+) -> Report:
     """Label probabilities of texts, from one forward pass each.
 
     [dim]forge classify --labels happy,sad "The mole lost his crown, and he wept all night."[/dim]
@@ -100,7 +82,7 @@ def classify(engine: AnsweringEngine, texts: TextsArgument = None, *, asked: Cla
     names = [name.strip() for name in (asked.labels or "").split(",") if name.strip()]
     if len(names) == 1:
         raise UsageError(_LABELS_NEEDED)
-    inputs = options.read_texts(texts, more.file)
+    inputs = options.read_texts(texts, asked.file)
     llm = create_llm(engine)
     if not names and not llm.model.labels:
         raise UsageError(_LABELS_NEEDED)
@@ -119,26 +101,26 @@ def score(
     engine: AnsweringEngine,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What comes before; may be empty.")],
     continuation: Annotated[str, typer.Argument(metavar="CONTINUATION", help="What is scored; - reads stdin.")],
-    listed: TopArgs,
+    asked: Annotated[AnswerArgs, Takes("top")],
 ) -> Report:
     """The log-probability of each token of a continuation, their total, and the perplexity.
 
     [dim]forge score "Once upon a time" ", when the first snow fell"[/dim]
     """
-    return _scored(engine, prompt, options.read_prompt(continuation), listed.top)
+    return _scored(engine, prompt, options.read_prompt(continuation), asked.top)
 
 
 @command
 def logprobs(
     engine: AnsweringEngine,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What is scored; - reads standard input.")],
-    listed: Annotated[TopArgs, Takes(top=5)],
+    asked: Annotated[AnswerArgs, Takes("top", top=5)],
 ) -> Report:
     """The log-probability of every token of a text, and what else could have stood there.
 
     [dim]forge logprobs "Once upon a time" --top 5[/dim]
     """
-    return _scored(engine, "", options.read_prompt(text), listed.top)
+    return _scored(engine, "", options.read_prompt(text), asked.top)
 
 
 def _scored(engine_args: EngineArgs, prompt: str, continuation: str, top: int) -> Report:
@@ -155,12 +137,14 @@ def _scored(engine_args: EngineArgs, prompt: str, continuation: str, top: int) -
 
 
 @command
-def embed(engine: AnsweringEngine, texts: TextsArgument = None, *, more: FileArgs, asked: EmbedArgs) -> Report:
+def embed(
+    engine: AnsweringEngine, texts: TextsArgument = None, *, asked: Annotated[AnswerArgs, Takes("file pooling")]
+) -> Report:
     """Texts as unit vectors, and the cosine of each two of them.
 
     [dim]forge embed "the fox found a lantern" "a lantern was found" "the sea is cold"[/dim]
     """
-    inputs = options.read_texts(texts, more.file)
+    inputs = options.read_texts(texts, asked.file)
     llm = create_llm(engine)
     with _bar("embed") as on_progress:
         vectors = llm.embed(inputs, cast(Any, asked.pooling), on_progress=on_progress)  # it checks `pooling`
@@ -175,10 +159,8 @@ def embed(engine: AnsweringEngine, texts: TextsArgument = None, *, more: FileArg
 def rerank(
     engine: AnsweringEngine,
     file: Annotated[str, typer.Argument(metavar="FILE", help="Documents, one to a line.")],
-    query: Annotated[
-        str, typer.Option("--query", "-q", help="What is looked for.", show_default=False, rich_help_panel=_QUERY)
-    ],
-    asked: RankArgs,
+    query: Annotated[str, typer.Option("--query", "-q", help="What is looked for.", rich_help_panel=_QUERY)],
+    asked: Annotated[AnswerArgs, Takes("by instruction")],
 ) -> Report:
     """The lines of a file in the order of their relevance to a query.
 

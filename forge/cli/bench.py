@@ -47,15 +47,4 @@ class Benchmarks(TyperGroup):
         return self.commands.get(cmd_name)
 
 
-bench = typer.Typer(
-    cls=Benchmarks,
-    help="Measure speed beside llama.cpp and transformers, the caches, the engine, speculation, or the accuracy "
-    "of quantization.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
-
-
-@bench.callback()
-def _group() -> None:
-    pass
+bench = typer.Typer(cls=Benchmarks, no_args_is_help=True, rich_markup_mode="rich")

@@ -14,17 +14,14 @@ from forge.errors import UsageError
 from forge.exercises import ENTRIES, find_entry, session
 from forge.exercises.screens import hints_screen, list_screen, print_result, print_solution, started_screen
 from forge.exercises.session import load_builds, next_entry, save_builds
-from forge.views.json_output import as_object
+from forge.views.json_output import as_object, picked
 from forge.views.screen import Report, draw, report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.exercises import Entry
 
-build = typer.Typer(
-    help="Write a part of the engine yourself: thirteen exercises, checked, and run by the real engine.",
-    rich_markup_mode="rich",
-)
+build = typer.Typer(rich_markup_mode="rich")
 
 _POLL_SECONDS = 0.2
 
@@ -54,10 +51,7 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = None, json: option
     started = {entry.number for entry in entries if (folder / entry.file_name).is_file()}
     facts = [
         {
-            "number": entry.number,
-            "name": entry.name,
-            "title": entry.title,
-            "chapter": entry.chapter,
+            **picked(entry, "number", "name", "title", "chapter"),
             "started": entry.number in started,
             "passed": entry.number in builds.passed,
             "changed": entry.number in started and session.has_changed(entry, builds),

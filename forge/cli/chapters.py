@@ -39,7 +39,7 @@ from forge.errors import UsageError
 from forge.option import flag_of, option
 from forge.views.formatting import plural
 from forge.views.keys import is_listening
-from forge.views.screen import Report, draw, report
+from forge.views.screen import Report, report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def chapters() -> Report:
 
 @command
 def glossary(
-    term: Annotated[
-        str | None, typer.Argument(metavar="TERM", help="A term, or a symbol of a screen.", show_default=False)
-    ] = None,
+    term: Annotated[str | None, typer.Argument(metavar="TERM", help="A term, or a symbol of a screen.")] = None,
 ) -> Report:
     """Say what a term or a symbol on a screen means.
 
@@ -119,25 +117,19 @@ def tour(
         raise UsageError("the prompt is empty: give it at least one word")
     require_server()
     findings = take_tour(str(engine_args.model), prompt, max_tokens, lambda url: steps_of(url, None))
+    found = report(findings.as_json(), lambda: tour_screen(findings))
     if output.svg is not None:
-        from forge.views.picture import picture_console, save_picture
+        from forge.views.picture import save_picture
 
-        console = picture_console()
-        draw(console, tour_screen(findings))
-        save_picture(console, output.svg, "forge tour")
-    return report(findings.as_json(), lambda: tour_screen(findings))
+        save_picture(output.svg, found.draw, "forge tour")
+    return found
 
 
 def chapter(
     ctx: typer.Context,
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="CHAPTER",
-            help="Its number, or its command.",
-            show_default=False,
-            autocompletion=completion.chapters,
-        ),
+        typer.Argument(metavar="CHAPTER", help="Its number, or its command.", autocompletion=completion.chapters),
     ],
 ) -> Found:
     """Read a chapter: the same as its own command, whose options it takes."""
@@ -344,9 +336,8 @@ def new_session(chapter: "Chapter", overrides: "Given | None" = None) -> "Sessio
     from forge.book.given import model_facts
 
     values = {name: each(value)[0] for name, value in (overrides.values if overrides else {}).items() if each(value)}
-    options_given = {
-        name: values[option] for name, option in (("name", "model"), ("kv_dtype",) * 2) if option in values
-    }
+    options_of_facts = {"name": "model", "kv_dtype": "kv_dtype"}
+    options_given = {name: values[option] for name, option in options_of_facts.items() if option in values}
     model = model_facts(**options_given) if "model" in chapter.names else {}
     return Session(chapter, run_reported, model=model, given=tuple(overrides.values) if overrides else ())
 

@@ -59,8 +59,11 @@ _OF_MANY = (
 
 @dataclass(frozen=True)
 class ManyArgs:
-    """Options of a comparison that is about many requests."""
+    """Options of a comparison that is about many requests, or several prompts."""
 
+    prompts: str | None = option(
+        None, "A file of prompts instead, one to a line. Each comes one step after the one before.", "Prompt"
+    )
     output_tokens: str | None = option(None, "Tokens of each output: 64, or 8:64.", WORKLOAD, shown="MAX_TOKENS")
     batch: int | None = option(None, "Of many requests, how many run at once.", WORKLOAD)
     execution_class: str = option(
@@ -79,16 +82,9 @@ def compare(
     *,
     sampling: Annotated[SamplingParams, Takes(without="max_tokens n logprobs prompt_logprobs", unmade=True)],
     engine_args: Annotated[EngineArgs, Takes(without="max_num_seqs prefill_only", unmade=True)],
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            "--prompts",
-            help="A file of prompts instead, one to a line. Each comes one step after the one before.",
-            rich_help_panel="Prompt",
-        ),
-    ] = None,
+    listed: Annotated[ManyArgs, Takes("prompts", unmade=True)],
     asked: Annotated[RequestArgs, Takes(without="max_tokens seed", unmade=True, requests=None, prompt_tokens="16:64")],
-    many: Annotated[ManyArgs, Takes(unmade=True)],
+    many: Annotated[ManyArgs, Takes(without="prompts", unmade=True)],
     json: options.JsonOption = False,
 ) -> Found:
     """Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.
@@ -113,6 +109,7 @@ def compare(
         return _compare_judging(ctx, versus)
     if runs_many:
         return _compare_many(ctx, versus)
+    prompts = ctx.params["prompts"]
     if prompts is None:
         texts = [options.read_prompt(prompt)]
     else:
@@ -131,11 +128,8 @@ def compare(
         raise typer.Exit(exit_status(sides[-1].result))
     comparison = compare_runs(question, versus.option, *sides)
     shown = texts[0] if len(texts) == 1 else f"{len(texts)} prompts of {prompts}, each one step after the one before"
-    return report(
-        comparison_object(comparison),
-        lambda: comparison_screen(comparison, shown),
-        0 if comparison.identical else DIFFERENT,
-    )
+    status = 0 if comparison.identical else DIFFERENT
+    return report(comparison_object(comparison), lambda: comparison_screen(comparison, shown), status)
 
 
 def _settle(ctx: typer.Context, versus: Versus, runs_many: bool) -> None:

@@ -58,11 +58,8 @@ def screen(findings: Sequence[Finding]) -> Iterator[Part]:
     """Draw a line for each finding, and what is to be done next."""
     yield from question("Can this machine run forge, and with what?")
     cells = [_cells(finding) for finding in findings]
-    yield (
-        lambda width: (
-            map(Text(" ").join, cells) if width < _NARROW else [Table(("", "", ""), cells, names=3, wraps=(2,))]
-        )
-    )
+    table = Table(("", "", ""), cells, names=3, wraps=(2,))
+    yield lambda width: map(Text(" ").join, cells) if width < _NARROW else [table]
     broken = sum(finding.level == "trouble" for finding in findings)
     verdict = 'Nothing needs mending. Try: forge generate --kv basic "Once upon a time" 32'
     yield from (None, Text(f"{broken} of {len(findings)} need mending, marked ✗." if broken else verdict))
@@ -77,12 +74,9 @@ def _cells(finding: Finding) -> list[Text]:
 def _system() -> Iterator[Finding]:
     from forge.backends.cpu.processor import cgroup_quota, usable_cpus
 
-    recent = sys.version_info >= OLDEST_PYTHON
-    yield Finding(
-        "Python",
-        "ok" if recent else "trouble",
-        f"{platform.python_version()} ({platform.python_implementation()})" + ("" if recent else "; 3.11 is needed"),
-    )
+    python = f"{platform.python_version()} ({platform.python_implementation()})"
+    is_recent = sys.version_info >= OLDEST_PYTHON
+    yield Finding("Python", "ok", python) if is_recent else Finding("Python", "trouble", f"{python}; 3.11 is needed")
     yield Finding("platform", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
     features = machine.cpu_features()
     known = " ".join(features) if features else "instruction sets unknown"
@@ -190,9 +184,8 @@ def _models() -> Iterator[Finding]:
 
     for model in BUNDLED_MODELS:
         if not model.present:
-            yield Finding(
-                model.name, "trouble", f"{options.shown_path(model.path)} is missing; make models trains it again"
-            )
+            missing = f"{options.shown_path(model.path)} is missing; make models trains it again"
+            yield Finding(model.name, "trouble", missing)
             continue
         digest, expected = sha256(model.path), _published_digests(model.path.parent).get(model.path.name)
         known = f"{size(model.bytes)}, SHA-256 {digest[:12]}…"

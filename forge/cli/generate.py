@@ -14,7 +14,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.views.generation import generation_view
 from forge.views.json_output import run_object, to_json
-from forge.views.run_view import RunView
+from forge.views.progress import RunView
 from forge.views.screen import draw
 from forge.views.summary import RunResult
 from forge.views.terminal import open_console

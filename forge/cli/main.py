@@ -81,21 +81,12 @@ PANELS: dict[str, dict[str, str]] = {
 """The commands under the headings of the list, and what it says of each. `forge NAME` is the function, or the group of
 commands, of that name in `forge.cli.NAME`, or an experiment."""
 _ELSEWHERE = {
-    "chapter": "chapters:chapter",
-    "classify": "answers:classify",
-    "embed": "answers:embed",
-    "engines": "serve:engines",
-    "glossary": "chapters:glossary",
-    "next": "chapters:next_chapter",
-    "review": "chapters:review",
-    "logprobs": "answers:logprobs",
-    "rerank": "answers:rerank",
-    "score": "answers:score",
-    "tour": "chapters:tour",
-    "trace": "replay:trace",
-    "watch": "serve:watch",
+    "answers": ("classify", "embed", "logprobs", "rerank", "score"),
+    "chapters": ("chapter", "glossary", "next", "review", "tour"),
+    "replay": ("trace",),
+    "serve": ("engines", "watch"),
 }
-"""Commands that share a module: module and function in `forge.cli`."""
+"""The modules of commands that have none of their name."""
 _SETTINGS: dict[str, dict[str, Any]] = {
     "chapter": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}},
 }
@@ -128,11 +119,14 @@ def _loaded(name: str) -> TyperCommand | TyperGroup:
     if name in experiments.summaries():
         defined, help = experiments.load(name)
     else:
-        module, _, function = _ELSEWHERE.get(name, name.replace("-", "_")).partition(":")
-        defined = getattr(import_module(f"forge.cli.{module}"), function or module)
+        function = "next_chapter" if name == "next" else name.replace("-", "_")  # which is a function of Python's
+        module = next((module for module, names in _ELSEWHERE.items() if name in names), function)
+        defined = getattr(import_module(f"forge.cli.{module}"), function)
     if isinstance(defined, typer.Typer):
         adopt(defined.registered_commands)
-        return typer.main.get_group(defined)
+        group = typer.main.get_group(defined)
+        group.help = next(commands[name] for commands in PANELS.values() if name in commands)
+        return group
     parser = VersusCommand if name == "compare" else Command
     return command_of(defined, name, parser, help=help, **_SETTINGS.get(name, {}))
 
@@ -180,11 +174,11 @@ def main(args: Sequence[str]) -> int:
         status = _invoke(args)
         sys.stdout.flush()
         return status
-    except Exception as error:
-        if _is_closed_pipe(error):
-            _discard_output()
-            return CLOSED_PIPE
-        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+    except BrokenPipeError:
+        _discard_output()
+        return CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
             raise
         _discard_output()
         return _complain(ForgeError(f"cannot write: {error.strerror}"))
@@ -292,13 +286,6 @@ def _forget_impossible_sizes() -> None:
     for name in ("COLUMNS", "LINES"):
         if not os.environ.get(name, "1").strip("0").isdecimal():
             del os.environ[name]
-
-
-def _is_closed_pipe(error: Exception) -> bool:
-    if isinstance(error, BrokenPipeError):
-        return True
-    terminal = sys.modules.get("forge.views.terminal")
-    return terminal is not None and isinstance(error, terminal.ClosedPipe)
 
 
 def _open_closed_streams() -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass, fields, replace
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,9 +34,7 @@ if TYPE_CHECKING:
     from forge.model.catalog import BundledModel, PulledModel
     from forge.model.config import Qwen3Config
 
-models = typer.Typer(
-    help="List models, look into a file, make one up, or download one.", no_args_is_help=True, rich_markup_mode="rich"
-)
+models = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 
 _SHAPE, _FILE = "Shape", "File"
@@ -46,7 +43,7 @@ _PUBLISHED = "the shape's"
 
 @dataclass(frozen=True)
 class ShapeArgs:
-    """The numbers of a shape, by the names that `synthetic_config` has for them."""
+    """The numbers of a shape, by the names that `Qwen3Config` has for them."""
 
     num_layers: int | None = option(None, "Layers.", _SHAPE, flags="--layers", shown=_PUBLISHED)
     hidden_size: int | None = option(None, "Width.", _SHAPE, flags="--hidden", shown=_PUBLISHED)
@@ -89,10 +86,7 @@ def inspect_model(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL",
-            help="A GGUF file, or a bundled model's name.",
-            show_default=False,
-            autocompletion=completion.models,
+            metavar="MODEL", help="A GGUF file, or a bundled model's name.", autocompletion=completion.models
         ),
     ],
     everything: Annotated[bool, typer.Option("--all", help="List every tensor, not one line per layer kind.")] = False,
@@ -108,12 +102,7 @@ def inspect_model(
 @command
 def pull(
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="OWNER/NAME[:QUANT]",
-            help="A model on the hub, such as Qwen/Qwen3-0.6B-GGUF:Q8_0.",
-            show_default=False,
-        ),
+        str, typer.Argument(metavar="OWNER/NAME[:QUANT]", help="A model on the hub, such as Qwen/Qwen3-0.6B-GGUF:Q8_0.")
     ],
 ) -> Report:
     """Download a model from the Hugging Face hub: a GGUF file, or a folder of safetensors. Resumes, and verifies."""
@@ -161,19 +150,15 @@ def synthesize(
 def _config(shape: str | None, values: dict[str, Any]) -> "Qwen3Config":
     """Return the named shape with the given values in place of its own; without a name, the given values."""
     if shape is None:
-        missing = [
-            field.metadata["flags"]
-            for field in fields(ShapeArgs)
-            if field.metadata["shown"] == _PUBLISHED and field.name not in values
-        ]
+        needed = [field for field in fields(ShapeArgs) if field.metadata["shown"] == _PUBLISHED]
+        missing = [field.metadata["flags"] for field in needed if field.name not in values]
         if missing:
             raise UsageError(f"without a shape ({', '.join(SHAPES)}) give {', '.join(missing)}")
         return synthetic_config(**values)
     published = SHAPES.get(shape.lower())
     if published is None:
         raise UsageError(f"unknown shape {shape!r:.60}; there are {', '.join(SHAPES)}, or give --layers and the rest")
-    stated = {name: getattr(published, name) for name in signature(synthetic_config).parameters}
-    return synthetic_config(**stated | values)
+    return synthetic_config(**{field.name: getattr(published, field.name) for field in fields(ShapeArgs)} | values)
 
 
 def _listed(model: "BundledModel | PulledModel", aliases: tuple[str, ...], description: str) -> ListedModel:

@@ -27,9 +27,7 @@ DEFAULT_MAX_TOKENS = 32
 DEFAULT_PACE = 20.0
 SHOWABLE = ("blocks",)
 
-PromptArgument = Annotated[
-    str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.", show_default=False)
-]
+PromptArgument = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")]
 DefaultedPrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")]
 MaxTokens = Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Output tokens at most.")]
 

@@ -134,10 +134,8 @@ class Command(TyperCommand):
         for at, word in enumerate(words):
             if word.option in _TEXT_OPTIONS:
                 value = " ".join([args[word.position - 1], *(spoken.text for spoken in words[at : at + too_many])])
-                raise UsageError(
-                    f"{word.text!r} is one argument too many: quote a value of several words: "
-                    f"{word.option} {quoted(value)}"
-                )
+                mistake = f"{word.text!r} is one argument too many"
+                raise UsageError(f"{mistake}: quote a value of several words: {word.option} {quoted(value)}")
 
 
 def without_value(option: str, instead: str = "") -> UsageError:

@@ -11,9 +11,9 @@ from forge.cli.options import OutputArgs
 from forge.cli.run_control import Found
 from forge.errors import UsageError, file_error
 from forge.trace.recorder import read_trace
+from forge.views import run_summary
 from forge.views.formatting import count
 from forge.views.history import History
-from forge.views.run_summary import serving_object, serving_screen
 from forge.views.scheduler import print_step_line, scheduler_lines
 from forge.views.screen import Report, draw, report
 from forge.views.stepper import Stepper, require_terminal
@@ -23,20 +23,16 @@ from forge.views.terminal import can_redraw, open_console, open_error_console
 if TYPE_CHECKING:
     from forge.trace.recorder import Trace
 
-TraceArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="What --trace has written.", show_default=False, dir_okay=False)
-]
+TraceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="What --trace has written.", dir_okay=False)]
 
-trace = typer.Typer(help="Turn a recorded run into other formats.", no_args_is_help=True, rich_markup_mode="rich")
+trace = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 
 @command
 def replay(
     file: TraceArgument,
     output: Annotated[OutputArgs, Takes("step svg json")],
-    seq: Annotated[
-        int | None, typer.Option("--seq", metavar="NUMBER", help="One sequence's story.", show_default=False)
-    ] = None,
+    seq: Annotated[int | None, typer.Option("--seq", metavar="NUMBER", help="One sequence's story.")] = None,
     view: Annotated[
         str | None, typer.Option("--view", metavar="NAME", help="Another view; a wrong NAME lists them.")
     ] = None,
@@ -56,9 +52,7 @@ def replay(
     if seq is not None:
         return _story(history, seq)
     if view is not None:
-        from forge.views.run_summary import view_report
-
-        return view_report(view, history)
+        return run_summary.view_report(view, history)
     if output.step and history.records:
         with Stepper(console, history) as stepper:
             stepper.walk()
@@ -67,16 +61,13 @@ def replay(
         from forge.views.picture import save_serving
 
         save_serving(output.svg, history)
-    summary = serving_object(history.label, history.records, history.requests()) if output.json else {}
+    summary = run_summary.serving_object(history.label, history.records, history.requests()) if output.json else {}
     return Report(summary, lambda console: _show(console, history))
 
 
 def _story(history: "History", seq_id: int) -> "Report":
-    from forge.views.request_story import request_of, story_screen
-    from forge.views.run_summary import request_object
-
-    request = request_of(history.requests(), seq_id)
-    return report(request_object(request), lambda: story_screen(request, history.records))
+    request = run_summary.request_of(history.requests(), seq_id)
+    return report(run_summary.request_object(request), lambda: run_summary.story_screen(request, history.records))
 
 
 def _history(recorded: "Trace") -> "History":
@@ -92,13 +83,12 @@ def _history(recorded: "Trace") -> "History":
 def _show(console, history: History) -> None:
     """Every step as a line in a pipe, the last step's picture on a terminal; then what it came to."""
     if can_redraw(console) and history.records:
-        for line in scheduler_lines(history, len(history) - 1, console.width, console.height):
-            console.print(line)
+        draw(console, scheduler_lines(history, len(history) - 1, console.width, console.height))
     elif history.records:
         for record in history.records:
             print_step_line(console, record)
     console.print()
-    draw(console, serving_screen(history, history.requests(), " · recorded"))
+    draw(console, run_summary.serving_screen(history, history.requests(), " · recorded"))
 
 
 @trace.command("export")
@@ -131,7 +121,5 @@ def export(
         raise file_error(f"{target}: cannot write", error) from None
     steps, events = count(len(recorded.steps)), count(len(document["traceEvents"]))
     note = f" ({recorded.note})" if recorded.note else ""
-    open_console().print(
-        f"{options.shown_path(target)}: {steps} steps, {events} events{note}. Open it at ui.perfetto.dev",
-        soft_wrap=True,
-    )
+    written = f"{options.shown_path(target)}: {steps} steps, {events} events{note}. Open it at ui.perfetto.dev"
+    open_console().print(written, soft_wrap=True)

@@ -228,13 +228,8 @@ def advance(
     for sample in [sample for output in outputs for sample in output.outputs]:
         if sample.finish_reason == "error":
             raise ForgeError("; ".join(sample.errors))
-    return RunResult(
-        run_label(llm),
-        tuple(records),
-        outputs,
-        interrupted=interrupted or ended_early,
-        left=ended_early and not interrupted,
-    )
+    left = ended_early and not interrupted
+    return RunResult(run_label(llm), tuple(records), outputs, interrupted=interrupted or ended_early, left=left)
 
 
 def _without_pauses(output: "RequestOutput", pauses: "Pauses") -> "RequestOutput":
@@ -269,11 +264,8 @@ def trace_header(llm: "LLM") -> "TraceHeader":
 
 def end_record(output: "RequestOutput") -> EndRecord:
     samples = output.outputs
-    return EndRecord(
-        output.request_id,
-        tuple(sample.finish_reason for sample in samples if sample.finish_reason is not None),
-        tuple(sample.metrics for sample in samples),
-    )
+    reasons = tuple(sample.finish_reason for sample in samples if sample.finish_reason is not None)
+    return EndRecord(output.request_id, reasons, tuple(sample.metrics for sample in samples))
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def serve(
         run = partial(serve_cluster, cluster=cluster)
     with ExitStack() as shown:
         show = (lambda ready: _show(shown, ready, loading)) if live else None
-        return run(model, loading, settings, show, _say_ready(model))
+        return run(model, loading, settings, show, partial(_say_ready, model))
 
 
 def address(host: str | None, port: int | None, variable: str | None) -> tuple[str, int]:
@@ -101,21 +101,16 @@ def _show(shown: ExitStack, ready: "Ready", loading: dict[str, Any]) -> "Callabl
     return shown.enter_context(traffic).step
 
 
-def _say_ready(model: str) -> "Callable[[str, Ready], None]":
-    def say(url: str, ready: "Ready") -> None:
-        log = logging.getLogger("forge.server").info
-        log("%s is served at %s", model, url)
-        sampling = ", ".join(f"{name} {value:g}" for name, value in ready.default_sampling.items())
-        log(
-            "without sampling parameters a request is %s",
-            f"sampled as the file recommends: {sampling}" if sampling else "greedy",
-        )
-
-    return say
+def _say_ready(model: str, url: str, ready: "Ready") -> None:
+    log = logging.getLogger("forge.server").info
+    log("%s is served at %s", model, url)
+    sampling = ", ".join(f"{name} {value:g}" for name, value in ready.default_sampling.items())
+    chosen = f"sampled as the file recommends: {sampling}" if sampling else "greedy"
+    log("without sampling parameters a request is %s", chosen)
 
 
 def engines(
-    name: Annotated[str, typer.Argument(help="What the server is called: its --name.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="What the server is called: its --name.")],
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Engines that answer; with autoscaling, at least.")
     ] = None,

@@ -60,9 +60,8 @@ def trace_scheduler(
     planned = asked.made(llm.tokenizer, priorities=engine_args.order == "priority")
     if limits:
         of_tenants = zip(planned.requests, cycle(limits), strict=False)
-        planned = replace(
-            planned, requests=tuple(replace(request, num_speculative_tokens=limit) for request, limit in of_tenants)
-        )
+        requests = [replace(request, num_speculative_tokens=limit) for request, limit in of_tenants]
+        planned = replace(planned, requests=tuple(requests))
     history, run = new_history(llm), WorkloadRun(llm.engine, planned)
     quiet = output.json or subscriber.steps or not (output.lines or can_redraw(console))
     with ServingView(console, history, quiet) as view:
@@ -74,15 +73,15 @@ def trace_scheduler(
         from forge.views.picture import save_serving
 
         save_serving(output.svg, history)
-    requests = history.requests()
-    by_tenant = _by_tenant(requests, limits)
+    timelines = history.requests()
+    by_tenant = _by_tenant(timelines, limits)
 
     def screen() -> Iterator[Part]:
-        yield from serving_screen(history, requests)
+        yield from serving_screen(history, timelines)
         yield from throughput_screen(history.records) if shared.chart else ()
         yield from tenants_screen(by_tenant)
 
-    facts = serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)}
+    facts = serving_object(history.label, history.records, timelines) | {"tenants": tenant_objects(by_tenant)}
     return report(facts, screen, exit_status(driven))
 
 

@@ -64,7 +64,8 @@ class VersusCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         value_options = self.value_options()
         switches = self._switches()
-        if ctx.resilient_parsing or asks_for_help(args) or _lacks_value(args, value_options):
+        # The parser explains an option at the end without its value.
+        if ctx.resilient_parsing or asks_for_help(args) or (args and "--" not in args and args[-1] in value_options):
             return super().parse_args(ctx, args)
         self.explain(ctx.command_path, args)
         split = split_versus(args, value_options, switches)
@@ -109,7 +110,9 @@ def split_versus(args: Sequence[str], value_options: Mapping[str, str], switches
         raise UsageError(f"nothing to compare: give one option two values, {_EXAMPLE}")
     varied = [_switched_at(args, at, switches) or _varied_at(args, at, value_options) for at in words]
     if len(varied) > 1:
-        raise UsageError(_too_many([split.option for split in varied]))
+        *options, last = (split.option for split in varied)
+        why = "so the difference could not be ascribed to one of them: give one alone"
+        raise UsageError(f"{', '.join(options)} and {last} vary, {why} as A {WORD} B")
     return varied[0]
 
 
@@ -170,13 +173,3 @@ def _varied_at(args: Sequence[str], word: int, value_options: Mapping[str, str])
 def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:
     """Return the option that `arg` names, alone or as `OPTION=VALUE`."""
     return value_options.get(arg.partition("=")[0])
-
-
-def _too_many(options: Sequence[str]) -> str:
-    listed = " and ".join([", ".join(options[:-1]), options[-1]])
-    return f"{listed} vary, so the difference could not be ascribed to one of them: give one alone as A {WORD} B"
-
-
-def _lacks_value(args: Sequence[str], value_options: Mapping[str, str]) -> bool:
-    """Return whether the last word is an option without its value, by asking the parser."""
-    return "--" not in args and bool(args) and args[-1] in value_options

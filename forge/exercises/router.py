@@ -135,7 +135,7 @@ def _expected(fleet: Described, request: RouteRequest, among: str, threshold: in
 
 def _state(fleet: Fleet) -> tuple[Any, ...]:
     replicas = [(replica.requests, replica.tokens, replica.routed_tokens) for replica in fleet.replicas.values()]
-    return replicas, dict(fleet.prefixes.holders), fleet.mask
+    return replicas, dict(fleet.prefixes.holders), fleet.candidates_mask()
 
 
 def _keys(blocks: str) -> tuple[int, ...]:

@@ -6,13 +6,10 @@ nothing heavier: `forge.gguf.writer`, which needs the gguf package, is imported 
 
 from forge.gguf.block_formats import SuperblockScales, dequantize, superblock_scales, unpack
 from forge.gguf.ggml_types import FLOAT_TYPES, QUANTIZED_TYPES, SUPPORTED_TYPES, GGMLType, GGUFValueType, row_nbytes
-from forge.gguf.header import MAX_HEADER_BYTES, GGUFError, TensorEntry, parse_beginning
-from forge.gguf.reader import GGUFFile, GGUFTensor
-from forge.mapped_file import printable
+from forge.gguf.reader import GGUFError, GGUFFile, GGUFTensor, TensorEntry
 
 __all__ = [
     "FLOAT_TYPES",
-    "MAX_HEADER_BYTES",
     "QUANTIZED_TYPES",
     "SUPPORTED_TYPES",
     "GGMLType",
@@ -23,8 +20,6 @@ __all__ = [
     "SuperblockScales",
     "TensorEntry",
     "dequantize",
-    "parse_beginning",
-    "printable",
     "row_nbytes",
     "superblock_scales",
     "unpack",

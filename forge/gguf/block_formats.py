@@ -136,26 +136,21 @@ def dequantize(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> 
     if ggml_type in FLOAT_TYPES:
         _widen(ggml_type, blocks.reshape(-1), values.reshape(-1))
     else:
-        _multiply_out(_FORMATS[ggml_type], blocks, values.reshape(len(blocks), -1))
+        _multiply_out(ggml_type, blocks, values.reshape(len(blocks), -1))
     return values
 
 
-def _multiply_out(layout: _Format, blocks: np.ndarray, values: np.ndarray) -> None:
+def _multiply_out(ggml_type: GGMLType, blocks: np.ndarray, values: np.ndarray) -> None:
     """Fill `values`, float32 [n, elements of a block], pass by pass."""
     elements = values.shape[1]
-    groups = elements // layout.group_size
     for span in _passes(len(blocks), elements):
-        count = span.stop - span.start
-        quants = np.empty((count, elements), dtype=np.int8)
-        scales = np.empty((count, groups), dtype=np.float32)
-        minimums = None if layout.minimum_at is None else np.empty((count, groups), dtype=np.float32)
-        grouped = values[span].reshape(count, groups, layout.group_size)
-        _decode(layout, blocks[span], quants, scales, minimums)
+        part = unpack(ggml_type, blocks[span].reshape(-1), (span.stop - span.start, elements))
+        grouped = values[span].reshape(*part.scales.shape, part.group_size)
         with np.errstate(all="ignore"):
-            grouped[...] = quants.reshape(grouped.shape)
-            grouped *= scales[:, :, None]
-            if minimums is not None:
-                grouped -= minimums[:, :, None]
+            grouped[...] = part.quants.reshape(grouped.shape)
+            grouped *= part.scales[:, :, None]
+            if part.minimums is not None:
+                grouped -= part.minimums[:, :, None]
 
 
 def _decode(

@@ -94,7 +94,6 @@ def row_nbytes(ggml_type: GGMLType, columns: int) -> int:
     blocks."""
     block = ggml_type.block
     if columns % block.elements:
-        raise ValueError(
-            f"a row of {columns} elements is not a multiple of {ggml_type.name}'s blocks of {block.elements}"
-        )
+        blocks = f"{ggml_type.name}'s blocks of {block.elements}"
+        raise ValueError(f"a row of {columns} elements is not a multiple of {blocks}")
     return columns // block.elements * block.nbytes

@@ -145,9 +145,8 @@ def _try(compiled: CompiledGrammar) -> None:
     matcher = compiled.new_matcher()
     output: list[int] = []
     for _ in range(_TRIED + 1):
-        allowed = [
-            token_id for token_id in np.flatnonzero(matcher.mask(output)) if token_id not in compiled.eos_token_ids
-        ]
+        possible = np.flatnonzero(matcher.mask(output))
+        allowed = [token_id for token_id in possible if token_id not in compiled.eos_token_ids]
         if not allowed:
             break
         output.append(int(allowed[len(allowed) // 2]))
@@ -201,9 +200,8 @@ def _check_exclusive_bounds(schema: Any, is_joined: bool) -> None:
     if (is_exclusive or _numbers(schema, "exclusiveMinimum", "exclusiveMaximum")) and schema.get("type") != "integer":
         low, high = _numbers(schema, "minimum", "exclusiveMinimum"), _numbers(schema, "maximum", "exclusiveMaximum")
         if is_joined or (low and high and min(high) - max(low) < 1):
-            raise ValueError(
-                "an exclusive bound of a range less than 1 wide is not supported; take minimum and maximum"
-            )
+            problem = "an exclusive bound of a range less than 1 wide is not supported"
+            raise ValueError(f"{problem}; take minimum and maximum")
     for member in schema.values():
         _check_exclusive_bounds(member, is_joined)
 

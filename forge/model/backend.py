@@ -49,11 +49,9 @@ class Tensor(Protocol):
 
     def raw(self) -> np.ndarray:
         """Return its bytes, uint8, in the layout of its type."""
-        ...
 
     def dequantize(self) -> np.ndarray:
         """Return its values as float32 of `shape`."""
-        ...
 
 
 @dataclass(frozen=True)

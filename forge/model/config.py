@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from forge.gguf import SUPPORTED_TYPES, GGUFError, GGUFFile, TensorEntry, printable
+from forge.gguf import SUPPORTED_TYPES, GGUFError, GGUFFile, TensorEntry
+from forge.mapped_file import printable
 from forge.model.rope import Rope, Yarn
 
 ARCHITECTURE, MOE_ARCHITECTURE = "qwen3", "qwen3moe"

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from forge.gguf import printable
-from forge.mapped_file import WHOLE_FILE, ModelFileError, shown_path
+from forge.mapped_file import WHOLE_FILE, ModelFileError, printable, shown_path
 from forge.model.config import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -53,24 +52,27 @@ MAX_LAYERS = 4096
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _BODY = "model."
 """Prefix of all tensor names but the head's, unless a bare `Qwen3Model` was saved (Qwen3-Embedding)."""
-_OUTSIDE_LAYERS = {"token_embd": "embed_tokens", "output_norm": "norm"}
 _HEADS = {"output": "lm_head", "cls.output": "score"}
-_IN_LAYERS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
+_STORED_AS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "layers.{layer}.input_layernorm",
+    "attn_q": "layers.{layer}.self_attn.q_proj",
+    "attn_k": "layers.{layer}.self_attn.k_proj",
+    "attn_v": "layers.{layer}.self_attn.v_proj",
+    "attn_q_norm": "layers.{layer}.self_attn.q_norm",
+    "attn_k_norm": "layers.{layer}.self_attn.k_norm",
+    "attn_output": "layers.{layer}.self_attn.o_proj",
+    "ffn_norm": "layers.{layer}.post_attention_layernorm",
+    "ffn_gate": "layers.{layer}.mlp.gate_proj",
+    "ffn_up": "layers.{layer}.mlp.up_proj",
+    "ffn_down": "layers.{layer}.mlp.down_proj",
+    "ffn_gate_inp": "layers.{layer}.mlp.gate",
+    "ffn_gate_exps": "layers.{layer}.mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "layers.{layer}.mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "layers.{layer}.mlp.experts.{expert}.down_proj",
 }
-_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Tensors that are one per expert here, and in GGUF one for all experts."""
+"""Hugging Face's names; of the last three there is one for each expert here, and in GGUF one for all experts."""
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _BYTES_COMPARED = 16 << 20
 _POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
@@ -136,23 +138,18 @@ class HuggingFaceDirectory(WeightSource):
             file.close()
 
 
-def hugging_face_name(name: str, body: str = _BODY) -> str:
+def hugging_face_name(name: str, body: str = _BODY, expert: int = 0) -> str:
     """Translate `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`."""
     stem = name.removesuffix(".weight")
     if stem in _HEADS:
         return f"{_HEADS[stem]}.weight"
-    *layer, kind = stem.split(".")
-    if not layer:
-        return f"{body}{_OUTSIDE_LAYERS[kind]}.weight"
-    return f"{body}layers.{layer[1]}.{_IN_LAYERS[kind]}.weight"
+    before, _, kind = stem.rpartition(".")
+    return f"{body}{_STORED_AS[kind]}.weight".format(layer=before.removeprefix("blk."), expert=expert)
 
 
 def hugging_face_names(name: str, body: str, num_experts: int) -> list[str]:
     """Return the Hugging Face names of a tensor: several if it holds all experts."""
-    if not _is_of_experts(name):
-        return [hugging_face_name(name, body)]
-    _, layer, kind, _ = name.split(".")
-    return [f"{body}layers.{layer}.mlp.experts.{n}.{_OF_EXPERTS[kind]}.weight" for n in range(num_experts)]
+    return [hugging_face_name(name, body, expert) for expert in range(num_experts if _is_of_experts(name) else 1)]
 
 
 def _is_of_experts(name: str) -> bool:
@@ -366,9 +363,8 @@ def _only_file(folder: Path) -> str:
     if len(names) == 1:
         return names[0]
     if names:
-        raise ModelFolderError(
-            folder, WHOLE_FILE, f"{len(names)} safetensors files, and no {INDEX} that says what they hold"
-        )
+        problem = f"{len(names)} safetensors files, and no {INDEX} that says what they hold"
+        raise ModelFolderError(folder, WHOLE_FILE, problem)
     raise ModelFolderError(folder, WHOLE_FILE, "holds no safetensors file; forge reads those and GGUF files")
 
 

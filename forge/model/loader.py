@@ -1,7 +1,7 @@
 """From a name to a model that is ready to run: from weights on disk to a device, or without any of that."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from forge.gguf import GGUFFile
@@ -10,7 +10,7 @@ from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
 from forge.model.hf_directory import HuggingFaceDirectory
 from forge.model.model import Model
-from forge.model.qwen3 import LayerWeights, MoeLayerWeights, Qwen3, Qwen3Moe, Qwen3Weights
+from forge.model.qwen3 import DenseLayerWeights, MoeLayerWeights, Qwen3, Qwen3Moe, Qwen3Weights
 from forge.model.weight_source import GGUFWeights, WeightSource, classifier_rows
 from forge.reasons import Pooling
 from forge.tokenizer import Tokenizer
@@ -18,25 +18,6 @@ from forge.tokenizer.byte_tokenizer import ByteTokenizer
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after each tensor."""
-
-LAYER_TENSORS = {
-    "attention_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "attention_output": "attn_output",
-    "ffn_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
-"""`LayerWeights` field → the tensor's name in its source, between `blk.N.` and `.weight`."""
-
-
-MOE_TENSORS = {"router": "ffn_gate_inp", "gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
-"""The tensors that a mixture of experts has in place of one feed-forward's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +93,12 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
             on_progress(done, source.nbytes)
         return loaded
 
-    model_type: type[Qwen3] = Qwen3
-    layer_type: type[LayerWeights] = LayerWeights
-    names = LAYER_TENSORS
-    if config.num_experts:
-        model_type, layer_type, names = Qwen3Moe, MoeLayerWeights, LAYER_TENSORS | MOE_TENSORS
+    layer_type = MoeLayerWeights if config.num_experts else DenseLayerWeights
+    model_type = Qwen3Moe if config.num_experts else Qwen3
     with backend.loading(source.path, source.nbytes):
         embedding = load("token_embd")
         layers = tuple(
-            layer_type(**{field: load(f"blk.{index}.{tensor}") for field, tensor in names.items()})
+            layer_type(**{field.name: load(f"blk.{index}.{field.name}") for field in fields(layer_type)})
             for index in range(config.num_layers)
         )
         output_norm = load("output_norm")

@@ -54,17 +54,14 @@ class DeviceLogits(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """The number of rows and the vocabulary. Waits for nothing, as `len` does."""
-        ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: int | slice) -> np.ndarray:
         """Return one row, float32 `[vocab]`, or several, `[n, vocab]`: a copy that the caller owns."""
-        ...
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return all rows."""
-        ...
 
     sampled: bool
     """True once `sample` has been called."""
@@ -72,16 +69,13 @@ class DeviceLogits(Protocol):
     def argmax_rows(self) -> tuple[list[int], list[float]]:
         """Return what `forge.engine.sampler.argmax_rows` does; after `sample`, the tokens that it chose and their
         logits, with the maximum in place of the logit if that is not finite."""
-        ...
 
     def sample(self, draws: Sequence[Draw]) -> None:
         """Choose a token for each row on the device, as `choose_token` does. The next step may take it as its input.
         Waits for nothing. Called at most once, before the next step is launched and before `argmax_rows`."""
-        ...
 
     def release(self) -> None:
         """Note that no row will be read any more, only `argmax_rows`: a later step need not copy them."""
-        ...
 
 
 Logits = np.ndarray | DeviceLogits
@@ -114,7 +108,6 @@ class Model(Protocol):
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
         """Return the layout of a storage that fits this model."""
-        ...
 
     def new_storage(self, layout: KvLayout) -> KvStorage:
         """Create the arrays for keys and values. Raises `MemoryError` if there is no room."""
@@ -134,11 +127,10 @@ class Model(Protocol):
 
     def check_available(self) -> None:
         """Raise `ModelUnavailable` if it can no longer compute. A model that can always compute does nothing."""
-        return None
+        return
 
     def forward(self, batch: ForwardBatch, storage: KvStorage) -> Logits:
         """Write this batch's keys and values into `storage`; return logits, float32 `[R, vocab_size]`."""
-        ...
 
     def hidden(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
         """Run the forward pass without the output head; return the last hidden states, float32 `[R, hidden]`."""

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from forge.errors import ForgeError, UsageError
-from forge.gguf import MAX_HEADER_BYTES, parse_beginning
+from forge.gguf.reader import MAX_HEADER_BYTES, parse_beginning
 from forge.model.catalog import (
     PulledModel,
     PullName,
@@ -148,13 +148,11 @@ def _choose(repository: _Repository, pull_name: PullName) -> list[_RemoteFile]:
     weights = [name for name in names if name.endswith(".safetensors") and _is_plain(name)]
     if not weights or CONFIG not in repository.files:
         split = " but split GGUF files, which forge does not read" if any(n.endswith(".gguf") for n in names) else ""
-        raise UsageError(
-            f"{pull_name.repo} holds nothing that forge can run{split}: it needs a GGUF file, or safetensors"
-        )
+        nothing = f"holds nothing that forge can run{split}: it needs a GGUF file, or safetensors"
+        raise UsageError(f"{pull_name.repo} {nothing}")
     if pull_name.quant is not None:
-        raise UsageError(
-            f"{pull_name.repo} has no GGUF files to choose {pull_name.quant} from; pull it as {pull_name.repo}"
-        )
+        none_of_gguf = f"has no GGUF files to choose {pull_name.quant} from; pull it as {pull_name.repo}"
+        raise UsageError(f"{pull_name.repo} {none_of_gguf}")
     beside = [name for name in (INDEX, *BESIDE_WEIGHTS) if name in repository.files]
     return [repository.files[name] for name in (*beside, *weights, CONFIG)]
 
@@ -207,10 +205,8 @@ def _fetch(repository: _Repository, file: _RemoteFile, target: Path, on_progress
     digest = _digest_of(partial, file.digest)
     if digest != file.digest:
         partial.unlink()
-        raise PullError(
-            f"{file.name}: damaged on the way: its checksum is {_brief(digest)}, and {repository.endpoint} states "
-            f"{_brief(file.digest)}; it was removed, pull it again"
-        )
+        checksums = f"its checksum is {_brief(digest)}, and {repository.endpoint} states {_brief(file.digest)}"
+        raise PullError(f"{file.name}: damaged on the way: {checksums}; it was removed, pull it again")
     os.replace(partial, path)
     for stale in path.parent.glob(f".{path.name}.*.partial"):
         stale.unlink(missing_ok=True)

@@ -26,19 +26,36 @@ from forge.model.model import Logits, Model
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights in the backend's layout. Matrices are `[out, in]`."""
+    """The weights of one layer's attention and norms in the backend's layout, by the names that the tensors have in
+    their source between `blk.N.` and `.weight`. Matrices are `[out, in]`."""
 
-    attention_norm: Array  # [hidden]
-    q: Array  # [heads * head_dim, hidden]
-    k: Array  # [kv_heads * head_dim, hidden]
-    v: Array  # [kv_heads * head_dim, hidden]
-    q_norm: Array  # [head_dim]
-    k_norm: Array  # [head_dim]
-    attention_output: Array  # [hidden, heads * head_dim]
+    attn_norm: Array  # [hidden]
+    attn_q: Array  # [heads * head_dim, hidden]
+    attn_k: Array  # [kv_heads * head_dim, hidden]
+    attn_v: Array  # [kv_heads * head_dim, hidden]
+    attn_q_norm: Array  # [head_dim]
+    attn_k_norm: Array  # [head_dim]
+    attn_output: Array  # [hidden, heads * head_dim]
     ffn_norm: Array  # [hidden]
-    gate: Array  # [ffn, hidden]
-    up: Array  # [ffn, hidden]
-    down: Array  # [hidden, ffn]
+
+
+@dataclass(frozen=True)
+class DenseLayerWeights(LayerWeights):
+    """A layer with one feed-forward."""
+
+    ffn_gate: Array  # [ffn, hidden]
+    ffn_up: Array  # [ffn, hidden]
+    ffn_down: Array  # [hidden, ffn]
+
+
+@dataclass(frozen=True)
+class MoeLayerWeights(LayerWeights):
+    """A layer with a router and the feed-forwards of all experts: `[experts, out, in]`."""
+
+    ffn_gate_inp: Array  # [experts, hidden]
+    ffn_gate_exps: Array
+    ffn_up_exps: Array
+    ffn_down_exps: Array
 
 
 @dataclass(frozen=True)
@@ -136,24 +153,18 @@ class Qwen3(Model):
         self, ops: Operations, index: int, layer: LayerWeights, x: Array, batch: ForwardBatch, storage: KvStorage
     ) -> Array:
         config = self.config
-        x = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps)
-        q = ops.head_norm(ops.linear(x, layer.q), layer.q_norm, config.rms_norm_eps)
-        k = ops.head_norm(ops.linear(x, layer.k), layer.k_norm, config.rms_norm_eps)
-        v = ops.linear(x, layer.v)  # q is [T, heads * head_dim]; k and v are [T, kv_heads * head_dim]
+        x = ops.rms_norm(x, layer.attn_norm, config.rms_norm_eps)
+        q = ops.head_norm(ops.linear(x, layer.attn_q), layer.attn_q_norm, config.rms_norm_eps)
+        k = ops.head_norm(ops.linear(x, layer.attn_k), layer.attn_k_norm, config.rms_norm_eps)
+        v = ops.linear(x, layer.attn_v)  # q is [T, heads * head_dim]; k and v are [T, kv_heads * head_dim]
         q, k = ops.rope(q, batch, config.rope), ops.rope(k, batch, config.rope)
         ops.write_kv(storage, index, batch, k, v)
-        return ops.linear(ops.attention(q, storage, index, batch), layer.attention_output)
+        return ops.linear(ops.attention(q, storage, index, batch), layer.attn_output)
 
     def _feed_forward(self, ops: Operations, layer: LayerWeights, x: Array) -> Array:
+        assert isinstance(layer, DenseLayerWeights)
         x = ops.rms_norm(x, layer.ffn_norm, self.config.rms_norm_eps)
-        return ops.linear(ops.swiglu(ops.linear(x, layer.gate), ops.linear(x, layer.up)), layer.down)
-
-
-@dataclass(frozen=True)
-class MoeLayerWeights(LayerWeights):
-    """`gate`, `up` and `down` are those of all experts: `[experts, out, in]`."""
-
-    router: Array  # [experts, hidden]
+        return ops.linear(ops.swiglu(ops.linear(x, layer.ffn_gate), ops.linear(x, layer.ffn_up)), layer.ffn_down)
 
 
 class Qwen3Moe(Qwen3):
@@ -163,5 +174,5 @@ class Qwen3Moe(Qwen3):
         assert isinstance(layer, MoeLayerWeights)
         config = self.config
         x = ops.rms_norm(x, layer.ffn_norm, config.rms_norm_eps)
-        experts = layer.gate, layer.up, layer.down
-        return ops.experts(x, layer.router, *experts, config.num_experts_per_tok, config.norm_topk_prob)
+        experts = layer.ffn_gate_exps, layer.ffn_up_exps, layer.ffn_down_exps
+        return ops.experts(x, layer.ffn_gate_inp, *experts, config.num_experts_per_tok, config.norm_topk_prob)

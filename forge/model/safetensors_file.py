@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from forge.gguf import GGMLType, block_formats, printable
-from forge.mapped_file import OTHER_KINDS_OF_FILE, MappedFile, ModelFileError
+from forge.gguf import GGMLType, block_formats
+from forge.mapped_file import OTHER_KINDS_OF_FILE, MappedFile, ModelFileError, printable
 
 MAX_HEADER_BYTES = 4 << 20
 """Some thirty thousand tensors; the largest Qwen3 has under a thousand in a file."""

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -109,9 +110,15 @@ def _merges(count: int) -> list[tuple[str, str]]:
 
 
 FULL_VOCABULARY = 151_936
-CONTEXT_LENGTH = 40_960
-ROPE_THETA = 1_000_000.0
-RMS_NORM_EPS = 1e-6
+_AS_PUBLISHED: dict[str, Any] = {
+    "head_dim": 128,
+    "vocab_size": FULL_VOCABULARY,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+}
+"""What the dense Qwen3 models have in common, by the fields of `Qwen3Config`."""
 UNIT_ELEMENTS = 1 << 20
 OUTPUT_NORM = 4.0
 """The last norm's mean. Logits then deviate by about 4, so that a few hundred of 151,936 tokens are likely; with 1 a
@@ -159,56 +166,30 @@ _FALLBACKS = {GGMLType.Q4_K: GGMLType.Q5_0, GGMLType.Q5_K: GGMLType.Q5_1, GGMLTy
 """The type that llama.cpp takes if rows are not whole blocks of 256; F16 if they are not whole blocks of 32 either."""
 
 
-def synthetic_config(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_attention_heads: int,
-    num_key_value_heads: int,
-    head_dim: int = 128,
-    vocab_size: int = FULL_VOCABULARY,
-    tie_word_embeddings: bool = True,
-    max_position_embeddings: int = CONTEXT_LENGTH,
-) -> Qwen3Config:
-    """Build a shape. Raises `UsageError` for one that no Qwen3 model can have."""
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
-        rms_norm_eps=RMS_NORM_EPS,
-        rope_theta=ROPE_THETA,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tie_word_embeddings,
-    )
+def synthetic_config(**sizes: Any) -> Qwen3Config:
+    """Build a shape of the given fields of `Qwen3Config`; the others are `_AS_PUBLISHED`. Raises `UsageError` for one
+    that no Qwen3 model can have."""
+    config = Qwen3Config(**_AS_PUBLISHED | sizes)
     for name, value in vars(config).items():
         if isinstance(value, int) and not 0 <= value < 2**31:
             raise UsageError(f"{name} {value} is out of range")
         if value == 0 and not isinstance(value, bool) and "experts" not in name:  # it makes dense models
             raise UsageError(f"{name} must be at least 1")
-    if num_attention_heads % num_key_value_heads:
-        raise UsageError(f"{num_attention_heads} heads cannot share {num_key_value_heads} key and value heads evenly")
-    if head_dim % 2:
-        raise UsageError(f"a head of {head_dim} is odd, and RoPE turns pairs")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise UsageError(f"{heads} heads cannot share {kv_heads} key and value heads evenly")
+    if config.head_dim % 2:
+        raise UsageError(f"a head of {config.head_dim} is odd, and RoPE turns pairs")
     return config
 
 
-SHAPES: dict[str, Qwen3Config] = {
-    name: synthetic_config(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=8,
-    )
-    for name, num_layers, hidden_size, intermediate_size, num_attention_heads in (
-        ("qwen3-0.6b", 28, 1024, 3072, 16),
-        ("qwen3-1.7b", 28, 2048, 6144, 16),
-        ("qwen3-4b", 36, 2560, 9728, 32),
+_SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SHAPES = {
+    name: synthetic_config(**dict(zip(_SIZES, sizes, strict=True)))
+    for name, *sizes in (
+        ("qwen3-0.6b", 28, 1024, 3072, 16, 8),
+        ("qwen3-1.7b", 28, 2048, 6144, 16, 8),
+        ("qwen3-4b", 36, 2560, 9728, 32, 8),
     )
 }
 """The dense Qwen3 models with tied embeddings, as published (https://huggingface.co/Qwen)."""

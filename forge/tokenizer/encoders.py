@@ -226,8 +226,8 @@ def first_difference(fast: PlainEncoder, reference: PlainEncoder, sample: Iterab
         except Exception as error:  # a foreign package: any failure means that it is not used
             return f"it fails on text {number} of the sample: {error}"
         if token_ids != expected:
-            at = next((i for i, pair in enumerate(zip(token_ids, expected, strict=False)) if pair[0] != pair[1]), None)
-            at = min(len(token_ids), len(expected)) if at is None else at
+            pairs = enumerate(zip(token_ids, expected, strict=False))
+            at = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(token_ids), len(expected)))
             return f"text {number} of the sample differs from token {at} on"
     return None
 

@@ -176,7 +176,8 @@ class TokenizerSpec:
         """Raise `TokenizerError` unless tokens are distinct and every merge joins two tokens into a third."""
         vocabulary = set(self.tokens)
         if len(vocabulary) != len(self.tokens):
-            raise self.error("tokens", f"{self._first_duplicate()!r:.80} is there twice, and a token must have one id")
+            twice = next(token for token, number in Counter(self.tokens).items() if number > 1)
+            raise self.error("tokens", f"{twice!r:.80} is there twice, and a token must have one id")
         vocabulary.difference_update(self.tokens[token_id] for token_id in self.unmergeable_ids)
         for rank, merge in enumerate(self.merges):
             parts = merge.split(" ")
@@ -196,9 +197,6 @@ class TokenizerSpec:
 
     def _ids_of_type(self, token_type: TokenType) -> list[int]:
         return np.flatnonzero(self.token_types == token_type).tolist()
-
-    def _first_duplicate(self) -> str:
-        return next(token for token, number in Counter(self.tokens).items() if number > 1)
 
     def _check_structure(self) -> None:
         if self.pre != SUPPORTED_PRE:

@@ -11,6 +11,7 @@ all; Hugging Face's normalizer knows an older Unicode and leaves some recent com
 """
 
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -61,29 +62,16 @@ class Tokenizer:
         build_fast: Callable[[ReferenceEncoder], PlainEncoder] = FastEncoder,
     ) -> None:
         self.spec = spec
+        self.vocab_size = len(spec.tokens)
+        """Number of token ids, padding included."""
+        self.bos_token_id, self.eos_token_id = spec.bos_token_id, spec.eos_token_id
+        self.eos_token_ids = spec.eos_token_ids
+        """The ids that end a generation."""
         self._encoders = Encoders(spec, prefer, build_fast)
         self.bytes_of = TokenBytes(self._find_bytes)
         """The bytes that each token stands for, often only part of a character; none for padding."""
         self.shown_bytes = TokenBytes(lambda token_id: b"" if self.is_hidden(token_id) else self.bytes_of[token_id])
         """The bytes of each token that are shown: none for one that `skip_special` leaves out."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, padding included."""
-        return len(self.spec.tokens)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self.spec.bos_token_id
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self.spec.eos_token_id
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end a generation."""
-        return self.spec.eos_token_ids
 
     @property
     def fingerprint(self) -> str:
@@ -270,6 +258,31 @@ class Tokenizer:
         return bytes([int(byte[1], 16)]) if byte else token.encode("utf-8", errors="replace")
 
 
+class StreamingDetokenizer:
+    """Text from a stream of token ids, as soon as it is certain and never sooner. All `push` results and the `flush`
+    joined equal `tokenizer.decode(all ids)`, exactly.
+
+    Invalid bytes become U+FFFD, as many as Python's incremental UTF-8 decoder makes of them: one for each maximal part
+    of a sequence that cannot be completed (Unicode 3.9, "maximal subparts"), so an invalid byte shows at the latest
+    with the byte after it. With `skip_special` control tokens give no text.
+
+    A token is bytes, and a character may span several tokens, so a token may end inside one. Such an end is held back
+    until the bytes that complete it arrive or the stream ends: at most three bytes, and nothing is decoded twice."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._bytes = tokenizer.shown_bytes if skip_special else tokenizer.bytes_of
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that `token_id` makes certain, often empty. Raises `UsageError` for an id outside the
+        vocabulary."""
+        return self._decoder.decode(self._bytes[token_id])
+
+    def flush(self) -> str:
+        """Return what is still held back, as U+FFFD, at the end of the stream; the next `push` starts a new one."""
+        return self._decoder.decode(b"", final=True)
+
+
 def _is_about_tools(message: Mapping[str, Any]) -> bool:
     return isinstance(message, Mapping) and (message.get("role") == "tool" or bool(message.get("tool_calls")))
 
@@ -287,7 +300,6 @@ def check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(
-            f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a surrogate pair and no "
-            "character: read the input as UTF-8, or remove it"
-        ) from None
+        half = f"U+{ord(text[error.start]):04X}, half of a surrogate pair and no character"
+        cure = "read the input as UTF-8, or remove it"
+        raise UsageError(f"character {error.start} of the text is {half}: {cure}") from None

@@ -40,12 +40,8 @@ def _token_table(
                 for rival, value in (entry or ())[:alternatives]
             )
             cells[-1].append(Text("   ").join(rivals))
-    return Table(
-        (what, "logprob", "p", *(["likeliest there"] if alternatives else [])),
-        cells,
-        lefts=(3,),
-        wraps=bool(alternatives),
-    )
+    headings = (what, "logprob", "p", "likeliest there") if alternatives else (what, "logprob", "p")
+    return Table(headings, cells, lefts=(3,), wraps=bool(alternatives))
 
 
 def score_table(found: Score, alternatives: int, token_text: TokenText) -> Table:
@@ -100,10 +96,11 @@ def classification_screen(texts: Sequence[str], found: Sequence[Classification])
         yield "probability: among the labels; logprob: among all that could come next"
         return
     rows: Rows = [
-        (Text(one_line(answer.label), ACCENT), *(f"{answer.probabilities[name]:.3f}" for name in names), _shown(text))
+        (Text(one_line(answer.label), ACCENT), *(f"{answer.probabilities[name]:.3f}" for name in names), one_line(text))
         for text, answer in zip(texts, found, strict=True)
     ]
-    yield Table(("label", *map(one_line, names), "text"), rows, lefts=(len(names) + 1,))
+    last = len(names) + 1
+    yield Table(("label", *map(one_line, names), "text"), rows, lefts=(last,), cut=(last,))
     counts = ", ".join(f"{one_line(name)} {sum(answer.label == name for answer in found)}" for name in names)
     yield f"{plural(len(found), 'text')}: {counts}"
 
@@ -150,20 +147,20 @@ def cosines_screen(texts: Sequence[str], vectors: "np.ndarray", pooling: str) ->
     elif count <= MOST_COSINES:
         headings = ("cosine", *map(str, range(1, count + 1)), "text")
         rows: Rows = [
-            (str(number), *(f"{value:.3f}" for value in row), _shown(text))
+            (str(number), *(f"{value:.3f}" for value in row), one_line(text))
             for number, (text, row) in enumerate(zip(texts, cosines, strict=True), start=1)
         ]
-        yield Table(headings, rows, lefts=(count + 1,))
+        yield Table(headings, rows, lefts=(count + 1,), cut=(count + 1,))
     else:
         nearest = [
             max((rival for rival in range(count) if rival != number), key=row.__getitem__)
             for number, row in enumerate(cosines)
         ]
         rows = [
-            (str(number + 1), str(rival + 1), f"{cosines[number, rival]:.3f}", _shown(texts[number]))
+            (str(number + 1), str(rival + 1), f"{cosines[number, rival]:.3f}", one_line(texts[number]))
             for number, rival in enumerate(nearest)
         ]
-        yield Table(("text", "nearest", "cosine", ""), rows, lefts=(3,))
+        yield Table(("text", "nearest", "cosine", ""), rows, lefts=(3,), cut=(3,))
     yield f"{plural(count, 'text')}, {vectors.shape[1]} dimensions, pooling {pooling}"
 
 
@@ -179,17 +176,10 @@ def ranking_object(documents: Sequence[str], scores: Sequence[float], by: str) -
 def ranking_screen(query: str, documents: Sequence[str], scores: Sequence[float], by: str) -> Iterator[Part]:
     yield from (title(one_line(query)), None)
     answers = by == "answer"
-    rows: Rows = [
-        (
-            str(place),
-            f"{scores[index]:.3f}",
-            *([f"{margin(scores[index]):+.2f}"] if answers else []),
-            _shown(documents[index]),
-        )
-        for place, index in enumerate(ranked(scores), start=1)
-    ]
-    headings = ("", *(("p(yes)", "margin") if answers else ("cosine",)), "document")
-    yield Table(headings, rows, lefts=(len(headings) - 1,))
+    rows = [{"place": place, **row} for place, row in enumerate(ranking_object(documents, scores, by), start=1)]
+    figures = ("p(yes): {score:.3f}", "margin: {margin:+.2f}") if answers else ("cosine: {score:.3f}",)
+    last = len(figures) + 1
+    yield Table.of(rows, ": {place}", *figures, "document: {document:line}", lefts=(last,), cut=(last,))
     if answers:
         yield 'margin: log probability of "yes" less that of "no"'
 
@@ -204,7 +194,3 @@ def margin(probability: float) -> float:
     if not 0 < probability < 1:
         return math.inf if probability else -math.inf
     return math.log(probability) - math.log1p(-probability)
-
-
-def _shown(text: str) -> Text:
-    return Text(one_line(text), no_wrap=True, overflow="ellipsis")

@@ -139,7 +139,7 @@ def table_lines(block_map: BlockMap, names: SequenceNames, width: int, max_rows:
     lines = [Text(heading[:width].rstrip(), QUIET)]
     for label, table in zip(labels, shown, strict=True):
         style = QUIET if table.is_snapshot else sequence_style(names.number(table.owner))
-        held = last_fill(table, size)
+        held = (table.computed - 1) % size + 1 if table.computed else 0  # slots in use in the last block with any
         cells_filled = round(held / size * bar) if held in (0, size) else min(bar - 1, max(1, held * bar // size))
         line = Text.assemble(
             (f"{label:<{margin}}  ", style),
@@ -156,11 +156,6 @@ def table_lines(block_map: BlockMap, names: SequenceNames, width: int, max_rows:
         blocks = sum(len(table.blocks) for table in hidden)
         lines.append(Text(f"and {plural(len(hidden), 'more sequence')} with {plural(blocks, 'block')}", QUIET))
     return lines
-
-
-def last_fill(table: TableRecord, block_size: int) -> int:
-    """Return how many slots are in use in the last block that holds anything."""
-    return (table.computed - 1) % block_size + 1 if table.computed else 0
 
 
 def _label(table: TableRecord, names: SequenceNames) -> str:

@@ -34,9 +34,10 @@ from forge.views.history import TextStreams
 from forge.views.json_output import picked
 from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
-from forge.views.run_view import LiveView
+from forge.views.progress import LiveView
+from forge.views.screen import draw
 from forge.views.summary import RunResult
-from forge.views.terminal import cut, print_lines
+from forge.views.terminal import cut, heading
 from forge.views.text import neutralise, one_line, tail
 
 MANY = 2
@@ -99,13 +100,12 @@ class BlockStory:
         forks: list[TableRecord] = []
         for owner, table in _tables(record.blocks).items():
             before = self._before.get(owner)
+            if owner in admitted:
+                continue
             if before is None:
-                if owner not in admitted:
-                    forks.append(table)
-            elif owner not in admitted:
-                known = copied.union(before.blocks)
-                if new := [block for block in table.blocks if block not in known]:
-                    grown.append((owner, new))
+                forks.append(table)
+            elif new := [block for block in table.blocks if block not in copied.union(before.blocks)]:
+                grown.append((owner, new))
         if record.blocks is not None:
             yield from self._forks(forks, record.blocks)
         if len(grown) > MANY:
@@ -117,10 +117,8 @@ class BlockStory:
     def _forks(self, tables: Sequence[TableRecord], block_map: BlockMap) -> Iterator[str]:
         shared = [sum(block_map.reference_counts[block] > 1 for block in table.blocks) for table in tables]
         if len(tables) > MANY:
-            blocks = (
-                f"{_count(sum(shared))} in their tables shared, none copied" if any(shared) else "all blocks copied"
-            )
-            yield f"{len(tables)} sequences began as forks: {blocks}"
+            blocks = f"{_count(sum(shared))} in their tables shared, none copied"
+            yield f"{len(tables)} sequences began as forks: {blocks if any(shared) else 'all blocks copied'}"
             return
         for table, number in zip(tables, shared, strict=True):
             blocks = f"{_count(number)} shared, none copied" if number else "all blocks copied"
@@ -128,9 +126,8 @@ class BlockStory:
 
     def _ends(self, record: StepRecord) -> Iterator[str]:
         tables = _tables(record.blocks)
-        held = {
-            finish.seq_id: len(tables[finish.seq_id].blocks) for finish in record.finished if finish.seq_id in tables
-        }
+        ended = [finish.seq_id for finish in record.finished if finish.seq_id in tables]
+        held = {seq_id: len(tables[seq_id].blocks) for seq_id in ended}
         if len(held) > MANY:
             yield f"{len(held)} sequences ended and freed {_count(sum(held.values()))}"
             return
@@ -338,11 +335,11 @@ class BlockGeneration(BlocksView):
             if text.plain:
                 console.print()
                 console.print(text, soft_wrap=not self._shows)
-        print_lines(console, [Text(""), *self.screen.picture(width), Text("")])
+        draw(console, [None, *self.screen.picture(width), None])
         if self._shows:
-            print_lines(console, [*self.screen.story_lines(width), Text(""), *metrics_lines(result, width)])
+            draw(console, [*self.screen.story_lines(width), None, *metrics_lines(result, width)])
         else:
-            print_lines(console, [Text(line) for line in plain_metrics(result)])
+            draw(console, map(Text, plain_metrics(result)))
 
 
 def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: SequenceNames) -> dict[str, Any]:
@@ -375,22 +372,16 @@ def step_line(screen: BlockScreen) -> str:
     cached = f"  cached {cache.cached_blocks:>3}" if cache.kind == "prefix" else ""
     figures = f"used {cache.used_blocks:>3}{cached}  free {cache.free_blocks:>3}"
     texts = "; ".join(sentence.text for sentence in screen.latest)
-    return (
-        f"step {screen.steps:>3}  {figures}  fragmentation {share(cache.internal_fragmentation):>6}  {texts}".rstrip()
-    )
+    empty = share(cache.internal_fragmentation)
+    return f"step {screen.steps:>3}  {figures}  fragmentation {empty:>6}  {texts}".rstrip()
 
 
 def _title(question: str, step: int, record: StepRecord, width: int) -> Text:
     """Return the question on the left, and on the right when and of what, as far as there is room."""
     cache = record.cache
-    for description in (
-        f"step {count(step)} · kv {cache.kind} · block size {cache.block_size} · {plural(cache.num_blocks, 'block')}",
-        f"step {count(step)} · {plural(cache.num_blocks, 'block')} of {cache.block_size}",
-        f"step {count(step)}",
-    ):
-        if len(question) + 3 + len(description) <= width:
-            return Text.assemble((question, TITLE), (f"{description:>{width - len(question)}}", QUIET), no_wrap=True)
-    return Text(question, TITLE)
+    now, blocks = f"step {count(step)}", plural(cache.num_blocks, "block")
+    described = f"{now} · kv {cache.kind} · block size {cache.block_size} · {blocks}"
+    return heading(question, TITLE, (described, f"{now} · {blocks} of {cache.block_size}", now), width)
 
 
 def legend_line(width: int) -> Text:

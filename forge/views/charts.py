@@ -114,11 +114,9 @@ def _dot_row(value: float, scale: float, height: int) -> int:
 
 def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
     """Return the dots of a straight line, both ends included."""
-    steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-    return [
-        (round(start[0] + (end[0] - start[0]) * i / steps), round(start[1] + (end[1] - start[1]) * i / steps))
-        for i in range(steps + 1)
-    ]
+    (x, y), width, height = start, end[0] - start[0], end[1] - start[1]
+    steps = max(abs(width), abs(height), 1)
+    return [(round(x + width * i / steps), round(y + height * i / steps)) for i in range(steps + 1)]
 
 
 _HEIGHT, _MOST_WIDTH, _LEFT = 9, 66, 14

@@ -8,8 +8,8 @@ from forge.views.blocks import BlockScreen
 from forge.views.formatting import count, ms, plural, rate
 from forge.views.keys import readline_if_any
 from forge.views.palette import QUIET, TROUBLE
+from forge.views.screen import draw
 from forge.views.summary import RunLabel, RunResult
-from forge.views.terminal import print_lines
 from forge.views.text import WordWrap, neutralise
 
 PROMPT = "you> "
@@ -72,8 +72,8 @@ class ChatView:
         screen = BlockScreen(keeps=True)
         for record in result.records:
             screen.feed(record)
-        print_lines(self._console, [Text(""), *screen.picture(self._console.width), Text("")])
-        print_lines(self._console, [*screen.story_lines(self._console.width), Text("")])
+        width = self._console.width
+        draw(self._console, [None, *screen.picture(width), None, *screen.story_lines(width), None])
 
     def forgotten(self) -> None:
         self._quiet("forgotten: the next message starts a new conversation")

@@ -6,14 +6,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, repeat, takewhile
-from operator import eq
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from forge.engine.containers import num_common
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import StepRecord, TokenRecord
 from forge.trace.speculation_summary import draft_totals
@@ -24,7 +24,7 @@ from forge.views.generation import sample_texts
 from forge.views.json_output import as_object, climb_object, picked, run_object
 from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, TITLE, TROUBLE, sequence_style
-from forge.views.run_view import LiveView
+from forge.views.progress import LiveView
 from forge.views.screen import Part, question, title
 from forge.views.screen import sides as side_by_side
 from forge.views.summary import Forward, RunResult
@@ -193,8 +193,7 @@ def _answer_object(answer: Answer) -> dict[str, Any]:
     return {
         "prompt": output.prompt,
         "prompt_tokens": len(output.prompt_token_ids),
-        "tokens_cached": output.metrics.tokens_cached,
-        "time_to_first_token_ms": output.metrics.time_to_first_token_ms,
+        **picked(output.metrics, "tokens_cached", "time_to_first_token_ms"),
         **picked(output.outputs[0], "text", "token_ids"),
     }
 
@@ -309,7 +308,7 @@ def legend(comparison: Comparison) -> list[Text]:
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    common = sum(takewhile(bool, map(eq, left, right)))
+    common = num_common(left, right)
     return None if common == len(left) == len(right) else common + 1
 
 

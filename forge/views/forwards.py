@@ -39,10 +39,8 @@ def chart_rows(forwards: Sequence[Forward], scale: float, width: int, note: Note
     notes = [note(forward) if note else "" for forward in forwards]
     beside = 9 + digits + 4 + 2 + 9 + max((len(text) + 3 for text in notes if text), default=0)
     bar_width = max(4, min(MAX_BAR, width - beside))
-    return [
-        _row(forward, scale, digits, bar_width, text, pad=any(notes))
-        for forward, text in zip(forwards, notes, strict=True)
-    ]
+    noted = zip(forwards, notes, strict=True)
+    return [_row(forward, scale, digits, bar_width, text, pad=any(notes)) for forward, text in noted]
 
 
 def compact_chart(forwards: Sequence[Forward], width: int) -> list[Text]:

@@ -12,10 +12,10 @@ from forge.views.forwards import Note, chart_rows, chart_scale, compact_chart, s
 from forge.views.history import TextStreams
 from forge.views.metrics import chart_heading, flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, sequence_style
-from forge.views.run_view import LiveView, RunView
-from forge.views.screen import Part, sentences
+from forge.views.progress import LiveView, RunView
+from forge.views.screen import Part, draw, sentences
 from forge.views.summary import Forward, RunLabel, RunResult, decode_rate
-from forge.views.terminal import can_redraw, print_lines
+from forge.views.terminal import can_redraw
 from forge.views.text import neutralise, quoted, tail
 
 CHART_ROWS = 12
@@ -103,12 +103,10 @@ class LiveGeneration(LiveView):
     def finish(self, result: RunResult) -> None:
         self.__exit__()
         width = self._console.width
-        for text in sample_texts(result, self._prompt, quiet_prompt=not self._echo):
-            self._console.print(text)
-            self._console.print()
-        print_lines(self._console, (chart_heading(result.label, width), *compact_chart(result.forwards, width)))
-        self._console.print()
-        print_lines(self._console, metrics_lines(result, width))
+        texts = sample_texts(result, self._prompt, quiet_prompt=not self._echo)
+        draw(self._console, [part for text in texts for part in (text, None)])
+        chart = (chart_heading(result.label, width), *compact_chart(result.forwards, width))
+        draw(self._console, [*chart, None, *metrics_lines(result, width)])
 
     def frame(self) -> RenderableType:
         width, height = self._console.size

@@ -50,14 +50,9 @@ class History:
         stays = self.moments and not (record.arrived or record.admitted or record.preempted or record.finished)
         queue = self.moments[-1].waiting if stays else self._timeline.queue(self.order, _QUEUE_SHOWN)
         self.records.append(record)
-        self.moments.append(
-            Moment(
-                tuple(seq_id for seq_id in took_part if seq_id not in lost),
-                queue,
-                before + len(record.preempted),
-                len(record.tokens) / seconds if seconds > 0 else 0.0,
-            )
-        )
+        running = tuple(seq_id for seq_id in took_part if seq_id not in lost)
+        speed = len(record.tokens) / seconds if seconds > 0 else 0.0
+        self.moments.append(Moment(running, queue, before + len(record.preempted), speed))
 
     def end(self, ends: Sequence[EndRecord]) -> None:
         """Note that requests have ended, some of them perhaps between two steps."""

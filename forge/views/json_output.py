@@ -19,7 +19,7 @@ from forge.views.summary import Forward, RunResult
 
 def to_json(value: Any) -> str:
     """Write indented JSON, also of dataclasses. Numbers that JSON does not have (NaN, infinities) become null."""
-    return json.dumps(_finite(plain(value)), indent=2, ensure_ascii=False, allow_nan=False, default=os.fspath)
+    return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False, default=os.fspath)
 
 
 def as_object(value: Any, *properties: str, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -33,11 +33,13 @@ def picked(value: Any, *names: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert dataclasses to objects and tuples to lists, however deep."""
+    """Convert dataclasses to objects, tuples to lists, and numbers that JSON does not have to None, however deep."""
     if is_dataclass(value):
         return as_object(value)
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -160,13 +162,3 @@ def _prompt_logprobs(output, token_text) -> list[Any] | None:
 
 def _alternatives(entry: Logprobs, token_text) -> list[dict[str, Any]]:
     return [{"token_id": token_id, "text": token_text(token_id), "logprob": logprob} for token_id, logprob in entry]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -18,9 +18,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -39,29 +39,6 @@ _ESCAPE_SECONDS = 0.05
 """Seconds after an escape character within which what comes belongs to it."""
 
 
-class Keys(Protocol):
-    """Where keys come from. Used as a context manager."""
-
-    single: bool
-    """Whether a key counts the moment it is pressed, or only with the line that it begins."""
-
-    def __enter__(self) -> "Keys": ...
-
-    def __exit__(self, *exception) -> None: ...
-
-    def read_key(self, timeout: float | None = None) -> str:
-        """Return the next key; `TIMEOUT` (an empty string) after `timeout` seconds without one."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which the terminal is as it was before, for reading a line or running a command.
-
-        Keys that were typed before its end are discarded: they were meant for what was on the screen then.
-        """
-
-    def muted(self) -> AbstractContextManager[None]:
-        """Return a context in which typed keys are neither echoed nor kept. Ctrl-C works."""
-
-
 def is_listening() -> bool:
     """Return whether standard input is a terminal."""
     try:
@@ -70,11 +47,11 @@ def is_listening() -> bool:
         return False
 
 
-def open_keys(console: Console) -> Keys:
+def open_keys(console: Console) -> "Keys":
     """Return the keys of the terminal that `console` draws on."""
     has_termios = find_spec("termios") is not None  # absent on Windows
     usable = has_termios and is_listening() and not console.is_dumb_terminal
-    return TerminalKeys(sys.stdin.fileno()) if usable else LineKeys()
+    return TerminalKeys(sys.stdin.fileno()) if usable else Keys()
 
 
 def read_line(prompt: str, prefill: str = "") -> str | None:
@@ -92,18 +69,20 @@ def read_line(prompt: str, prefill: str = "") -> str | None:
             readline.set_startup_hook(None)
 
 
-class LineKeys:
-    """Keys from lines."""
+class Keys:
+    """Where keys come from: lines, in which the first character counts. Used as a context manager."""
 
     single = False
+    """Whether a key counts the moment it is pressed, or only with the line that it begins."""
 
-    def __enter__(self) -> "LineKeys":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception) -> None:
         pass
 
     def read_key(self, timeout: float | None = None) -> str:
+        """Return the next key. From a terminal: `TIMEOUT` (an empty string) after `timeout` seconds without one."""
         try:
             line = sys.stdin.readline()
         except ValueError:
@@ -114,6 +93,10 @@ class LineKeys:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Return a context in which the terminal is as it was before, for reading a line or running a command.
+
+        Keys that were typed before its end are discarded: they were meant for what was on the screen then.
+        """
         try:
             yield
         finally:
@@ -121,9 +104,10 @@ class LineKeys:
                 _discard_typed(sys.stdin.fileno())
 
     muted = paused
+    """Returns a context in which typed keys are neither echoed nor kept. Ctrl-C works."""
 
 
-class TerminalKeys:
+class TerminalKeys(Keys):
     """Keys from a terminal in cbreak mode: no echo, no waiting for a line, signals as usual."""
 
     single = True
@@ -132,35 +116,30 @@ class TerminalKeys:
         self._descriptor = descriptor
         self._pending = b""
         self._before: list[Any] | None = None
-        self._handlers: dict[int, Any] = {}
-        self._wake: tuple[int, int] | None = None
+        self._wake: int | None = None
+        """Where a signal is told to a wait."""
         self._taken = False
-        self._woken_before = -1
+        self._undo = ExitStack()
 
-    def __enter__(self) -> "TerminalKeys":
+    def __enter__(self) -> Self:
         import termios
 
         self._before = termios.tcgetattr(self._descriptor)
-        self._wake = os.pipe()
-        for descriptor in self._wake:
+        self._wake, waker = os.pipe()
+        for descriptor in (self._wake, waker):
             os.set_blocking(descriptor, False)
+            self._undo.callback(os.close, descriptor)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGWINCH, signal.SIGCONT):
-                self._handlers[number] = signal.signal(number, self._woken)
+                self._undo.callback(signal.signal, number, signal.signal(number, self._woken))
             # A signal that comes just before the wait below, Ctrl-C too, would otherwise be noticed after the next key.
-            self._woken_before = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+            self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(waker, warn_on_full_buffer=False))
         self._take()
         return self
 
     def __exit__(self, *exception) -> None:
         self._give_back()
-        if self._handlers:
-            signal.set_wakeup_fd(self._woken_before)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
-        for descriptor in self._wake or ():
-            os.close(descriptor)
+        self._undo.close()
         self._wake = None
 
     def read_key(self, timeout: float | None = None) -> str:
@@ -199,11 +178,10 @@ class TerminalKeys:
         import select
 
         assert self._wake is not None, "keys are read inside the context"
-        wake, _ = self._wake
-        ready = select.select([self._descriptor, wake], [], [], timeout)[0]
-        if wake in ready:
+        ready = select.select([self._descriptor, self._wake], [], [], timeout)[0]
+        if self._wake in ready:
             with suppress(BlockingIOError):
-                os.read(wake, 1024)
+                os.read(self._wake, 1024)
             return RESIZE
         return "input" if ready else TIMEOUT
 

@@ -9,6 +9,7 @@ from forge.trace.speculation_summary import draft_totals, undrafted_counts
 from forge.views.formatting import count, formatted, ms, percent, plural, size
 from forge.views.palette import GOOD, QUIET, TROUBLE
 from forge.views.summary import RunLabel, RunResult, Spread
+from forge.views.terminal import heading
 from forge.views.text import one_line
 
 Fact = tuple[str, str]
@@ -41,15 +42,12 @@ def draft_facts(records: Sequence[StepRecord]) -> list[Fact]:
     drafts, facts = draft_totals(record.cycles for record in records), []
     for draft in drafts:
         positions = " ".join(f"{accepted / proposed * 100:.0f}" for accepted, proposed in draft.by_position)
-        figure = (
-            f"{count(draft.accepted)} of {count(draft.proposed)} accepted ({percent(draft.acceptance)}; by position"
-        )
-        facts.append((f"{one_line(draft.name)} drafted", f"{figure} {positions}), {ms(draft.ms)} ms"))
+        name, accepted = one_line(draft.name), f"{count(draft.accepted)} of {count(draft.proposed)} accepted"
+        share = f"{percent(draft.acceptance)}; by position {positions}"
+        facts.append((f"{name} drafted", f"{accepted} ({share}), {ms(draft.ms)} ms"))
         if len(drafts) > 1:
             gained = f"{plural(draft.gained, 'token')} beyond the other"
-            facts.append(
-                (f"{one_line(draft.name)} won", f"{count(draft.won)} of {count(draft.cycles)} cycles, {gained}")
-            )
+            facts.append((f"{name} won", f"{count(draft.won)} of {count(draft.cycles)} cycles, {gained}"))
     plain = [f"{count(number)} {_UNDRAFTED[reason]}" for reason, number in undrafted_counts(records).items()]
     return [*facts, ("plain decodes", ", ".join(plain))] if plain else facts
 
@@ -90,36 +88,21 @@ def flowing(facts: Sequence[Fact], width: int) -> list[Text]:
 def metrics_lines(result: RunResult, width: int) -> list[Text]:
     """Return the block under a chart on a terminal; says what ran where the chart's heading had no room for it."""
     spread = Text.assemble(("per forward ms: ", QUIET), spread_text(result.spread))
-    unsaid = [] if _fits_heading(result.label, width) else [Text(str(result.label), QUIET)]
+    label = str(result.label)
+    unsaid = [] if label in chart_heading(result.label, width).plain else [Text(label, QUIET)]
     return [*flowing(run_facts(result), width), spread, *unsaid]
 
 
 def chart_heading(label: RunLabel, width: int) -> Text:
     """Return what the chart shows on the left; what ran on the right, as far as there is room."""
-    room = width - len(_HEADING)
-    description = str(label) if _fits_heading(label, width) else f"kv {label.kv} · {label.device} · {label.model}"
-    if len(description) + 3 > room:
-        return Text(_HEADING)
-    return Text.assemble(_HEADING, (f"{description:>{room}}", QUIET), no_wrap=True)
-
-
-def _fits_heading(label: RunLabel, width: int) -> bool:
-    return len(_HEADING) + 3 + len(str(label)) <= width
-
-
-_HEADING = "milliseconds per forward"
+    short = f"kv {label.kv} · {label.device} · {label.model}"
+    return heading("milliseconds per forward", "", (str(label), short), width)
 
 
 def plain_metrics(result: RunResult) -> list[str]:
     """Return the block in a pipe: one fact to a line, names padded to one column."""
-    facts = [*label_facts(result.label), *run_facts(result), ("per forward ms", spread_text(result.spread))]
+    label = result.label
+    named = [("model", label.model), ("kv mode", label.kv), ("device", f"{label.device} ({label.device_description})")]
+    facts = [*named, *run_facts(result), ("per forward ms", spread_text(result.spread))]
     widest = max(len(name) for name, _ in facts)
     return [f"{name:<{widest}}  {figure}" for name, figure in facts]
-
-
-def label_facts(label: RunLabel) -> list[Fact]:
-    return [
-        ("model", label.model),
-        ("kv mode", label.kv),
-        ("device", f"{label.device} ({label.device_description})"),
-    ]

@@ -21,7 +21,7 @@ from forge.views.screen import Part, Table, fill, labelled, title, unbroken
 from forge.views.text import one_line, quoted
 
 if TYPE_CHECKING:
-    from forge.gguf.header import TensorEntry
+    from forge.gguf.reader import TensorEntry
     from forge.model.catalog import PulledModel
     from forge.model.synth import SyntheticFile
 
@@ -83,7 +83,7 @@ def inspection(metadata: Mapping[str, Any], tensors: "Sequence[TensorEntry]") ->
         "types": type_totals(tensors),
         "tensors": [TensorLine(entry.name, entry.shape, _type_name(entry), entry.nbytes) for entry in tensors],
         "kv_numbers": numbers,
-        "kv_bytes_per_token": None if numbers is None else _kv_bytes(**numbers),
+        "kv_bytes_per_token": numbers and _kv_bytes(**numbers),
     }
 
 

@@ -2,15 +2,17 @@
 
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
 
 from forge.errors import file_error
 from forge.views.history import History
 from forge.views.run_summary import serving_screen
 from forge.views.scheduler import scheduler_lines
-from forge.views.screen import draw
+from forge.views.screen import Part, draw
 from forge.views.terminal import ForgeConsole
 
 WIDTH = 96
@@ -23,22 +25,10 @@ _FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.
 """rich's own, with the fonts that a reader has in place of one that a browser would have to fetch."""
 
 
-def picture_console() -> ForgeConsole:
-    """Return a console that remembers what is drawn on it, for `save_picture`."""
-    return ForgeConsole(
-        file=io.StringIO(),
-        record=True,
-        width=WIDTH,
-        force_terminal=True,
-        color_system="truecolor",
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
-
-
-def save_picture(console: ForgeConsole, path: Path, title: str = "forge") -> None:
-    """Raise `ForgeError` if `path` cannot be written."""
+def save_picture(path: Path, draw_on: Callable[[Console], None], title: str = "forge") -> None:
+    """Save what a function draws on a console as a picture. Raises `ForgeError` if `path` cannot be written."""
+    console = ForgeConsole(file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor")
+    draw_on(console)
     title = title if len(title) <= _TITLE_WIDTH else f"{title[: _TITLE_WIDTH - 1]}…"
     try:
         console.save_svg(str(path), title=title, code_format=_FORMAT)
@@ -47,23 +37,19 @@ def save_picture(console: ForgeConsole, path: Path, title: str = "forge") -> Non
 
 
 def save_serving(path: Path, history: History) -> None:
-    """Save a picture of the step with most decisions, and under it the run's closing table.
+    """Save a picture of the step in which most was decided, and under it the run's closing table.
 
     Raises `ForgeError` if `path` cannot be written.
     """
-    console = picture_console()
-    if history.records:
-        draw_busiest_step(console, history)
-        console.print()
-    draw(console, serving_screen(history, history.requests()))
-    save_picture(console, path)
+    parts = [busiest_step(history), None] if history.records else []
+    parts += serving_screen(history, history.requests())
+    save_picture(path, lambda console: draw(console, parts))
 
 
-def draw_busiest_step(console: ForgeConsole, history: History) -> None:
-    """Draw the step in which most was decided."""
+def busiest_step(history: History) -> Part:
+    """Return the picture of the step in which most was decided."""
     busiest = max(range(len(history)), key=lambda index: _decisions(history, index))
-    for line in scheduler_lines(history, busiest, console.width, _HEIGHT):
-        console.print(line)
+    return lambda width: scheduler_lines(history, busiest, width, _HEIGHT)
 
 
 def _decisions(history: History, index: int) -> tuple[int, int, int]:

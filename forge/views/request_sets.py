@@ -54,9 +54,8 @@ def many_screen(
     in_common: int,
 ) -> Iterator[Part]:
     """Draw question, table and verdict."""
-    ran, requests = (
-        " against ".join(dict.fromkeys(texts)) for texts in (map(str, labels), map(workload_text, workloads))
-    )
+    ran = " against ".join(dict.fromkeys(map(str, labels)))
+    requests = " against ".join(dict.fromkeys(map(workload_text, workloads)))
     asked = _QUESTIONS.get(option, f"What does {option} change for many requests?")
     yield from question(asked, f"{ran} · {requests}")
     gains = {"throughput": sides[1].tokens_per_second / sides[0].tokens_per_second}

@@ -25,7 +25,7 @@ from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
 from forge.views.history import History, Moment
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
-from forge.views.terminal import cut
+from forge.views.terminal import cut, heading
 from forge.views.text import one_line, quoted
 
 _REASON_INDENT = 19
@@ -59,11 +59,8 @@ def title_lines(record: StepRecord, width: int) -> list[Text]:
     total = record.schedule_ms + record.forward_ms + record.sample_ms
     parts = f"schedule {ms(record.schedule_ms)}, forward {ms(record.forward_ms)}"
     short = f"step {count(record.step)} · {kind} · {ms(total)} ms"
-    for facts in (f"{short} ({parts})", short):
-        room = width - len(QUESTION) - len(facts)
-        if room >= 2:
-            return [Text.assemble((QUESTION, TITLE), " " * room, (facts, QUIET))]
-    return [Text(QUESTION, TITLE), Text(short, QUIET)]
+    line = heading(QUESTION, TITLE, (f"{short} ({parts})", short), width)
+    return [line] if short in line.plain else [line, Text(short, QUIET)]
 
 
 def queue_lines(history: History, record: StepRecord, moment: Moment, width: int) -> list[Text]:
@@ -176,7 +173,8 @@ def reason_lines(record: StepRecord, width: int) -> list[Text]:
     lines += [_reason("·", "plain", who, text, QUIET) for who, text in undrafted_texts(record)]
     lines += [_reason("✓", "finished", finish.seq_id, finish_text(finish), ACCENT) for finish in record.finished]
     lines += [
-        _reason("✗", "refused", refusal.request_id, one_line(refusal.message), TROUBLE) for refusal in record.rejected
+        _reason("✗", "refused", one_line(refusal.request_id), one_line(refusal.message), TROUBLE)
+        for refusal in record.rejected
     ]
     return [part for line in lines for part in _wrapped(line, width)]
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, OverflowMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from forge.views.formatting import formatted
 from forge.views.json_output import to_json
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
-from forge.views.terminal import new_table, print_hanging, print_lines, unpadded
+from forge.views.terminal import new_table, print_hanging, unpadded
 from forge.views.text import one_line, short_name
 
 
@@ -63,6 +63,8 @@ class Table:
     """Columns beside those that stand to the left too."""
     wraps: bool | Sequence[int] = False
     """Whether cells, or those of some columns, may be broken where the screen is too narrow."""
+    cut: Sequence[int] = ()
+    """Columns whose cells are cut with an ellipsis there."""
 
     @classmethod
     def of(
@@ -94,7 +96,8 @@ class Table:
         for number, heading in enumerate(self.headings):
             style = (self.styles or {}).get(number)
             wraps = self.wraps if isinstance(self.wraps, bool) else number in self.wraps
-            table.add_column(heading, style=style, no_wrap=not wraps, overflow="fold")
+            overflow: OverflowMethod = "ellipsis" if number in self.cut else "fold"
+            table.add_column(heading, style=style, no_wrap=not wraps, overflow=overflow)
             table.columns[number].justify = "left" if number < self.names or number in self.lefts else "right"
         for row in self.rows:
             table.add_row(*row)
@@ -190,7 +193,7 @@ def marked(holds: bool, words: str) -> Text:
 def draw(console: Console, parts: "Iterable[Part]") -> None:
     for part in parts:
         if isinstance(part, Table | RichTable):
-            print_lines(console, unpadded(console, part.rich() if isinstance(part, Table) else part))
+            draw(console, unpadded(console, part.rich() if isinstance(part, Table) else part))
         elif isinstance(part, Fitting):
             draw(console, part.parts(console))
         elif isinstance(part, Hanging):

@@ -40,9 +40,8 @@ class Step:
 
 
 def steps_of(records: Sequence[StepRecord]) -> list[Step]:
-    return [
-        Step(number, record.tokens, record.cycles, record.undrafted) for number, record in enumerate(records, start=1)
-    ]
+    numbered = enumerate(records, start=1)
+    return [Step(number, record.tokens, record.cycles, record.undrafted) for number, record in numbered]
 
 
 def marked_text(steps: Sequence[Step], token_text: TokenText) -> Text:

@@ -16,6 +16,7 @@ from forge.views.history import History
 from forge.views.keys import BACK_KEYS, EOF, NEXT_KEYS, RESIZE, TIMEOUT, Keys, is_listening, open_keys
 from forge.views.palette import ACCENT, QUIET
 from forge.views.scheduler import scheduler_lines
+from forge.views.screen import draw
 from forge.views.terminal import can_redraw
 
 _QUIT = ("q", "escape", EOF)
@@ -131,8 +132,7 @@ class Stepper:
     def _draw(self, at_end: bool) -> None:
         width, height = self._console.size
         self._console.clear()
-        for line in scheduler_lines(self._history, self._at, width, height - 2):
-            self._console.print(line)
+        draw(self._console, scheduler_lines(self._history, self._at, width, height - 2))
         self._console.print(self._key_line(width, at_end), end="")
 
     def _key_line(self, width: int, at_end: bool) -> Text:

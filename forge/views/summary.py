@@ -132,22 +132,12 @@ class RunResult:
     @cached_property
     def endings(self) -> tuple[str, ...]:
         """How each sample ended: `length`, or with the reason for it `length: the pool holds 32 tokens`."""
-        arrived = [
-            arrival
-            for record in self.records
-            for arrival in record.arrived
-            if arrival.request_id == self.output.request_id
-        ]
-        ended = {
-            finish.seq_id: finish for record in self.records for finish in record.finished if finish.why is not None
-        }
-        told = [ended.get(seq_id) for seq_id in arrived[-1].seq_ids] if arrived else []
-        return tuple(
-            [
-                explain_finish(finish) if finish is not None else sample.finish_reason or "unfinished"
-                for sample, finish in zip_longest(self.output.outputs, told)
-            ]
-        )
+        arrived = [arrival for record in self.records for arrival in record.arrived]
+        seq_ids = [arrival.seq_ids for arrival in arrived if arrival.request_id == self.output.request_id]
+        finished = [finish for record in self.records for finish in record.finished if finish.why is not None]
+        told = {finish.seq_id: explain_finish(finish) for finish in finished}
+        samples = zip_longest(self.output.outputs, seq_ids[-1] if seq_ids else ())
+        return tuple(told.get(seq_id) or sample.finish_reason or "unfinished" for sample, seq_id in samples)
 
     @property
     def seconds(self) -> float:

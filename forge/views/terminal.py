@@ -15,28 +15,20 @@ from rich.text import Text
 from forge.views.palette import QUIET, TITLE
 
 
-class ClosedPipe(Exception):
-    """The reader of the output has gone (`forge … | head -1`). Not an error: there is nothing left to say."""
-
-
 class ForgeConsole(Console):
-    """A console that reports a closed pipe as `ClosedPipe`, instead of ending the process from inside a view."""
+    """A console that lets the `BrokenPipeError` of a closed pipe (`forge … | head -1`) through, instead of ending the
+    process from inside a view. Nothing that it prints is read as markup."""
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        try:
-            super().print(*objects, **options)
-        except BrokenPipeError:  # older releases of rich let it through; newer ones call `on_broken_pipe`
-            raise ClosedPipe from None
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=False, **options)
 
     def on_broken_pipe(self) -> None:
-        raise ClosedPipe
+        raise  # the error that rich has just caught
 
 
 def open_console(file: IO[str] | None = None, width: int | None = None) -> ForgeConsole:
     """Return a console on `file`, by default standard output as it is now. `width` is for tests and pictures."""
-    return ForgeConsole(
-        file=file or sys.stdout, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False
-    )
+    return ForgeConsole(file=file or sys.stdout, width=width)
 
 
 def open_error_console() -> ForgeConsole:
@@ -64,6 +56,14 @@ def print_hanging(console: Console, text: Text, indent: int, most: int | None = 
         console.print(Text.assemble(" " * indent, line))
 
 
+def heading(left: str, style: str, rights: Iterable[str], width: int) -> Text:
+    """Return a line with `left` and, in grey at its end, the first of `rights` that has room beside it, if one has."""
+    for right in rights:
+        if len(left) + 2 + len(right) <= width:
+            return Text.assemble((left, style), (f"{right:>{width - len(left)}}", QUIET), no_wrap=True)
+    return Text(left, style)
+
+
 def cut(line: Text, width: int) -> Text:
     """Cut a line at `width` columns, where an ellipsis stands for the rest, and return it."""
     line.truncate(width, overflow="ellipsis")
@@ -73,11 +73,6 @@ def cut(line: Text, width: int) -> Text:
 def new_table() -> Table:
     """Return a table with a rule under its headings."""
     return Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-
-
-def print_lines(console: Console, lines: Iterable[Text]) -> None:
-    for line in lines:
-        console.print(line)
 
 
 def unpadded(console: Console, renderable: RenderableType, width: int | None = None) -> Iterator[Text]:

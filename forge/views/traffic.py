@@ -3,8 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from forge.trace.explain import explain_route
@@ -13,10 +12,11 @@ from forge.views.charts import bar
 from forge.views.formatting import count, percent
 from forge.views.history import History
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.run_view import LiveView
+from forge.views.progress import LiveView
 from forge.views.scheduler import print_step_line, scheduler_lines, step_line
+from forge.views.screen import Table
 from forge.views.summary import RunLabel
-from forge.views.terminal import cut, new_table
+from forge.views.terminal import cut
 from forge.views.text import one_line
 
 
@@ -67,20 +67,17 @@ class ReplicasView(LiveView):
     def frame(self) -> Group:
         return Group(*self.lines())
 
-    def lines(self) -> Iterator[Text | Table]:
+    def lines(self) -> Iterator[RenderableType]:
         """Yield the picture, at the width that the console has now."""
         yield Text(QUESTION, TITLE)
         yield Text()
-        table = new_table()
-        for heading in ("engine", "running", "waiting", "tokens", "blocks in use"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.columns[0].justify = table.columns[-1].justify = "left"
+        rows = []
         for name, record in self._last.items():
             used = record.cache.used_blocks / max(1, record.cache.num_blocks)
             blocks = Text(bar(used, 1, _BAR), self._style(name)).append(f" {percent(used)}", QUIET)
             running, waiting = record.queues.running, record.queues.waiting
-            table.add_row(self._name(name), count(running), count(waiting), count(self._tokens[name]), blocks)
-        yield table
+            rows.append((self._name(name), count(running), count(waiting), count(self._tokens[name]), blocks))
+        yield Table(("engine", "running", "waiting", "tokens", "blocks in use"), rows, lefts=(4,)).rich()
         if self._routes:
             yield Text()
             yield Text("The last requests, and why they went there", f"{TITLE} {ACCENT}")

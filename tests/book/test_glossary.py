@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 
@@ -9,11 +10,11 @@ from forge.book.catalog import entries
 from forge.book.chapter import Chapter, Finding, Predict, Prose
 from forge.book.glossary import find_term, load_glossary
 from forge.errors import UsageError
-from forge.model.loader import LAYER_TENSORS
+from forge.model.qwen3 import DenseLayerWeights
 from forge.views.block_map import LEGEND
 
 GLOSSARY = load_glossary()
-OPERATIONS = [name for name in LAYER_TENSORS.values() if not name.endswith("_norm")]
+OPERATIONS = [field.name for field in fields(DenseLayerWeights) if not field.name.endswith("_norm")]
 
 
 def texts(chapter: Chapter) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.gguf import GGUFError, GGUFFile, header
+from forge.gguf import GGUFError, GGUFFile, reader
 from forge.gguf.ggml_types import GGMLType
 from tests.gguf.raw_file import (
     ARRAY,
@@ -132,8 +132,8 @@ def test_metadata_count_beyond_the_file_is_refused(path, count):
 
 @pytest.mark.parametrize(("field", "offset"), [("tensor_count", 8), ("metadata_count", 16)])
 def test_more_entries_than_any_model_has_are_refused(path, field, offset):
-    raw = RawFile(**{field: header.MAX_ENTRIES + 1})
-    path.write_bytes(raw.build() + bytes(40 * header.MAX_ENTRIES))
+    raw = RawFile(**{field: reader.MAX_ENTRIES + 1})
+    path.write_bytes(raw.build() + bytes(40 * reader.MAX_ENTRIES))
     error = refused(path)
     assert (error.field, error.offset) == (field.replace("_", " "), offset)
     assert "at most 65536" in error.problem
@@ -285,7 +285,7 @@ def test_arrays_nest_to_a_limit(path):
 
 
 def test_arrays_in_arrays_are_limited_in_sum(path, monkeypatch):
-    monkeypatch.setattr(header, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(reader, "MAX_ENTRIES", 5)
     three = array(ARRAY, [array(U32, [])] * 3)
     opened(RawFile(metadata=[("a", ARRAY, three)]).write(path))
     raw = RawFile(metadata=[("a", ARRAY, three), ("b", ARRAY, three)])
@@ -481,7 +481,7 @@ def test_hostile_numbers_cost_no_memory(path, number):
 
 
 def test_a_header_may_not_be_endless(path, monkeypatch):
-    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 4096)
+    monkeypatch.setattr(reader, "MAX_HEADER_BYTES", 4096)
     raw = RawFile(metadata=[("a", STRING, string("x" * 5000))])
     error = refused(raw.write(path))
     assert (error.field, error.offset) == ("metadata 'a' length", raw.at["entry 0 value"])

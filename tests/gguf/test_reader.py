@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.gguf import GGMLType, GGUFError, GGUFFile, GGUFValueType, header
+from forge.gguf import GGMLType, GGUFError, GGUFFile, GGUFValueType, reader
 from forge.gguf.writer import TypedValue, write_gguf
 from tests.gguf.raw_file import ARRAY, STRING, RawFile, RawTensor, array, checked, opened, string, u32
 from tests.small_models import write_small_qwen3
@@ -285,7 +285,7 @@ def test_strings_are_exact_for_any_unicode(tmp_path):
 def test_strings_are_exact_where_they_look_like_lengths(tmp_path_factory, texts, window):
     raw = RawFile(metadata=[("a", ARRAY, array(STRING, [string(text) for text in texts])), ("b", 4, u32(1))])
     path = raw.write(tmp_path_factory.mktemp("strings") / "strings.gguf")
-    with patch.multiple(header, _WINDOW=window, _ONE_BY_ONE=2):
+    with patch.multiple(reader, _WINDOW=window, _ONE_BY_ONE=2):
         file = opened(path)
     assert file.string_array("a") == texts
     assert file.metadata["b"] == 1

@@ -1,11 +1,14 @@
 """From a file to a model: every tensor once, progress to the end, nothing loaded from a file that is not sound."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
 from forge.backends.reference import ReferenceBackend
 from forge.gguf import GGUFError, GGUFFile
 from forge.model.loader import load_qwen3
+from forge.model.qwen3 import DenseLayerWeights
 from forge.model.weight_source import GGUFWeights
 from tests.small_models import write_small_qwen3
 
@@ -55,21 +58,9 @@ def test_each_weight_lands_in_its_own_field(tmp_path):
     with GGUFFile.open(write_small_qwen3(tmp_path / "m.gguf", tie=False)) as file:
         model = load_qwen3(GGUFWeights(file), ReferenceBackend())
         for index, layer in enumerate(model.weights.layers):
-            for field, tensor in {
-                "attention_norm": "attn_norm",
-                "q": "attn_q",
-                "k": "attn_k",
-                "v": "attn_v",
-                "q_norm": "attn_q_norm",
-                "k_norm": "attn_k_norm",
-                "attention_output": "attn_output",
-                "ffn_norm": "ffn_norm",
-                "gate": "ffn_gate",
-                "up": "ffn_up",
-                "down": "ffn_down",
-            }.items():
-                expected = file.tensors[f"blk.{index}.{tensor}.weight"].dequantize()
-                assert np.array_equal(getattr(layer, field), expected), (index, field)
+            for field in fields(DenseLayerWeights):
+                expected = file.tensors[f"blk.{index}.{field.name}.weight"].dequantize()
+                assert np.array_equal(getattr(layer, field.name), expected), (index, field)
 
 
 def test_the_weights_outlive_the_file(tmp_path):

@@ -30,9 +30,6 @@ def terminal(width: int = 80, height: int = 24, **environment: str) -> ForgeCons
         file=Terminal(),
         width=width,
         height=height,
-        markup=False,
-        emoji=False,
-        highlight=False,
         _environ={"TERM": "xterm-256color", "COLORTERM": "truecolor", **environment},
     )
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from forge.views import keys as module
-from forge.views.keys import EOF, RESIZE, TIMEOUT, LineKeys, TerminalKeys, open_keys
+from forge.views.keys import EOF, RESIZE, TIMEOUT, Keys, TerminalKeys, open_keys
 from tests.views.records import terminal
 from tests.waiting import PATIENCE
 
@@ -119,7 +119,7 @@ def test_what_is_typed_while_muted_is_neither_echoed_nor_kept(ours):
 def test_lines_that_were_typed_before_a_pause_ended_are_discarded(ours, monkeypatch):
     with open(ours.theirs, closefd=False) as stream:
         monkeypatch.setattr("sys.stdin", stream)
-        keys = LineKeys()
+        keys = Keys()
         with keys.paused():
             ours.type(b"q\n")
             assert select.select([ours.theirs], [], [], PATIENCE)[0]
@@ -187,7 +187,7 @@ def test_a_closed_terminal_is_the_end():
 def test_lines_stand_for_keys_where_single_ones_cannot_be_had(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("next\n\n b \n"))
     keys = open_keys(terminal(TERM="dumb"))
-    assert isinstance(keys, LineKeys) and not keys.single
+    assert type(keys) is Keys and not keys.single
     with keys:
         assert [keys.read_key() for _ in range(4)] == ["n", "enter", "b", EOF]
         with keys.paused():

@@ -3,7 +3,7 @@
 import pytest
 
 from forge.errors import UsageError
-from forge.views.request_story import request_of, story_of, story_screen
+from forge.views.run_summary import request_of, story_of, story_screen
 from forge.views.screen import draw
 from tests.trace.runs import crowded
 from tests.views.records import piped, written

@@ -8,7 +8,16 @@ from rich.text import Text
 
 from forge.reasons import Deferred, MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted
 from forge.trace.explain import explain
-from forge.trace.records import Execution, FinishRecord, ItemRecord, SpecCycle, StepRecord, TokenVerdict, WaitRecord
+from forge.trace.records import (
+    Execution,
+    FinishRecord,
+    ItemRecord,
+    RejectRecord,
+    SpecCycle,
+    StepRecord,
+    TokenVerdict,
+    WaitRecord,
+)
 from forge.views.history import History
 from forge.views.picture import save_serving
 from forge.views.run_summary import serving_object, serving_screen
@@ -175,6 +184,12 @@ def test_a_step_that_was_planned_ahead_says_so_and_what_it_cost():
 
 def test_a_refused_request_is_shown_with_the_numbers():
     assert any(line.startswith("✗ refused") and "99 tokens" in line for line in picture(index_of("rejected"), 120, 40))
+
+
+def test_a_refused_requests_name_cannot_write_escapes():
+    refusal = RejectRecord("\x1b[2J", "it is\ntoo long")
+    for text in shown(replace(RUN.steps[3], rejected=(refusal,))):
+        assert "\x1b" not in text and "␛[2J" in text and "it is too long" in text
 
 
 def test_a_live_view_draws_and_leaves_nothing():

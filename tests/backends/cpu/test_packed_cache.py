@@ -33,7 +33,7 @@ def load(path: Path, quantize: str | None = None) -> Qwen3:
 
 
 def is_mapped(model: Qwen3) -> bool:
-    packed = model.weights.layers[0].q.packed
+    packed = model.weights.layers[0].attn_q.packed
     array = packed.values if isinstance(packed, FloatMatrix) else packed.quants
     return not array.flags.writeable
 
@@ -55,7 +55,7 @@ def test_a_mixture_of_experts_is_kept_too(folder, tmp_path):
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}
     path = write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0", **moe)
     first, second = load(path), load(path)
-    assert is_mapped(second) and not second.weights.layers[0].gate.packed.quants.flags.writeable
+    assert is_mapped(second) and not second.weights.layers[0].ffn_gate_exps.packed.quants.flags.writeable
     assert one_prefill(first, TOKENS).tobytes() == one_prefill(second, TOKENS).tobytes()
 
 

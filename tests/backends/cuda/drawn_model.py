@@ -4,6 +4,7 @@ What a step costs depends on shapes and types alone (`forge.model.synth` writes 
 one of bytes: prompts are token ids, and most of what is generated has no text.
 """
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,8 +44,8 @@ def drawn_llm(config: Qwen3Config, kind: int = DENSE, *, device: str = "cuda", b
     """Return an `LLM` of that shape. backend: a `CudaBackend`, if not the plain one. options: of `LLM`."""
     from forge import LLM
     from forge.backends.cuda.backend import CudaBackend
-    from forge.model.loader import LAYER_TENSORS, LoadedModel
-    from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
+    from forge.model.loader import LoadedModel
+    from forge.model.qwen3 import DenseLayerWeights, Qwen3, Qwen3Weights
 
     backend, where, shapes = backend or CudaBackend(device), torch.device(device), expected_tensors(config)
 
@@ -57,7 +58,7 @@ def drawn_llm(config: Qwen3Config, kind: int = DENSE, *, device: str = "cuda", b
     torch.manual_seed(0)
     embedding = drawn("token_embd")
     layers = tuple(
-        LayerWeights(**{field: drawn(f"blk.{index}.{tensor}") for field, tensor in LAYER_TENSORS.items()})
+        DenseLayerWeights(**{field.name: drawn(f"blk.{index}.{field.name}") for field in fields(DenseLayerWeights)})
         for index in range(config.num_layers)
     )
     head = embedding if config.tie_word_embeddings else drawn("output")

@@ -142,6 +142,6 @@ def test_quantizing_on_load_reads_a_byte_per_weight(device):
     plain = small_model(CudaBackend(device), "F32", num_layers=1)
     quantized = small_model(CudaBackend(device, quantize="q8_0"), "F32", num_layers=1)
 
-    bytes_of = [model.weights.layers[0].down.read_bytes for model in (plain, quantized)]
+    bytes_of = [model.weights.layers[0].ffn_down.read_bytes for model in (plain, quantized)]
 
     assert bytes_of[1] / bytes_of[0] == pytest.approx(34 / 64)
