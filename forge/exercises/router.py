@@ -141,7 +141,7 @@ def _expected(fleet: Described, prompt: str, among: str, threshold: int) -> tupl
 
 def _state(fleet: Fleet) -> tuple[Any, ...]:
     replicas = [(replica.requests, replica.tokens, replica.routed_tokens) for replica in fleet.replicas.values()]
-    return replicas, dict(fleet.prefixes.holders), fleet.mask
+    return replicas, dict(fleet.prefixes.holders), fleet.candidates_mask()
 
 
 def _keys(blocks: str) -> tuple[int, ...]:
