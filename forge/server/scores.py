@@ -6,7 +6,7 @@ What each makes of the engine's answers is `forge.engine.tasks`', as for `LLM`; 
 import base64
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,10 +77,9 @@ def add_scores(app: FastAPI, service: Service) -> None:
         vectors = await _ask(service, request, tasks.embed(_ids(prompts), service.ready.pooling), "input")
         if body.dimensions is not None:
             vectors = _shortened(vectors, body.dimensions)
-        shown: Callable[[np.ndarray], Any] = _in_base64 if body.encoding_format == "base64" else np.ndarray.tolist
-        data = (
-            {"object": "embedding", "index": index, "embedding": shown(vector)} for index, vector in enumerate(vectors)
-        )
+        in_base64 = body.encoding_format == "base64"
+        shown = (_in_base64(vector) if in_base64 else vector.tolist() for vector in vectors)
+        data = ({"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(shown))
         return await _answer("embd", body, model, prompts, vectors.size, data=data)
 
     @app.post("/v1/rerank")
