@@ -10,7 +10,7 @@ standard.)
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -18,15 +18,20 @@ import numpy as np
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 
-if TYPE_CHECKING:
-    from forge.server.engine_client import Delta
-
 _REQUEST_ID = re.compile(r"(?:chat)?cmpl-[A-Za-z0-9_.~-]{1,200}")
 _ID = re.compile(r"([A-Za-z0-9_.~-]{1,200}):([0-9a-f]{1,16}):([0-9a-f]{8}):([0-9]+e?(?:,[0-9]+e?)*)")
 
 
 _DECIDING = [field.name for field in fields(SamplingParams) if field.name != "seed"]
 """The parameters from which the tokens follow, beside the seed."""
+
+
+class Part(Protocol):
+    """A new part of one choice."""
+
+    choice: int
+    token_ids: list[int]
+    finish_reason: str | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class StreamPosition:
         """Return whether the client has exactly the first `num_tokens` of a choice: what follows is sent apart."""
         return self.seen is not None and num_tokens == self.seen.tokens[choice]
 
-    def is_new(self, part: "Delta") -> bool:
+    def is_new(self, part: Part) -> bool:
         """Count a part of the stream; return whether the client does not have it yet."""
         choice = part.choice
         self._tokens[choice] += len(part.token_ids)
@@ -117,7 +122,7 @@ class StreamPosition:
             return True
         return self._ended[choice] and not self.seen.ended[choice]
 
-    def new_chunks(self, part: "Delta", chunks: Iterable[Any]) -> list[Any]:
+    def new_chunks(self, part: Part, chunks: Iterable[Any]) -> list[Any]:
         """Return the chunks of a part, or none if the client has them."""
         written = list(chunks)  # what makes them counts on
         return written if self.is_new(part) else []

@@ -77,10 +77,9 @@ def add_scores(app: FastAPI, service: Service) -> None:
         vectors = await _ask(service, request, tasks.embed(_ids(prompts), service.ready.pooling), "input")
         if body.dimensions is not None:
             vectors = _shortened(vectors, body.dimensions)
-        shown = _in_base64 if body.encoding_format == "base64" else _as_list
-        data = (
-            {"object": "embedding", "index": index, "embedding": shown(vector)} for index, vector in enumerate(vectors)
-        )
+        in_base64 = body.encoding_format == "base64"
+        shown = (_in_base64(vector) if in_base64 else vector.tolist() for vector in vectors)
+        data = ({"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(shown))
         return await _answer("embd", body, model, prompts, vectors.size, data=data)
 
     @app.post("/v1/rerank")
@@ -157,10 +156,6 @@ def add_scores(app: FastAPI, service: Service) -> None:
             for index, answer in enumerate(classified)
         ]
         return await _answer("classify", body, model, prompts, data=data)
-
-
-def _as_list(vector: np.ndarray) -> Any:
-    return vector.tolist()
 
 
 def _in_base64(vector: np.ndarray) -> str:
