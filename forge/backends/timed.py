@@ -113,12 +113,10 @@ class TimedNumpyOperations(TimedOperations):
         reads = [*_operands(q), *_slots(storage, int(batch.context_lens.sum()))]
         return self._timed("attention", self.inner.attention, q, storage, layer, batch, reads=reads)
 
-    def experts(
-        self, x: Array, router: Array, gate: Array, up: Array, down: Array, num_used: int, normalize: bool
-    ) -> Array:
-        most = min(len(gate), len(x) * num_used)  # as many if no two rows use the same one
-        reads = [*_operands(x, router), *(_rows(matrices, most) for matrices in (gate, up, down))]
-        arguments = x, router, gate, up, down, num_used, normalize
+    def experts(self, *arguments: Any) -> Array:
+        x, router, *matrices, num_used, _ = arguments
+        most = min(len(matrices[0]), len(x) * num_used)  # as many if no two rows use the same one
+        reads = [*_operands(x, router), *(_rows(of_experts, most) for of_experts in matrices)]
         return self._timed("experts", self.inner.experts, *arguments, reads=reads)
 
     def logit_rows(self, x: Array, batch: Batch) -> Array:

@@ -10,13 +10,15 @@ A load of requests is a closed loop: when a request ends, the next begins.
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Literal
 
 FORGE = "forge"
 """The name of forge's own process beside its peers."""
 SEED = 1
+WARM_ROUNDS = 3
+"""Untimed steps, and untimed requests per slot before a load: caches filled, kernels compiled, graphs captured."""
 BLOCK_SIZE = 16
 """Tokens of a KV block."""
 FLOAT_PRODUCT = 4
@@ -98,9 +100,9 @@ class Load:
         return f"{self.prompt_tokens} in, {self.output_tokens} out, {self.concurrency} at a time"
 
     @property
-    def question(self) -> dict[str, int]:
-        """The arguments that a worker gets."""
-        return {name: value for name, value in asdict(self).items() if name != "name"} | {"seed": SEED}
+    def rounds(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The number of requests and the seed of their prompts, in a round that is not timed and in one that is."""
+        return (WARM_ROUNDS * self.concurrency, SEED + 1), (self.requests, SEED)
 
 
 CUDA_LOADS = (

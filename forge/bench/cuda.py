@@ -7,7 +7,7 @@ and over HTTP. Figures and loads are those that engines publish for an H200 (`ca
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -129,7 +129,7 @@ def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, r
             return
         load = replace(load, requests=max(load.concurrency, round(load.requests * plan.effort.request_share)))
         runner.say(f"{load.title}: {name}")
-        if answer := runner.ask(name, "requests", f"{name}, {load.title}", **load.question):
+        if answer := runner.ask(name, "requests", f"{name}, {load.title}", load=asdict(load)):
             facts["loads"].append({"load": load, "contender": name, **load_figures(load, answer)})
         yield
 

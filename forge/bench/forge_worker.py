@@ -9,7 +9,7 @@ import numpy as np
 
 from forge import LLM, __version__
 from forge.backends.devices import why_not_cuda
-from forge.bench.cases import BLOCK_SIZE, answered, unique_prompts
+from forge.bench.cases import BLOCK_SIZE, WARM_ROUNDS, Load, answered, unique_prompts
 from forge.bench.worker import Missing, Worker, timed
 from forge.engine.sampler import argmax_rows
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
@@ -18,8 +18,6 @@ from forge.workload.judging import run_requests
 
 CHUNK = 512
 """Tokens of a sequence that are filled in at a time."""
-WARM_ROUNDS = 3
-"""Untimed steps, and untimed requests per slot before a load: caches filled, kernels compiled, graphs captured."""
 
 
 class ForgeWorker(Worker):
@@ -81,14 +79,12 @@ class ForgeWorker(Worker):
         storage = model.new_storage(model.kv_layout(blocks, BLOCK_SIZE, self._llm.kv_dtype))
         return {"logits": np.asarray(model.forward(batch_of([token_ids], 0, blocks), storage))[0].tolist()}
 
-    def requests(
-        self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
-    ) -> Mapping[str, Any]:
-        """Run a closed loop of requests in this process, after a warm-up of its own."""
-        self._batch = self._storage = None
-        for count, round_seed in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
-            prompts = unique_prompts(count, prompt_tokens, self._llm.model.vocab_size, round_seed)
-            run = run_requests(self._llm.engine, prompts, output_tokens, concurrency)
+    def requests(self, load: Any) -> Mapping[str, Any]:
+        """Run a closed loop of requests in this process, after a warm-up of its own. load: a `Load`'s fields."""
+        self._batch, self._storage, load = None, None, Load(**load)
+        for count, seed in load.rounds:
+            prompts = unique_prompts(count, load.prompt_tokens, self._llm.model.vocab_size, seed)
+            run = run_requests(self._llm.engine, prompts, load.output_tokens, load.concurrency)
         times = zip(run.first_token_ms, run.latencies_ms, strict=True)
         return answered("in process, greedy", ((first / 1e3, end / 1e3) for first, end in times), run.seconds)
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from forge import __version__
-from forge.bench.cases import answered
+from forge.bench.cases import Load, answered
 from forge.bench.serve import ServePlan, run
 from forge.bench.worker import Missing, Worker, one_line
 from forge.model.loader import open_weights
 from forge.server.server_process import ServerProcess
-
-WARM_ROUNDS = 3
 
 
 class ServerWorker(Worker):
@@ -39,20 +37,17 @@ class ServerWorker(Worker):
         description = f"forge {__version__}, forge serve, KV {options['kv']}"
         return {"description": description, "seconds": self.server.ready_seconds}
 
-    def requests(
-        self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
-    ) -> Mapping[str, Any]:
-        """Run a closed loop of streamed requests over HTTP, after a warm-up of its own."""
+    def requests(self, load: Any) -> Mapping[str, Any]:
+        """Run a closed loop of streamed requests over HTTP, after one that is not timed. load: a `Load`'s fields."""
         assert self.server is not None, "it was loaded"
-        plan = ServePlan(
-            self.server.url, dataset="unique", token_range=(0, self._vocab_size), input_tokens=prompt_tokens
-        )
-        plan = replace(plan, output_tokens=output_tokens, concurrency=concurrency)
-        for count, round_seed in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
-            result = run(replace(plan, num_prompts=count, seed=round_seed))
+        load = Load(**load)
+        tokens = {"input_tokens": load.prompt_tokens, "output_tokens": load.output_tokens}
+        plan = ServePlan(self.server.url, dataset="unique", token_range=(0, self._vocab_size), **tokens)
+        for count, seed in load.rounds:
+            result = run(replace(plan, concurrency=load.concurrency, num_prompts=count, seed=seed))
         failed = [answer.error for answer in result.requests if answer.error is not None]
         if failed:
-            raise RuntimeError(f"{len(failed)} of {requests} requests failed: {one_line(failed[0])}")
+            raise RuntimeError(f"{len(failed)} of {load.requests} requests failed: {one_line(failed[0])}")
         # Half a character is no text: then the first token is seen with the end.
         moments = [
             ((answer.ttft_ms or answer.e2el_ms or 0.0) / 1e3, (answer.e2el_ms or 0.0) / 1e3)

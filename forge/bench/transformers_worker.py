@@ -17,6 +17,12 @@ from typing import Any
 
 from forge.bench.worker import Missing, Worker, import_peer, one_line, plural, timed
 
+_ALIKE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_theta",
+)  # fmt: skip
+"""Fields of a configuration that have the same name in transformers and in forge."""
+
 
 class TransformersWorker(Worker):
     """One loaded model, and the cache of the case at hand."""
@@ -82,15 +88,14 @@ class TransformersWorker(Worker):
             return f"static cache, uncompiled ({one_line(error)[:80]})"
         return "static cache, compiled, CUDA graphs"
 
-    def requests(
-        self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
-    ) -> Mapping[str, Any]:
-        """Run a closed loop of requests through its continuous batching, with the manager that its server uses too."""
-        from forge.bench.cases import answered, unique_prompts
+    def requests(self, load: Any) -> Mapping[str, Any]:
+        """Run a closed loop of requests through its continuous batching, with the manager that its server uses too.
+        load: a `Load`'s fields."""
+        from forge.bench.cases import Load, answered, unique_prompts
 
-        self._cache = None
+        self._cache, load = None, Load(**load)
         config = self._library.GenerationConfig(
-            max_new_tokens=output_tokens, do_sample=False, use_cache=True, eos_token_id=-1
+            max_new_tokens=load.output_tokens, do_sample=False, use_cache=True, eos_token_id=-1
         )
         try:
             manager = self._model.init_continuous_batching(generation_config=config)
@@ -99,9 +104,9 @@ class TransformersWorker(Worker):
         except Exception as error:
             raise Missing(f"no continuous batching here: {one_line(error)}") from None
         try:
-            for count, round_seed in ((3 * concurrency, seed + 1), (requests, seed)):  # the first are not timed
-                prompts = unique_prompts(count, prompt_tokens, self._model.config.vocab_size, round_seed)
-                moments, seconds = closed_loop(manager, prompts, output_tokens, concurrency)
+            for count, seed in load.rounds:
+                prompts = unique_prompts(count, load.prompt_tokens, self._model.config.vocab_size, seed)
+                moments, seconds = closed_loop(manager, prompts, load.output_tokens, load.concurrency)
         finally:
             manager.stop(block=True)
         return answered("its continuous batching, in process", moments, seconds)
@@ -189,17 +194,8 @@ def _read_by_forge(path: str, torch, transformers):
     with open_weights(Path(path)) as source:
         ours = source.config
         config = transformers.Qwen3Config(
-            vocab_size=ours.vocab_size,
-            hidden_size=ours.hidden_size,
-            intermediate_size=ours.intermediate_size,
+            **{name: getattr(ours, name) for name in _ALIKE},
             num_hidden_layers=ours.num_layers,
-            num_attention_heads=ours.num_attention_heads,
-            num_key_value_heads=ours.num_key_value_heads,
-            head_dim=ours.head_dim,
-            rms_norm_eps=ours.rms_norm_eps,
-            max_position_embeddings=ours.max_position_embeddings,
-            tie_word_embeddings=ours.tie_word_embeddings,
-            rope_theta=ours.rope_theta,
             rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
             attention_bias=False,
         )

@@ -1,6 +1,7 @@
 """`forge bench cuda`: what is asked of whom, what becomes of a peer that fails, and forge's worker on a small model."""
 
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -226,7 +227,7 @@ def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
     prepared = worker.prepare("decode", 16, [list(range(17)), list(range(1, 18))])
     turn = worker.turn(2, 0.0)
     assert worker.replay(0.0) == {"device_seconds": None}
-    answer = worker.requests(5, 3, 2, 6, seed=1)
+    answer = worker.requests(asdict(Load("", 5, 3, 2, 6)))
 
     assert loaded["read_bytes"] > 0 and loaded["kv_bytes"] == 2 * 2 * 2 * 32 * 2
     assert prepared["setting"] == "eager" and len(turn["top_tokens"]) == 2 and len(turn["seconds"]) >= 2
@@ -244,7 +245,7 @@ def test_the_server_is_asked_over_http_and_gone_afterwards(tmp_path):
     loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="reference", **SERVED)
     server = worker.server
     try:
-        answer = worker.requests(5, 3, concurrency=2, requests=4, seed=1)
+        answer = worker.requests(asdict(Load("", 5, 3, 2, 4)))
     finally:
         worker.close()
 

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -115,14 +115,6 @@ class CpuKvStorage(KvStorage):
         return tokens.astype(np.float32)
 
 
-@dataclass
-class _Pass:
-    """A recorded forward pass, and the program that is placed for it now."""
-
-    recording: Recording
-    program: Program
-
-
 class CpuBackend(Backend):
     """Runs a model on the CPU: packs its weights for the instruction set, records each forward pass once as a program
     of kernels, and runs that program on a thread pool. A row's bits never depend on its batch."""
@@ -142,9 +134,9 @@ class CpuBackend(Backend):
             raise UsageError(f"--threads {threads} is more than the {MAX_THREADS} that the kernels can use")
         self._on_compile = on_compile
         self._arena = Arena()
-        self._cache: PackedCache | None = None
+        self._cache = PackedCache()
         self._pool: ThreadPool | None = None
-        self._passes: dict[ForwardPass, _Pass] = {}
+        self._programs: dict[ForwardPass, Program] = {}
         self._context = structure(CONTEXT)()
         self._context_address = ctypes.addressof(self._context)
         self._inputs: dict[str, np.ndarray] = {}
@@ -169,7 +161,7 @@ class CpuBackend(Backend):
             with packed_cache(path, nbytes, self._quantize) as self._cache:
                 yield
         finally:
-            self._cache = None
+            self._cache = PackedCache()
 
     def load_matrix(self, tensor: Tensor) -> Matrix:
         return Matrix(short_name(tensor.name), self._packed(tensor))
@@ -179,14 +171,7 @@ class CpuBackend(Backend):
         return ExpertMatrices(short_name(tensor.name), self._packed(tensor), experts, rows)
 
     def _packed(self, tensor: Tensor) -> PackedMatrix:
-        """Return the tensor's packed form from the cache, or pack it now."""
-        cache = self._cache
-        packed = cache.get(tensor.name) if cache is not None else None
-        if packed is None:
-            packed = self._pack(tensor)
-            if cache is not None:
-                cache.put(tensor.name, packed)
-        return packed
+        return self._cache.packed(tensor.name, partial(self._pack, tensor))
 
     def _pack(self, tensor: Tensor) -> PackedMatrix:
         """Pack a matrix; of a matrix for each expert, one under the other, each with padding to whole tiles."""
@@ -218,28 +203,27 @@ class CpuBackend(Backend):
 
     def prepare(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
         with self._lock:
-            if forward_pass not in self._passes:
+            if forward_pass not in self._programs:
                 recording = self._record(forward_pass, layout)
-                self._passes[forward_pass] = _Pass(recording, allocate(recording, SMALLEST_PROGRAM, 1))
+                self._programs[forward_pass] = allocate(recording, SMALLEST_PROGRAM, 1)
                 if not len(self._cos) and recording.rope is not None:
                     self._rotations(recording.rope, LEAST_POSITIONS)
 
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: CpuKvStorage) -> np.ndarray:
         with self._lock:
             self.prepare(forward_pass, storage.layout)
-            recorded, pool = self._passes[forward_pass], self._pool
+            pool = self._pool
             assert pool is not None, "recording a pass starts the threads"
             pool.finish()
-            self._fit(recorded, batch)
+            program = self._programs[forward_pass] = self._fitting(self._programs[forward_pass], batch)
             self._fill(batch, storage)
-            self._context.num_expert_rows = batch.num_rows * recorded.recording.experts_per_row
-            program = recorded.program
+            self._context.num_expert_rows = batch.num_rows * program.recording.experts_per_row
             if self._clock is None:
                 single = self._runs_single_threaded(program, batch)
                 pool.run(program.address, len(program.table), self._context_address, single_threaded=single)
             else:
-                self._run_timed(recorded, pool, batch, self._clock)
-            return program.logits[: len(batch.logit_rows), : recorded.recording.logits.width].copy()
+                self._run_timed(program, pool, batch, self._clock)
+            return program.logits[: len(batch.logit_rows), : program.recording.logits.width].copy()
 
     def _runs_single_threaded(self, program: Program, batch: ForwardBatch) -> bool:
         """True if one thread finishes before several would have waited for each other.
@@ -276,16 +260,15 @@ class CpuBackend(Backend):
         self._inputs["scratch"] = scratch
         self._context.scratch, self._context.scratch_bytes = scratch.ctypes.data, scratch.shape[1]
 
-    def _fit(self, recorded: "_Pass", batch: ForwardBatch) -> None:
-        """Place the program for a larger batch and extend the rotation tables, if this batch needs it."""
-        rows, logit_rows = batch.num_rows, len(batch.logit_rows)
-        program = recorded.program
-        if rows > program.max_rows or logit_rows > program.max_logit_rows:
-            sizes = _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows)
-            recorded.program = allocate(recorded.recording, *sizes)
+    def _fitting(self, program: Program, batch: ForwardBatch) -> Program:
+        """Return the program, placed for a larger batch if this one needs it. Extends the rotation tables likewise."""
+        recording, rows, logit_rows = program.recording, batch.num_rows, len(batch.logit_rows)
         last = max(batch.context_lens.tolist())  # of a few, 1.5 µs faster than NumPy
-        if last > len(self._cos) and recorded.recording.rope is not None:  # which a pass without attention lacks
-            self._rotations(recorded.recording.rope, _doubled(len(self._cos), last))
+        if last > len(self._cos) and recording.rope is not None:  # which a pass without attention lacks
+            self._rotations(recording.rope, _doubled(len(self._cos), last))
+        if rows <= program.max_rows and logit_rows <= program.max_logit_rows:
+            return program
+        return allocate(recording, _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows))
 
     def _rotations(self, rope: Rope, positions: int) -> None:
         """Compute cos and sin of every position and frequency in float64: float32 `[positions, head_dim / 2]`."""
@@ -318,16 +301,16 @@ class CpuBackend(Backend):
     def operation_times(self) -> tuple[OperationTime, ...]:
         return self._clock.times() if self._clock is not None else ()
 
-    def _run_timed(self, recorded: "_Pass", pool: ThreadPool, batch: ForwardBatch, clock: OperationClock) -> None:
+    def _run_timed(self, program: Program, pool: ThreadPool, batch: ForwardBatch, clock: OperationClock) -> None:
         """Run and time one operation at a time, each as a program of its own."""
         written = int((batch.slot_mapping >= 0).sum())
-        traffic = Traffic(self._context, recorded.recording.quantized, int(batch.context_lens.sum()), written)
-        single, layer = self._runs_single_threaded(recorded.program, batch), None
-        for number, operation in enumerate(recorded.recording.operations):
+        traffic = Traffic(self._context, program.recording.quantized, int(batch.context_lens.sum()), written)
+        single, layer = self._runs_single_threaded(program, batch), None
+        for number, operation in enumerate(program.recording.operations):
             if operation.layer != layer:
                 layer = operation.layer
                 clock.begin_layer(layer)
-            entry = recorded.program.table[number : number + 1].copy()
+            entry = program.table[number : number + 1].copy()
             structure(OPERATION).from_buffer(entry).waits = 1
             started = time.perf_counter()
             pool.run(entry.ctypes.data, 1, self._context_address, single_threaded=single)

@@ -41,6 +41,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
+from forge.backends.cpu.llvm_code import F32, HALF, float_to_half, half_to_float
 from forge.backends.cpu.processor import (
     InstructionSet,
     choose_instruction_set,
@@ -391,84 +392,28 @@ def _write_object(name: str, code: bytes) -> None:
             file.write(hashlib.sha256(code).digest() + code)
 
 
-_HALF_CONVERSIONS = """
-define float @forge_half_to_float(half %half) {
-  %narrow = bitcast half %half to i16
-  %bits = zext i16 %narrow to i32
-  %magnitude = and i32 %bits, 32767
-  %negative = and i32 %bits, 32768
-  %sign = shl i32 %negative, 16
-  ; subnormal: an integer times 2^-24
-  %integer = uitofp i32 %magnitude to float
-  %small_float = fmul float %integer, 0x3E70000000000000
-  %small = bitcast float %small_float to i32
-  ; normal: the exponent's bias grows from 15 to 127
-  %shifted = shl i32 %magnitude, 13
-  %normal = add i32 %shifted, 939524096
-  ; infinite, or not a number, which becomes a quiet one
-  %special = or i32 %shifted, 2139095040
-  %quiet = or i32 %special, 4194304
-  %is_small = icmp ult i32 %magnitude, 1024
-  %is_special = icmp uge i32 %magnitude, 31744
-  %is_nan = icmp ugt i32 %magnitude, 31744
-  %finite = select i1 %is_small, i32 %small, i32 %normal
-  %not_finite = select i1 %is_nan, i32 %quiet, i32 %special
-  %unsigned = select i1 %is_special, i32 %not_finite, i32 %finite
-  %result = or i32 %unsigned, %sign
-  %float = bitcast i32 %result to float
-  ret float %float
+_HALF_CONVERSIONS = {
+    "__extendhfsf2": (HALF, F32, half_to_float),
+    "__truncsfhf2": (F32, HALF, float_to_half),
 }
-
-define half @forge_float_to_half(float %float) {
-  %bits = bitcast float %float to i32
-  %magnitude = and i32 %bits, 2147483647
-  %high = lshr i32 %bits, 16
-  %sign = and i32 %high, 32768
-  ; normal: the exponent's bias shrinks from 127 to 15, and 13 bits are rounded away, ties to even
-  ; (a carry out of the largest exponent gives infinity)
-  %lowest = lshr i32 %magnitude, 13
-  %odd = and i32 %lowest, 1
-  %rebiased = sub i32 %magnitude, 939520001
-  %rounded = add i32 %rebiased, %odd
-  %normal = lshr i32 %rounded, 13
-  ; subnormal: adding 0.5 leaves multiples of 2^-24 in the mantissa, rounded to nearest even
-  %positive = bitcast i32 %magnitude to float
-  %aligned = fadd float %positive, 5.000000e-01
-  %aligned_bits = bitcast float %aligned to i32
-  %small = sub i32 %aligned_bits, 1056964608
-  ; infinite, or not a number, which becomes a quiet one
-  %mantissa = lshr i32 %magnitude, 13
-  %payload = and i32 %mantissa, 1023
-  %nan = or i32 %payload, 32256
-  %is_small = icmp ult i32 %magnitude, 947912704
-  %is_large = icmp uge i32 %magnitude, 1199570944
-  %is_nan = icmp ugt i32 %magnitude, 2139095040
-  %finite = select i1 %is_small, i32 %small, i32 %normal
-  %not_finite = select i1 %is_nan, i32 %nan, i32 31744
-  %unsigned = select i1 %is_large, i32 %not_finite, i32 %finite
-  %signed = or i32 %unsigned, %sign
-  %narrow = trunc i32 %signed to i16
-  %half = bitcast i16 %narrow to half
-  ret half %half
-}
-"""
-"""float16 to float32 and back in integers, rounded as the IEEE 754 instructions round."""
-
-_LIBRARY_NAMES = {"__extendhfsf2": "forge_half_to_float", "__truncsfhf2": "forge_float_to_half"}
-"""Functions that LLVM calls to convert a number where the processor has no instruction for it. Few C libraries have
-them."""
+"""Functions that LLVM calls to convert a number where the processor has no instruction for it, with the types of their
+argument and result, and their code. Few C libraries have them."""
 
 
 @cache
 def _provide_half_conversions() -> llvm.ExecutionEngine:
-    """Let compiled code find `_LIBRARY_NAMES`. Returns the engine, which must stay alive."""
-    module = llvm.parse_assembly(_HALF_CONVERSIONS)
+    """Let compiled code find `_HALF_CONVERSIONS`. Returns the engine, which must stay alive."""
+    module = ir.Module()
+    for name, (argument, result, emit) in _HALF_CONVERSIONS.items():
+        function = ir.Function(module, ir.FunctionType(result, [argument]), f"forge{name}")
+        builder = ir.IRBuilder(function.append_basic_block())
+        builder.ret(emit(builder, function.args[0]))
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     # For the least of processors: how a float16 is passed must not depend on what this one has.
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(reloc="pic", jit=True)
-    engine = llvm.create_mcjit_compiler(module, machine)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine)
     engine.finalize_object()
-    for symbol, name in _LIBRARY_NAMES.items():
-        llvm.add_symbol(symbol, engine.get_function_address(name))
+    for name in _HALF_CONVERSIONS:
+        llvm.add_symbol(name, engine.get_function_address(f"forge{name}"))
     return engine

@@ -129,6 +129,39 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
     return builder.trunc(rounded, STORED["bf16"])
 
 
+def half_to_float(b: ir.IRBuilder, half: ir.Value) -> ir.Value:
+    """Convert one float16 to float32 in integers, as the IEEE 754 instructions do."""
+    bits = b.sext(b.bitcast(half, I16), I32)
+    sign, magnitude = b.and_(bits, I32(-(1 << 31))), b.and_(bits, I32(0x7FFF))
+    subnormal = b.bitcast(b.fmul(b.uitofp(magnitude, F32), F32(2.0**-24)), I32)
+    shifted = b.shl(magnitude, I32(13))
+    normal = b.add(shifted, I32(112 << 23))  # the exponent's bias grows from 15 to 127
+    finite = b.select(b.icmp_unsigned("<", magnitude, I32(0x400)), subnormal, normal)
+    infinite = b.or_(shifted, I32(0x7F800000))
+    quiet = b.or_(infinite, I32(0x400000))  # what is not a number
+    special = b.select(b.icmp_unsigned(">", magnitude, I32(0x7C00)), quiet, infinite)
+    unsigned = b.select(b.icmp_unsigned(">=", magnitude, I32(0x7C00)), special, finite)
+    return b.bitcast(b.or_(unsigned, sign), F32)
+
+
+def float_to_half(b: ir.IRBuilder, number: ir.Value) -> ir.Value:
+    """Convert one float32 to float16 in integers, rounded as the IEEE 754 instructions round: to nearest, ties to
+    even."""
+    bits = b.bitcast(number, I32)
+    magnitude, sign = b.and_(bits, I32(0x7FFFFFFF)), b.and_(b.lshr(bits, I32(16)), I32(0x8000))
+    # The bias shrinks from 127 to 15, and 13 bits are rounded away: a carry out of the largest exponent gives infinity.
+    odd = b.and_(b.lshr(magnitude, I32(13)), I32(1))
+    normal = b.lshr(b.add(b.sub(magnitude, I32((112 << 23) - 0xFFF)), odd), I32(13))
+    # Adding 0.5 leaves multiples of 2^-24 in the mantissa.
+    aligned = b.bitcast(b.fadd(b.bitcast(magnitude, F32), F32(0.5)), I32)
+    subnormal = b.sub(aligned, I32(0x3F000000))
+    finite = b.select(b.icmp_unsigned("<", magnitude, I32(0x38800000)), subnormal, normal)
+    quiet = b.or_(b.and_(b.lshr(magnitude, I32(13)), I32(0x3FF)), I32(0x7E00))  # what is not a number
+    special = b.select(b.icmp_unsigned(">", magnitude, I32(0x7F800000)), quiet, I32(0x7C00))
+    unsigned = b.select(b.icmp_unsigned(">=", magnitude, I32(0x47800000)), special, finite)
+    return b.bitcast(b.trunc(b.or_(unsigned, sign), I16), HALF)
+
+
 def _halves(builder: ir.IRBuilder, vectors: list[ir.Value], width: int) -> tuple[list[ir.Value], list[ir.Value]]:
     """Cut every vector into runs of `width` lanes. Return, for each two vectors, the even runs of both in one vector;
     and the odd runs."""

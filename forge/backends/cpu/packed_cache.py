@@ -23,7 +23,7 @@ import mmap
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -50,39 +50,36 @@ _START = struct.Struct("<8sQ32s")
 class PackedCache:
     """The packed matrices of one model while it is loaded."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._mapped = _map(path)
+    def __init__(self, path: Path | None = None):
+        """path: the file; None keeps nothing."""
+        self._path = path
+        self._mapped = {} if path is None else _map(path)
         self._made: dict[str, PackedMatrix] = {}
 
-    def get(self, name: str) -> PackedMatrix | None:
-        """Return the mapped packed form of the tensor `name`; None if it has to be made."""
-        return self._mapped.get(name)
-
-    def put(self, name: str, packed: PackedMatrix) -> None:
-        """Keep a packed matrix for `write`."""
-        self._made[name] = packed
+    def packed(self, name: str, pack: Callable[[], PackedMatrix]) -> PackedMatrix:
+        """Return the mapped packed form of the tensor `name`; what `pack` makes, which is kept, if there is none."""
+        return self._mapped.get(name) or self._made.setdefault(name, pack())
 
     def write(self) -> None:
         """Write the new matrices. A full or write-protected disk is silently ignored."""
-        if self._mapped or not self._made:
+        if self._path is None or self._mapped or not self._made:
             return
         needed = sum(packed.nbytes for packed in self._made.values())
         with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            forget_unused(self.path.parent.iterdir())
-            if 2 * needed < shutil.disk_usage(self.path.parent).free:
-                _write(self.path, self._made)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            forget_unused(self._path.parent.iterdir())
+            if 2 * needed < shutil.disk_usage(self._path.parent).free:
+                _write(self._path, self._made)
 
 
 @contextmanager
-def packed_cache(path: Path | None, nbytes: int, quantize: str | None) -> Iterator[PackedCache | None]:
+def packed_cache(path: Path | None, nbytes: int, quantize: str | None) -> Iterator[PackedCache]:
     """Open the cache of the model at `path`, whose tensors take `nbytes`; it is written if the block ends without an
-    exception. Yields None if nothing is to be kept."""
-    if path is None or nbytes < LEAST_BYTES or not packed_weights_wanted():
-        yield None
-        return
-    cache = PackedCache(cache_root() / "weights" / f"{_key(path, quantize)}.packed")
+    exception. If nothing is to be kept, it has no file."""
+    file = None
+    if path is not None and nbytes >= LEAST_BYTES and packed_weights_wanted():
+        file = cache_root() / "weights" / f"{_key(path, quantize)}.packed"
+    cache = PackedCache(file)
     yield cache
     cache.write()
 

@@ -119,6 +119,7 @@ Parts = dict[str, np.ndarray]
 class Program:
     """A recording placed in memory for up to `max_rows` rows."""
 
+    recording: Recording
     table: np.ndarray
     """uint8 `[operations, OPERATION_BYTES]`."""
     logits: np.ndarray
@@ -155,7 +156,7 @@ def allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> Progra
                 keep.append(argument)
             else:
                 setattr(written, name, argument)
-    return Program(table, memory[recording.logits]["values"], max_rows, max_logit_rows, keep)
+    return Program(recording, table, memory[recording.logits]["values"], max_rows, max_logit_rows, keep)
 
 
 def _write_rows(written: ctypes.Structure, buffer: Buffer, parts: Parts) -> None:

@@ -215,7 +215,6 @@ class CudaBackend(Backend):
         return self._output_heads[name]
 
     def _fuse(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
-        from forge.backends.cuda.kernels.parts import INTERPRETED
         from forge.backends.cuda.launches import Launches, TritonLauncher
 
         recorder = Recorder(self._dtype, layout.num_kv_heads, layout.head_dim)
@@ -223,17 +222,10 @@ class CudaBackend(Backend):
         network = recorder.network
         assert network is not None, "a pass ends with to_numpy"
         self._copy_dense(network)
-        policy = Policy(
-            heads=network.num_heads,
-            kv_heads=network.num_kv_heads,
-            multiprocessors=self._multiprocessors(),
-            invariant=self._invariant,
-            buckets=self.can_capture,
-            tuning=self._tuning,
-        )
+        sizes = network.num_heads, network.num_kv_heads, self._multiprocessors()
+        policy = Policy(*sizes, invariant=self._invariant, buckets=self.can_capture, tuning=self._tuning)
         launcher = self._launcher or TritonLauncher(self._launches_dependent())
-        exact = INTERPRETED or self._dtype == torch.float32
-        self._launches = Launches(network, policy, self._rotations, self._device, self._dtype, launcher, exact)
+        self._launches = Launches(network, policy, self._rotations, self._device, self._dtype, launcher)
         self._time_steps()
 
     def _launches_dependent(self) -> bool:

@@ -19,7 +19,8 @@ import torch
 
 from forge.backends.cuda import shapes
 from forge.backends.cuda.inputs import Inputs, Shape
-from forge.backends.cuda.kernels import argmax, attention, decode_attention, matmul, unfused
+from forge.backends.cuda.kernels import argmax, attention, matmul, unfused
+from forge.backends.cuda.kernels.parts import INTERPRETED
 from forge.backends.cuda.network import Layer, Network
 from forge.backends.cuda.shapes import Policy
 from forge.backends.cuda.storage import Rotations, TorchKvStorage
@@ -82,11 +83,11 @@ class Launches:
         device: torch.device,
         dtype: torch.dtype,
         launcher: Launcher,
-        exact: bool,
     ):
-        """exact: multiply in float32 where tensor cores would otherwise be used."""
         self.network, self.policy, self._rotations = network, policy, rotations
-        self._device, self._dtype, self.launch, self._exact = device, dtype, launcher, exact
+        self._device, self._dtype, self.launch = device, dtype, launcher
+        self._exact = INTERPRETED or dtype == torch.float32
+        """Whether float32 is multiplied where tensor cores would otherwise be used."""
         sizes = [matrix.num_weights for matrix in network.products() if matrix.dense is None]
         self._scratch = torch.empty(max(sizes, default=0), dtype=dtype, device=device)
         """Room for the largest matrix that has no dense copy."""
@@ -215,7 +216,7 @@ class Launches:
         head_dim, splits = self.network.head_dim, inputs.shape.splits
         norms = layer.query_norm.weight, layer.key_norm.weight, self._rotations.cos, self._rotations.sin
         return self._attend(
-            decode_attention.decode_attention,
+            attention.decode_attention,
             self.policy.one_row_tile(inputs.shape.in_float32),
             (len(qkv), splits),
             len(qkv),

@@ -17,7 +17,7 @@ when the next step comes, they are set aside on the device (600 KB a row: 0.3 µ
 its buffer's turn comes is read then.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -119,7 +119,7 @@ class Results:
         self._device, self._launch = device, launch
         self._turns: list[_Turn] = []
         self._count = 0
-        self._last: ref[StepLogits] | None = None
+        self._last: Callable[[], StepLogits | None] = lambda: None
         self.samples = torch.zeros((0, 2), dtype=torch.int32, device=device)
         """The token of each logit row of the last step (its argmax, unless it was drawn), and the bits of its logit:
         int32 `[R or more, 2]`."""
@@ -137,8 +137,7 @@ class Results:
 
     def before_step(self) -> None:
         """Set aside what the next step would overwrite, if a caller still holds it."""
-        last = self._last() if self._last is not None else None
-        if last is not None:
+        if (last := self._last()) is not None:
             last.set_aside()
 
     def after_step(self, logits: torch.Tensor, num_rows: int, execution: Execution) -> StepLogits:
@@ -155,7 +154,7 @@ class Results:
 class _Turn(HostBuffer):
     """A host buffer for the samples of every other step."""
 
-    holder: "ref[StepLogits] | None" = None
+    holder: "Callable[[], StepLogits | None]" = staticmethod(lambda: None)
 
     def fetch(self, samples: torch.Tensor) -> None:
         """Start the copy of a step's samples."""
@@ -169,7 +168,5 @@ class _Turn(HostBuffer):
 
     def clear(self) -> None:
         """Have the holder of the last copy read it, because the buffer will be overwritten."""
-        holder = self.holder() if self.holder is not None else None
-        if holder is not None:
+        if (holder := self.holder()) is not None:
             holder.argmax_rows()
-        self.holder = None

@@ -455,7 +455,7 @@ def test_a_second_start_with_the_same_kind_of_model_compiles_nothing():
 def test_a_model_asks_for_the_kernels_that_its_file_needs(tensor_type, wanted, unwanted):
     model = small_model(ThreadedBackend(1), tensor_type)
     one_prefill(model, [1])
-    names = {item.name for item in model.backend._passes[model.forward_pass].recording.kernels()}
+    names = {item.name for item in model.backend._programs[model.forward_pass].recording.kernels()}
 
     assert wanted <= names
     assert not names & unwanted

@@ -67,7 +67,7 @@ class Bench:
 
         first = self.backend.run(forward_pass, batch, storage)
         for _ in range(2):
-            self.backend._passes[forward_pass].program.logits[: len(first), : first.shape[1]] = (
+            self.backend._programs[forward_pass].logits[: len(first), : first.shape[1]] = (
                 np.nan
             )  # what is padding must stay zero
             again = self.backend.run(forward_pass, batch, storage)

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from forge.backends.cuda.backend import DEPENDENT_LAUNCH
-from forge.backends.cuda.kernels.parts import INTERPRETED
 from forge.backends.cuda.launches import Launches, TritonLauncher
 from forge.backends.cuda.network import Network
 from forge.backends.cuda.sampling import SamplingRows, sample_into
@@ -41,10 +40,9 @@ def launches(
     network = network or Network(None, (), None, heads, kv_heads, head_dim=1, rope=None)
     policy = Policy(heads, kv_heads, multiprocessors, invariant, buckets=False, tuning=tuning)
     where = torch.device(device)
-    exact = INTERPRETED or dtype == "float32"
     if dependent is None:
         dependent = where.type == "cuda" and torch.cuda.get_device_capability(where) >= DEPENDENT_LAUNCH
-    return Launches(network, policy, Rotations(where), where, DTYPES[dtype], TritonLauncher(dependent), exact)
+    return Launches(network, policy, Rotations(where), where, DTYPES[dtype], TritonLauncher(dependent))
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

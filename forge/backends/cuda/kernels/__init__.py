@@ -8,7 +8,7 @@ compiles a kernel anew for each set of constants (in capitals): a structure coul
 With PDL (programmatic dependent launch) a kernel may start while the one before it still runs. Each waits
 (`wait_for_previous`) before it touches anything that an earlier kernel wrote; only weights are read before that. Since
 every program of every kernel waits, a kernel also finds everything finished that ran before the one before it. It lets
-the next kernel start (`let_next_start`) only after that: so one kernel computes while one waits. Started earlier, up to
-seven kernels waited on the device and took the room of the one that computed: on an H200 a decode of 4 rows of
-Qwen3-0.6B took 3.3 ms instead of 1.7.
+the next kernel start only when it has waited: so one kernel computes while one waits. Started earlier, up to seven
+kernels waited on the device and took the room of the one that computed: on an H200 a decode of 4 rows of Qwen3-0.6B
+took 3.3 ms instead of 1.7.
 """

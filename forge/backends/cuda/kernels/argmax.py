@@ -17,7 +17,7 @@ One Philox counter gives the noise of four tokens. By torch's own operations it 
 import triton
 import triton.language as tl
 
-from forge.backends.cuda.kernels.parts import arrives_last, let_next_start, wait_for_previous
+from forge.backends.cuda.kernels.parts import arrives_last, wait_for_previous
 
 
 @triton.jit
@@ -43,7 +43,6 @@ def argmax_rows(
 ):
     """Find each row's argmax. Program (row, part): columns part * PART … of a row. BLOCK_PARTS is at least PARTS."""
     wait_for_previous(PDL)
-    let_next_start(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * vocabulary
     token = part * PART + tl.arange(0, PART)
@@ -97,7 +96,6 @@ def gumbel_argmax(
     the token's logit.
     """
     wait_for_previous(PDL)
-    let_next_start(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     words += row * 8
     seed = tl.load(words + 1)

@@ -27,7 +27,6 @@ from forge.backends.cuda.kernels.parts import (
     Q8,
     dot,
     gated,
-    let_next_start,
     superblock_scales,
     wait_for_previous,
     weight_tile,
@@ -60,7 +59,6 @@ def matvec(
     line = weights + tl.minimum(row, out_features - 1)[:, None] * in_features
     tile = tl.load(line + column[None, :], mask=(column < in_features)[None, :], other=0.0)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, in_features, BLOCK_K):
@@ -112,7 +110,6 @@ def matvec_packed(
     line = values + row[:, None, None] * groups * element.shape[0] + element[None, None, :]
     tile = tl.load(line + lane[None, :, None] * element.shape[0], mask=(lane < groups)[None, :, None], other=0)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_K // 32), tl.float32)
     squares = tl.zeros((BLOCK_K // 32,), tl.float32)
     for start in range(0, groups, BLOCK_K // 32):
@@ -207,7 +204,6 @@ def matmul(
     if PREFETCH:
         tile = weight_tile(values, scales, factors, row, first, in_features, KIND, BLOCK_K)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     if PREFETCH:

@@ -17,16 +17,10 @@ Q4_K = tl.constexpr(3)
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until all that was launched before has written its results."""
+    """Wait until all that was launched before has written its results. Then let the next kernel's programs start and
+    read their first weights, once all programs of this kernel have come here: so only one kernel waits at a time."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def let_next_start(PDL: tl.constexpr):
-    """Let the next kernel's programs start and read their first weights once all programs of this kernel have reached
-    this point: after their own wait, so that only one kernel waits at a time."""
-    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 

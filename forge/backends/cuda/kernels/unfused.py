@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from forge.backends.cuda.kernels.parts import gated, let_next_start, wait_for_previous, weight_tile
+from forge.backends.cuda.kernels.parts import gated, wait_for_previous, weight_tile
 
 
 @triton.jit
@@ -27,7 +27,6 @@ def gather_rows(
     (m, i): columns i * BLOCK_K … of row m.
     """
     wait_for_previous(PDL)
-    let_next_start(PDL)
     out_row = tl.program_id(0).to(tl.int64)
     number = out_row
     if NUMBERED:
@@ -54,7 +53,6 @@ def rms_norm(
     column = tl.arange(0, BLOCK)
     gain = tl.load(weight + column, mask=column < width, other=0.0)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     at = tl.program_id(0).to(tl.int64) * width + column
     values = tl.load(x + at, mask=column < width, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values) / width + eps)
@@ -71,7 +69,6 @@ def swiglu(
 ):
     """Compute silu(gate) * up. Program (m, i): columns i * BLOCK … of row m."""
     wait_for_previous(PDL)
-    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     pair = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.load(pairs + row * 2 * width + pair, mask=pair < 2 * width, other=0.0).to(tl.float32)
