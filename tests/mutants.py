@@ -127,9 +127,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "forge.speculation.leases": ("speculation/test_leases.py",),
     "forge.speculation.lookup": ("speculation/test_ngram.py", "speculation/test_replay.py"),
     "forge.speculation.setup": ("speculation/test_setup.py",),
-    "forge.speculation.speculator": (
-        *("speculation/test_speculator.py", "speculation/test_undrafted.py", "speculation/test_engine.py"),
-    ),
+    "forge.speculation.speculator": (*("speculation/test_speculator.py", "speculation/test_undrafted.py"),),
     "forge.speculation.verification": ("speculation/test_verification.py",),
 }
 """Which tests a module's mutants are shown to, the quick ones first: those of the longest name that fits."""

@@ -193,8 +193,6 @@ class RequestRegistry(ABC):
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Return what restricts a request's tokens: the compiled grammar of its structured output, its token filter, or
         both. Raises `UsageError`."""
-        if not params.has_matcher:
-            return None
         form = None
         if params.structured is not None:
             if self.compile_grammar is None:

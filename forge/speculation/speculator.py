@@ -70,7 +70,7 @@ class _State(NamedTuple):
     @classmethod
     def after(cls, control: SpeculationControl, length: int, follows: bool = False) -> "_State":
         """Return the state with the decision for a sequence of `length` tokens."""
-        return cls(control, length + (0 if control.k else control.decision.retry_in or 0), follows)
+        return cls(control, length + (control.decision.retry_in or 0), follows)
 
     def after_silence(self, length: int) -> "_State":
         """Return the state after no proposer had a proposal at `length` tokens."""
@@ -123,8 +123,8 @@ class Speculator:
     def forget(self, seq_id: int) -> None:
         """Drop the state of a sequence that has ended. After an exception from this, call it again."""
         if seq_id in self._states:
-            for source in self._sources:
-                source.proposer.forget(seq_id)
+            for proposer in self.proposers:
+                proposer.forget(seq_id)
             self._states.pop(seq_id, None)
         self._undrafted.pop(seq_id, None)
 
@@ -142,7 +142,7 @@ class Speculator:
     def _wish(self, sequence: Sequence) -> int | Undrafted:
         """Return how many draft tokens to request, at least one, or why none."""
         seq_id = sequence.seq_id
-        if not self._sources or not self._sources_of(sequence):
+        if not self._sources_of(sequence):
             return Undrafted(seq_id, "not_wanted")
         state = self._states.get(seq_id) or self._begin(sequence)
         length = len(sequence.token_ids)
@@ -278,7 +278,7 @@ class Speculator:
         proposed = max(map(len, drafts.proposals[item.seq_id]))
         control = self._states[item.seq_id].control
         control = control.after_cycle(proposed, verification.num_accepted, self._costs(item.sequence))
-        return _State.after(control, outcome.position + len(outcome.token_ids), follows=control.k > 0)
+        return _State.after(control, outcome.position + len(outcome.token_ids), follows=True)
 
     def _without_drafts(self, plan: StepPlan, drafts: StepDrafts) -> tuple[Undrafted, ...]:
         """Return why sequences of this step were decoded without draft tokens."""
@@ -293,8 +293,6 @@ class Speculator:
     def _costs(self, sequence: Sequence) -> Costs:
         """Return what a draft token costs, by all of the sequence's proposers together."""
         costs = [source.meter.costs(self._batch) for source in self._sources_of(sequence)]
-        if len(costs) == 1:
-            return costs[0]
         return Costs(sum(cost.token for cost in costs), sum(cost.row for cost in costs))
 
 

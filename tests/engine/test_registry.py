@@ -2,14 +2,16 @@
 model."""
 
 from functools import partial
+from unittest.mock import ANY
 
 import pytest
 
 from forge.engine.sampling_params import SamplingParams
-from forge.engine.task import Task
+from forge.engine.task import GENERATE, Task
 from forge.errors import UsageError
 from forge.model.model import ModelUnavailable
-from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine, run_all
+from forge.trace.records import FinishRecord
+from tests.engine.scripted import assert_nothing_held, complete, letters, muddled, new_engine, run_all
 from tests.engine.test_interruption import interrupted_at, lines_of
 from tests.speculation.proposers import scripted_draft, speculator
 
@@ -89,3 +91,150 @@ def test_what_the_cache_noted_in_a_step_that_failed_is_in_no_record():
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert [record.events for record in run_all(engine)] == [()] * 5, "the cache is empty: there was no hit"
+
+
+def interrupt(*arguments):
+    raise KeyboardInterrupt
+
+
+def interrupted_commit(**params):
+    """An engine with a request that ends with its second token, in a step that was interrupted once that was chosen,
+    and one that goes on."""
+    engine = new_engine(muddled, kv="paged")
+    engine.add_request("ends", letters("ab"), SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.add_request("goes on", letters("cd"), SamplingParams(max_tokens=6, ignore_eos=True, stop=["xyz"], **params))
+    engine.step()
+    commit, engine.scheduler.commit = engine.scheduler.commit, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.scheduler.commit = commit
+    return engine
+
+
+def test_tokens_that_an_interrupted_step_has_chosen_stand():
+    engine = interrupted_commit(logprobs=1)
+    assert [engine.is_unfinished(name) for name in ("ends", "goes on")] == [False, True] and engine.has_unfinished()
+    ended = engine.output("ends").outputs[0]
+    assert (len(ended.token_ids), ended.finish_reason) == (2, "length")
+    assert engine.scheduler.num_finished == 1 and list(engine.scheduler.queue.sequences) == [1]
+    assert engine._batch_builder._tables == {1: ANY}
+    run_all(engine)
+    whole = new_engine(muddled)
+    whole.add_request("goes on", letters("cd"), engine._requests["goes on"].sequences[0].params)
+    run_all(whole)
+    found, expected = (each.output("goes on").outputs[0] for each in (engine, whole))
+    assert (found.token_ids, found.text, found.logprobs) == (expected.token_ids, expected.text, expected.logprobs)
+    engine.forget("ends")
+    engine.forget("goes on")
+    assert_nothing_held(engine)
+
+
+def test_all_have_ended_if_a_step_that_was_interrupted_has_chosen_their_last_tokens():
+    engine = new_engine(muddled)
+    engine.add_request("only", letters("ab"), SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.step()
+    engine.scheduler.commit = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.has_unfinished()
+
+
+def test_what_was_chosen_is_applied_once_however_often_operations_are_interrupted():
+    engine = interrupted_commit()
+    for name in ("ends", "goes on"):
+        engine.abort(name)
+        engine.forget(name)
+    engine.add_request("next", letters("ab"), ON)
+    failing(engine, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    run_all(engine)
+    alone = complete(new_engine(muddled), "ab", max_tokens=ON.max_tokens, ignore_eos=True)
+    assert engine.output("next").outputs[0].token_ids == alone.token_ids
+
+
+def test_ends_are_counted_once_and_caches_that_were_forked_are_none():
+    engine = new_engine(muddled, kv="paged")
+    (kept,) = engine.add_request("kept", letters("hello"), ON, retain_cache=True)
+    run_all(engine)
+    fork = engine.fork_retained(kept)
+    assert (engine.is_retained(kept), engine.is_retained(fork), engine.fork_retained(99)) == (True, True, None)
+    assert engine.add_request("next", letters("ab"), ON) == (2,)
+    failing(engine, KeyboardInterrupt(), step=1)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(engine)
+    assert not engine.is_retained(kept)
+    engine.output("next")
+    assert engine.scheduler.num_finished == 1 and not engine.is_retained(kept)
+    run_all(engine)
+    assert engine.scheduler.num_finished == 2
+
+
+@pytest.mark.parametrize("kv", ["basic", "paged", "prefix"])
+def test_a_forked_cache_is_continued_like_the_first_and_a_released_one_is_not(kv):
+    engine = new_engine(muddled, kv=kv, max_model_len=64)
+    (kept,) = engine.add_request("kept", letters("hello"), ON, retain_cache=True)
+    run_all(engine)
+    prompt = [*letters("hello"), *engine.output("kept").outputs[0].token_ids, 3]
+    fork = engine.fork_retained(kept)
+    engine.release(kept)
+    for name, continued, num_cached in (("b", fork, 9), ("c", kept, 0)):
+        engine.add_request(name, prompt, ON, continues_from=continued, salt="" if name == "b" else "other")
+        assert engine.step().admitted[0].num_cached == num_cached
+        run_all(engine)
+    assert len({engine.output(name).outputs[0].token_ids for name in "bc"}) == 1
+
+
+def test_a_failed_step_ends_those_that_it_computed_and_no_others():
+    engine = new_engine(muddled, max_num_seqs=1)
+    for name in ("runs", "waits"):
+        engine.add_request(name, letters("ab"), SamplingParams(max_tokens=4, n=1 + (name == "waits")))
+    failing(engine, ArithmeticError(), step=1)
+    with pytest.raises(ArithmeticError):
+        run_all(engine)
+    assert engine.fail_step() == ("runs",)
+    run_all(engine)
+    assert [one.finish_reason for one in engine.output("runs").outputs] == ["error"]
+    assert engine.output("runs").outputs[0].errors == ()
+    engine.add_request("fails before it is planned", letters("ab"), ON)
+    engine.scheduler.schedule = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.fail_step() == ("fails before it is planned",), "and none that has ended"
+
+
+def test_an_abort_ends_the_samples_that_have_not_ended():
+    engine = new_engine(muddled)
+    engine.add_request("r", letters("ab"), SamplingParams(max_tokens=9, temperature=1, seed=4, n=3, ignore_eos=True))
+    engine.step()
+    first, *others = engine._requests["r"].sequences
+    engine.scheduler.retire(first, "stop")
+    assert [one.sample_index for one in (first, *others)] == [0, 1, 2]
+    engine.abort("r")
+    assert [one.finish_reason for one in engine.output("r").outputs] == ["stop", "abort", "abort"]
+    ends = [(one.seq_id, one.reason) for one in engine.timeline.journal if isinstance(one, FinishRecord)]
+    assert ends in ([], [(1, "abort"), (2, "abort")]), "or they have been read"
+    engine.forget("r")
+    with pytest.raises(KeyError):
+        engine.output("r")
+
+
+def test_an_arrival_is_recorded_once():
+    def add(engine) -> None:
+        engine.add_request("late", letters("ab"), ON, priority=3)
+
+    for line in range(lines_of(partial(add, new_engine(muddled)))):
+        engine = new_engine(muddled)
+        engine.add_request("first", letters("ab"), ON)
+        interrupted_at(line, partial(add, engine))
+        if "late" in engine._requests:
+            assert [(one.request_id, one.priority) for one in engine.step().arrived] == [("first", 0), ("late", 3)]
+            assert [one.seq_id for one in engine.timeline.requests()] == [0, 1]
+
+
+def test_a_task_that_is_a_generation_is_the_generation():
+    engine = new_engine(muddled)
+    engine.add_request("r", letters("ab"), ON, task=Task(sample=True))
+    assert engine._requests["r"].sequences[0].task is GENERATE
+    run_all(engine)
+    assert engine.output("r").outputs[0].readout is None

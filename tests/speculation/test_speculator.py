@@ -3,7 +3,7 @@ whose times are given."""
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import ANY, Mock, call
 
 import numpy as np
 import pytest
@@ -187,7 +187,7 @@ def test_a_fixed_number_can_be_set_later():
 
 def test_a_sequence_that_could_have_no_draft_token_says_why():
     speculation = speculator(Told("told", 1))
-    sequences = [long(0), sequence(1, max_tokens=2), sequence(2, max_tokens=1)]
+    sequences = [long(0), sequence(1, max_tokens=2), sequence(2, max_tokens=1), sequence(3, max_tokens=2)]
     for one in sequences:
         one.token_ids = one.token_ids + [7] * (one.seq_id == 1)
     plan = plan_of(speculation, *sequences)
@@ -195,7 +195,8 @@ def test_a_sequence_that_could_have_no_draft_token_says_why():
     assert speculation.propose(plan) is NO_DRAFTS
     prefill = plan.items[0]._replace(seq_id=9, phase="prefill")
     told = learn(speculation, StepPlan((*plan.items, prefill)), NO_DRAFTS, StepCost(3, 5.0, 10.0)).undrafted
-    assert told == (Undrafted(0, "no_room"), Undrafted(1, "last_token"), Undrafted(2, "last_token"))
+    reasons = enumerate(("no_room", "last_token", "last_token", "no_room"))
+    assert told == tuple(Undrafted(seq_id, reason) for seq_id, reason in reasons)
 
 
 # The proposals
@@ -222,8 +223,8 @@ def test_only_as_many_proposers_are_asked_as_there_are_forks_for():
     speculation = speculator(*proposers)
     (item,) = plan_of(speculation, long()).items
     assert len(item.forks) == 2
-    speculation.propose(StepPlan((item._replace(forks=item.forks[:1]),)))
-    assert [len(each.asked) for each in proposers] == [1, 1, 0]
+    drafts = speculation.propose(StepPlan((item._replace(forks=item.forks[:1]),)))
+    assert [len(each.asked) for each in proposers] == [1, 1, 0] and list(drafts.ms) == ["a", "b"]
 
 
 def test_draft_tokens_end_at_the_last_slot_at_the_vocabulary_and_at_what_the_grammar_refuses():
@@ -234,6 +235,16 @@ def test_draft_tokens_end_at_the_last_slot_at_the_vocabulary_and_at_what_the_gra
         found = [proposal.token_ids for proposals in drafts.proposals.values() for proposal in proposals]
         assert found == ([token_ids[:kept]] if kept else [])
         assert matcher.num_allowed.call_args == call([8], token_ids[: min(3, 1 if VOCAB in token_ids else 3)])
+
+
+def test_of_tokens_that_were_drawn_the_first_that_the_grammar_refuses_stays_to_be_rejected():
+    told, drawn = Told("told"), Proposal((1, 2, 3), distributions=(ANY, ANY, ANY))
+    told.propose = lambda requests: [drawn]
+    for num_allowed, kept in ((0, 1), (1, 2), (3, 3)):
+        matcher = Mock(num_allowed=Mock(return_value=num_allowed))
+        speculation = speculator(told)
+        ((proposal,),) = speculation.propose(plan_of(speculation, long(matcher=matcher))).proposals.values()
+        assert len(proposal) == len(proposal.distributions) == kept
 
 
 def test_a_proposer_that_fails_is_left_out_and_the_others_go_on():
@@ -284,18 +295,26 @@ def test_a_proposal_is_measured_and_one_that_read_a_text_as_well_is_a_bound():
 
 
 def test_a_step_of_decodes_is_measured_and_no_other():
-    speculation, meter = metered(Told("told", 1))
+    speculation, meter = metered(Told("told", 1), Told("other"))
+    other = speculation._sources[1].meter = Mock(costs=meter.costs)
     cost = StepCost(2, 5.0, 10.0)
     plan = plan_of(speculation, long(0), long(1))
-    learn(speculation, plan, speculation.propose(plan), cost)
-    assert meter.add_forward.call_args_list == [call(2, 10.0)]
+    drafts = speculation.propose(plan)
+
+    def costs(num_sequences: int) -> Costs:
+        times.now += 0.25
+        return FREE
+
+    meter.costs.side_effect = costs
+    learn(speculation, plan, drafts, cost)
+    assert meter.add_forward.call_args_list == [call(2, 1010.0)], "four costs were asked for"
     learn(speculation, plan, NO_DRAFTS, cost)
     assert meter.add_forward.call_count == 2
     learn(speculation, plan, NO_DRAFTS, StepCost(3, 5.0, 10.0))
     learn(speculation, StepPlan(()), NO_DRAFTS, StepCost(0, 5.0, 10.0))
     mixed = StepPlan((plan.items[0], plan.items[1]._replace(phase="prefill", num_draft_slots=0)))
     learn(speculation, mixed, speculation.propose(mixed), cost)
-    assert meter.add_forward.call_count == 2
+    assert meter.add_forward.call_count == 2 and other.add_forward.call_args_list == meter.add_forward.call_args_list
 
 
 def test_costs_are_those_of_a_batch_as_large_as_the_last_and_of_all_proposers_together():
