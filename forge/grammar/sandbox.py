@@ -220,9 +220,7 @@ class SandboxedCompiler:
     def __call__(self, structured: StructuredOutput) -> Grammar:
         """Compile a grammar. Raises `UsageError` for one that is wrong, or exceeds a limit."""
         check_size(structured)
-        vocabulary = self._compiler.vocabulary
-        sandbox = _SANDBOXES.setdefault((os.getpid(), vocabulary.fingerprint), GrammarSandbox(lambda: vocabulary))
-        waiter = sandbox.check(structured)
+        waiter = _shared_sandbox(self._compiler.vocabulary).check(structured)
         try:
             self._compiler.load()  # while the process starts
             affordable = waiter.result()
@@ -234,6 +232,11 @@ class SandboxedCompiler:
 
 _SANDBOXES: dict[tuple[int, str], GrammarSandbox] = {}
 """The shared sandboxes, by process (a forked one cannot use its parent's) and vocabulary."""
+
+
+def _shared_sandbox(vocabulary: Vocabulary) -> GrammarSandbox:
+    """Return the sandbox of all vocabularies with these tokens."""
+    return _SANDBOXES.setdefault((os.getpid(), vocabulary.fingerprint), GrammarSandbox(lambda: vocabulary))
 
 
 def _outcome(answer: dict[str, Any], num_jobs: int) -> StructuredOutput | UsageError | CompilersBusy:
