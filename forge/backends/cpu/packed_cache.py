@@ -57,8 +57,13 @@ class PackedCache:
         self._made: dict[str, PackedMatrix] = {}
 
     def packed(self, name: str, pack: Callable[[], PackedMatrix]) -> PackedMatrix:
-        """Return the mapped packed form of the tensor `name`; what `pack` makes, which is kept, if there is none."""
-        return self._mapped.get(name) or self._made.setdefault(name, pack())
+        """Return the mapped packed form of the tensor `name`, or what `pack` makes, which is kept for `write`."""
+        packed = self._mapped.get(name)
+        if packed is None:
+            packed = pack()
+            if self._path is not None:
+                self._made[name] = packed
+        return packed
 
     def write(self) -> None:
         """Write the new matrices. A full or write-protected disk is silently ignored."""
