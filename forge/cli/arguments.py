@@ -102,7 +102,7 @@ def stated(
     that were given; and how each is spelled."""
     options = {name: value for defaults in fixed for name, value in defaults.items()}
     options |= {name: value for name, value in values.items() if value is not None or name not in options}
-    spelled = {param.name: param.opts[0] for param in context.command.params if param.param_type_name == "option"}
+    spelled = {str(param.name): param.opts[0] for param in context.command.params if param.param_type_name == "option"}
     return options, {name for name in values if was_given(context, name)}, spelled
 
 
