@@ -174,11 +174,11 @@ def main(args: Sequence[str]) -> int:
         status = _invoke(args)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        _discard_output()
-        return CLOSED_PIPE
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
+    except Exception as error:
+        if _is_closed_pipe(error):
+            _discard_output()
+            return CLOSED_PIPE
+        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
             raise
         _discard_output()
         return _complain(ForgeError(f"cannot write: {error.strerror}"))
@@ -286,6 +286,13 @@ def _forget_impossible_sizes() -> None:
     for name in ("COLUMNS", "LINES"):
         if not os.environ.get(name, "1").strip("0").isdecimal():
             del os.environ[name]
+
+
+def _is_closed_pipe(error: Exception) -> bool:
+    if isinstance(error, BrokenPipeError):
+        return True
+    terminal = sys.modules.get("forge.views.terminal")
+    return terminal is not None and isinstance(error, terminal.ClosedPipe)
 
 
 def _open_closed_streams() -> None:

@@ -13,7 +13,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from forge.engine.containers import num_common
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import StepRecord, TokenRecord
 from forge.trace.speculation_summary import draft_totals
@@ -308,6 +307,8 @@ def legend(comparison: Comparison) -> list[Text]:
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    from forge.engine.containers import num_common  # it loads NumPy, and the help of `forge compare` needs none
+
     common = num_common(left, right)
     return None if common == len(left) == len(right) else common + 1
 

@@ -15,15 +15,25 @@ from rich.text import Text
 from forge.views.palette import QUIET, TITLE
 
 
+class ClosedPipe(Exception):
+    """The reader of the output has gone (`forge … | head -1`). Not an error: there is nothing left to say."""
+
+
 class ForgeConsole(Console):
-    """A console that lets the `BrokenPipeError` of a closed pipe (`forge … | head -1`) through, instead of ending the
-    process from inside a view. Nothing that it prints is read as markup."""
+    """A console that reports a closed pipe as `ClosedPipe`, instead of ending the process from inside a view. Nothing
+    that it prints is read as markup."""
 
     def __init__(self, **options: Any):
         super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=False, **options)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except BrokenPipeError:  # older releases of rich let it through; newer ones call `on_broken_pipe`
+            raise ClosedPipe from None
+
     def on_broken_pipe(self) -> None:
-        raise  # the error that rich has just caught
+        raise ClosedPipe
 
 
 def open_console(file: IO[str] | None = None, width: int | None = None) -> ForgeConsole:

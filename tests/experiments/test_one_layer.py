@@ -59,10 +59,10 @@ def test_the_references_table_has_every_operation_that_the_forward_pass_calls(pa
 def test_the_compiled_table_has_every_operation_of_the_program_that_runs(path, layers):
     llm = LLM(path, device="cpu", threads=1)
     llm.logits([1])
-    recorded = llm.model.backend._passes[llm.model.forward_pass]
-    per_layer = [operation.name for operation in recorded.recording.operations if operation.layer == 1]
-    outside = [operation.name for operation in recorded.recording.operations if operation.layer == -1]
-    assert len(recorded.program.table) == 2 * len(per_layer) + len(outside)
+    program = llm.model.backend._programs[llm.model.forward_pass]
+    per_layer = [operation.name for operation in program.recording.operations if operation.layer == 1]
+    outside = [operation.name for operation in program.recording.operations if operation.layer == -1]
+    assert len(program.table) == 2 * len(per_layer) + len(outside)
     assert [operation.operation for operation in layers["cpu"].operations] == per_layer
     llm.model.backend._pool.close()
 

@@ -335,7 +335,7 @@ OUT_OF_BOUNDS = {
 def test_a_limit_that_has_no_meaning_is_one_line(forge, option, value):
     found = forge("serve", "-m", "no/such.gguf", "--port", "0", option, value)
     assert found.status == 2 and found.err.count("\n") == 1
-    assert f"{option} is" in found.err and f"not {value}" in found.err
+    assert f"{option} must be" in found.err and f"not {value}" in found.err
 
 
 @pytest.mark.slow
