@@ -10,7 +10,8 @@ from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
 from forge.model.hf_directory import HuggingFaceDirectory
 from forge.model.model import Model
-from forge.model.qwen3 import DenseLayerWeights, MoeLayerWeights, Qwen3, Qwen3Moe, Qwen3Weights
+from forge.model.qwen3 import DenseLayerWeights, Qwen3, Qwen3Weights
+from forge.model.qwen3_moe import MoeLayerWeights, Qwen3Moe
 from forge.model.weight_source import GGUFWeights, WeightSource, classifier_rows
 from forge.reasons import Pooling
 from forge.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from forge.model.backend import Backend, Operations
 from forge.model.config import Qwen3Config, expected_tensors
 from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
-from forge.model.qwen3 import Qwen3Moe
+from forge.model.qwen3_moe import Qwen3Moe
 from tests.backends.cpu.models import ThreadedBackend, small_model
 from tests.model.raw_safetensors import write_folder
 from tests.small_models import array_tensor, small_metadata, write_small_qwen3
