@@ -528,6 +528,21 @@ def test_attention_with_one_key_far_above_the_others_and_with_equal_keys():
     assert relative_error(got, want, np.abs(want).max()) < 2e-3
 
 
+@pytest.mark.parametrize(("gap", "counts"), [(30.0, True), (42.0, False)])
+def test_a_bfloat16_weight_below_2_to_the_minus_50_counts_as_none(gap, counts):
+    """So no subnormal number is multiplied, which some instructions take for zero and others do not."""
+    x = np.ones((2, 96), np.float32)
+    x[0, 32:64] = -1.0  # the first key is the opposite of the second, and its value is large
+    x[0, 64:] = 2.0**100
+    bench = AttentionBench(x, 1, 1, 32, theta=1.0)
+    weight = np.sqrt(gap / ((1 + np.cos(1.0)) * np.sqrt(32)))  # of q · k, which one position turns by one radian
+    bench.q_norm = bench.k_norm = bench.vector(np.full(32, weight))
+
+    got = bench.run(bench.operation, flat_batch([Part([0, 1], 0, 2, [0])], 16), bench.storage(1, 16, "bfloat16"))
+
+    assert ((got[1] > 2.0**50) if counts else (got[1] == 1.0)).all()
+
+
 # The exponential
 
 
