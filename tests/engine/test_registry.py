@@ -234,6 +234,7 @@ def test_an_arrival_is_recorded_once():
 def test_a_task_that_is_a_generation_is_the_generation():
     engine = new_engine(muddled)
     engine.add_request("r", letters("ab"), ON, task=Task(sample=True))
-    assert engine._requests["r"].sequences[0].task is GENERATE
+    (sequence,) = engine._requests["r"].sequences
+    assert sequence.task is GENERATE and sequence.matcher is None, "nothing restricts its tokens"
     run_all(engine)
     assert engine.output("r").outputs[0].readout is None
