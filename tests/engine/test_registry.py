@@ -218,17 +218,23 @@ def test_an_abort_ends_the_samples_that_have_not_ended():
         engine.output("r")
 
 
-def test_an_arrival_is_recorded_once():
+@pytest.mark.parametrize("before", [[], ["first"]])
+def test_an_arrival_is_recorded_once_and_its_ids_are_issued_once(before):
     def add(engine) -> None:
         engine.add_request("late", letters("ab"), ON, priority=3)
 
     for line in range(lines_of(partial(add, new_engine(muddled)))):
         engine = new_engine(muddled)
-        engine.add_request("first", letters("ab"), ON)
+        for name in before:
+            engine.add_request(name, letters("ab"), ON)
         interrupted_at(line, partial(add, engine))
-        if "late" in engine._requests:
-            assert [(one.request_id, one.priority) for one in engine.step().arrived] == [("first", 0), ("late", 3)]
-            assert [one.seq_id for one in engine.timeline.requests()] == [0, 1]
+        known = [*before, "late"] if "late" in engine._requests else before
+        engine.add_request("last", letters("ab"), ON)
+        record = engine.step()
+        arrived = [(arrival.request_id, arrival.priority) for arrival in record.arrived]
+        assert arrived == [(name, 3 * (name == "late")) for name in (*known, "last")]
+        assert [timeline.seq_id for timeline in engine.timeline.requests()] == list(range(len(known) + 1))
+        assert record.queues.finished == 0
 
 
 def test_a_task_that_is_a_generation_is_the_generation():
