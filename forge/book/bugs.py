@@ -150,7 +150,7 @@ def _bug(
     BugRequest(_STORY, _greedy(24), step=10),
 )
 def _freed_block() -> Switch:
-    """The first table that releases it frees it, while it is still in other tables."""
+    """The first table that releases a block frees it, while it is still in other tables."""
 
     def free(cache: PagedKvCache, table: BlockTable) -> None:
         pool = cache.pool
@@ -243,7 +243,7 @@ def _full_hit() -> Switch:
 )
 @contextmanager
 def _stale_count() -> Iterator[None]:
-    """It keeps its count of computed tokens. The blocks behind that count are others now."""
+    """A preempted sequence keeps its count of computed tokens. The blocks behind that count are others now."""
     add, remove = PagedKvCache.add, PagedKvCache.remove
     counts: dict[int, int] = {}
 
@@ -338,8 +338,8 @@ def _lease() -> Switch:
 )
 @contextmanager
 def _matcher_ahead() -> Iterator[None]:
-    """It walks over the draft tokens to check them and stays behind the last, also where they are rejected. The next
-    mask is that of another place."""
+    """The matcher walks over the draft tokens to check them, and stays behind the last even where they are rejected.
+    The next mask is that of another place."""
     num_allowed = GrammarMatcher.num_allowed
 
     def check_and_stay(matcher: GrammarMatcher, output, token_ids) -> int:

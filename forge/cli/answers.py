@@ -30,8 +30,8 @@ _LABELS_NEEDED = "--labels takes two labels or more with commas: --labels happy,
 
 @dataclass(frozen=True)
 class AnswerArgs:
-    """What is asked of texts; each command takes its own part. Raises `UsageError` for fewer likeliest tokens than
-    none."""
+    """The options of commands that ask about texts; each command takes its own part. Raises `UsageError` for a
+    negative `top`."""
 
     labels: str | None = option(
         None, "The labels, with commas.", _TEXTS, shown="those of the model's classification head"

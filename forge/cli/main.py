@@ -86,7 +86,7 @@ _ELSEWHERE = {
     "replay": ("trace",),
     "serve": ("engines", "watch"),
 }
-"""The modules of commands that have none of their name."""
+"""From a module of `forge.cli` to the commands in it that have no module of their own name."""
 _SETTINGS: dict[str, dict[str, Any]] = {
     "chapter": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}},
 }
@@ -119,7 +119,7 @@ def _loaded(name: str) -> TyperCommand | TyperGroup:
     if name in experiments.summaries():
         defined, help = experiments.load(name)
     else:
-        function = "next_chapter" if name == "next" else name.replace("-", "_")  # which is a function of Python's
+        function = "next_chapter" if name == "next" else name.replace("-", "_")  # Python has a `next`
         module = next((module for module, names in _ELSEWHERE.items() if name in names), function)
         defined = getattr(import_module(f"forge.cli.{module}"), function)
     if isinstance(defined, typer.Typer):

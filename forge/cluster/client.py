@@ -164,7 +164,7 @@ class ClusterClient(ResumableClient):
         """Requests that went on at another engine."""
 
     async def connect(self) -> None:
-        """Let replicas join from now on. Once more: a live view has come, which sees those that have joined too."""
+        """Let replicas join from now on. Call it again after `on_record` is set: those that have joined send steps."""
         if self.on_record is not None:
             self._send(messages.Watch(True))
         if not self._loop_tasks:

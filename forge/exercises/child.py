@@ -36,7 +36,7 @@ from forge.views.screen import draw
 
 _IMPORT_SECONDS = 10
 _CALL_SECONDS = 4.0
-"""A call of the reader's code in a run. The model's forward passes are none."""
+"""The time limit of one call of the reader's code in a run. A forward pass of the model does not count."""
 
 
 def check_here(entry: Entry, path: Path) -> Result:

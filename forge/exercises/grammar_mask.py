@@ -26,7 +26,7 @@ _EOS = len(_VOCABULARY) - 1
 
 
 _APART = re.compile(rb"[^][,0-9]|\[,|,[],]|[]0-9]\[|\][0-9]")
-"""A byte that no list has, or two that stand beside each other in none."""
+"""A byte that no list of numbers contains, or two bytes that never follow each other in one."""
 _DEEPER = {ord("["): 1, ord("]"): -1}
 
 
