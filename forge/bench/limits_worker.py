@@ -4,10 +4,11 @@ Reading on the processor: every usable CPU sums its share of an array that is fa
 pages. Two ways of walking it (one stream per thread, or four), because machines differ in which they like; the faster
 one counts.
 
-Multiplying there: forge's own tile of eight rows over weights and activations that never leave the first-level cache.
-It is what multiplying integers gives in this form when memory costs nothing, so it is the limit of forge's kernels and
-a close one of the processor's. Weights of 8 and of 4 bits are tried, and the faster counts: a processor without a
-dot-product instruction adds products of 4 bits in sums of 16 bits, with fewer instructions.
+Multiplying there: forge's own tile of eight rows, and its pair of tiles for four, over weights and activations that
+never leave the first-level cache. It is what multiplying integers gives in this form when memory costs nothing, so it
+is the limit of forge's kernels and a close one of the processor's. Weights of 8 and of 4 bits are tried, and the
+fastest counts: a processor without a dot-product instruction adds products of 4 bits in sums of 16 bits, with fewer
+instructions.
 
 On a GPU: copying an array far larger than any cache onto another, read and write counted; finding the largest number of
 one, which only reads, as a decode step only reads its weights; and a large square product through cuBLAS in bfloat16.
@@ -25,13 +26,13 @@ import numpy as np
 from forge.backends.cpu.compilation import compile_all, tile_set
 from forge.backends.cpu.packing import Q4, Q8, aligned_empty, huge_pages
 from forge.backends.cpu.processor import usable_cpus
-from forge.backends.cpu.tiles import GROUP, LINE, MAX_ROWS, TileLayout
+from forge.backends.cpu.tiles import GROUP, LINE, MAX_ROWS, PAIR, PAIR_ROWS, TileLayout
 from forge.backends.cpu.vectors import LANES, call_tile
 from forge.backends.devices import why_not_cuda
 from forge.bench.worker import Missing, Worker, timed
 
 TILE_COLUMNS = 512
-"""Inputs of the tile: 8 kB of weights and 4 kB of activations, far less than any first-level data cache."""
+"""Inputs of the tile: 8 kB of weights (a pair 16) and 4 kB of activations, far less than any first-level data cache."""
 _SHORT = 2_000
 
 
@@ -87,22 +88,25 @@ def product_rate(seconds: float, threads: int) -> float:
     """Measure int8 multiplications (each with its addition) per second that `threads` threads do together."""
     layouts = (Q8, Q4)
     compile_all([tile_set(layout) for layout in layouts])
-    return max(_product_rate(layout, seconds / len(layouts), threads) for layout in layouts)
+    tried = [(layout, code) for layout in layouts for code in (MAX_ROWS, PAIR) if tile_set(layout).addresses[code]]
+    return max(_product_rate(layout, code, seconds / len(tried), threads) for layout, code in tried)
 
 
-def _product_rate(layout: TileLayout, seconds: float, threads: int) -> float:
-    work = [_tile(layout) for _ in range(threads)]
+def _product_rate(layout: TileLayout, code: int, seconds: float, threads: int) -> float:
+    work = [_tile(layout, code) for _ in range(threads)]
     work[0](1)
     times = _SHORT
     while timed(partial(work[0], times))[1] < seconds / 20:
         times *= 2
     taken = _passes([partial(repeat, times) for repeat in work], seconds)
-    return threads * times * MAX_ROWS * LANES * TILE_COLUMNS / float(np.median(taken))
+    rows, tiles = (PAIR_ROWS, 2) if code == PAIR else (code, 1)
+    return threads * times * rows * tiles * LANES * TILE_COLUMNS / float(np.median(taken))
 
 
-def _tile(layout: TileLayout) -> Callable[[int], None]:
-    """Return a function that runs a tile of `MAX_ROWS` rows so many times, on operands that are one thread's own."""
-    address = int(tile_set(layout).addresses[MAX_ROWS])
+def _tile(layout: TileLayout, code: int) -> Callable[[int], None]:
+    """Return a function that runs a tile of so many rows, or a pair, so many times, on operands that are one thread's
+    own."""
+    address = int(tile_set(layout).addresses[code])
     groups = TILE_COLUMNS // GROUP
     rng = np.random.default_rng(1)
 
@@ -112,16 +116,16 @@ def _tile(layout: TileLayout) -> Callable[[int], None]:
         return array
 
     arrays = (
-        filled((groups, layout.bits, LINE), np.uint8, rng.integers(1, 255, (groups, layout.bits, LINE))),
-        filled((groups, LANES), np.float16, 0.01),
+        filled((2, groups, layout.bits, LINE), np.uint8, rng.integers(1, 255, (2, groups, layout.bits, LINE))),
+        filled((2, groups, LANES), np.float16, 0.01),
         filled((MAX_ROWS, TILE_COLUMNS), np.int8, rng.integers(-127, 127, (MAX_ROWS, TILE_COLUMNS))),
         filled((MAX_ROWS, groups, 2), np.float32, 0.01),
         filled((MAX_ROWS, groups * 2), np.int32, 0),
-        filled((MAX_ROWS, LANES), np.float32, 0),
+        filled((MAX_ROWS, 2 * LANES), np.float32, 0),
     )
 
     def repeat(times: int) -> None:
-        arguments = [address, *(array.ctypes.data for array in arrays), groups, TILE_COLUMNS, LANES]
+        arguments = [address, *(array.ctypes.data for array in arrays), groups, TILE_COLUMNS, 2 * LANES]
         _repeat_tile(times, *arguments)
 
     return repeat

@@ -41,7 +41,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from forge.backends.cpu.llvm_code import F32, HALF, float_to_half, half_to_float
+from forge.backends.cpu.llvm_code import F32, HALF, I64, float_to_half, half_to_float
 from forge.backends.cpu.processor import (
     InstructionSet,
     choose_instruction_set,
@@ -50,7 +50,7 @@ from forge.backends.cpu.processor import (
     is_forced,
     usable_cpus,
 )
-from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileCode, TileLayout
+from forge.backends.cpu.tiles import MAX_ROWS, PAIR, PAIR_ROWS, TILE_ARGUMENTS, PairCode, TileCode, TileLayout
 
 CompileProgress = Callable[[int, int], None]
 """Called with (kernels ready, kernels in all) while code is being compiled."""
@@ -257,16 +257,19 @@ class Kernel(MachineCode):
 
 
 class TileSet(MachineCode):
-    """The tiles of one layout, for 1 to `MAX_ROWS` rows, compiled as one object file."""
+    """The tiles of one layout, for 1 to `MAX_ROWS` rows, and a pair of tiles, compiled as one object file."""
 
     def __init__(self, layout: TileLayout):
         super().__init__(f"tiles_{layout.name}")
         self.layout = layout
         self.addresses = np.zeros(MAX_ROWS + 1, np.int64)
-        """`addresses[rows]` is the tile function for that many rows, once compiled; entry 0 is unused."""
+        """`addresses[rows]` is the tile function for that many rows, once compiled; `addresses[PAIR]` that for a pair,
+        or 0 where single tiles are as fast."""
 
     def compile(self) -> None:
         super().compile()
+        if pairs_tiles(instruction_set(), self.layout):
+            self.addresses[PAIR] = self._address("pair")
         for rows in range(1, MAX_ROWS + 1):
             self.addresses[rows] = self._address(f"tile_{rows}")
 
@@ -298,15 +301,22 @@ def _own_features(isa: InstructionSet) -> str:
     )
 
 
+def pairs_tiles(isa: InstructionSet, layout: TileLayout) -> bool:
+    """Return whether many rows take the tiles of a layout in pairs."""
+    return isa.pairs_tiles and layout.gains_by_pairs
+
+
 def optimized_tiles(isa: InstructionSet, layout: TileLayout, machine: llvm.TargetMachine) -> llvm.ModuleRef:
     """Return the tile functions of a layout as an optimized LLVM module. No fast-math flag is set anywhere."""
     module = ir.Module(f"tiles_{layout.name}")
     module.triple = machine.triple
-    integer = ir.IntType(64)
-    for rows in range(1, MAX_ROWS + 1):
-        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [integer] * len(TILE_ARGUMENTS)), f"tile_{rows}")
+    signature = ir.FunctionType(ir.VoidType(), [I64] * len(TILE_ARGUMENTS))
+    rows_of = {f"tile_{rows}": rows for rows in range(1, MAX_ROWS + 1)}
+    for name, rows in (rows_of | {"pair": PAIR_ROWS} if pairs_tiles(isa, layout) else rows_of).items():
+        function = ir.Function(module, signature, name)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        TileCode(builder, isa, layout, rows, dict(zip(TILE_ARGUMENTS, function.args, strict=True))).emit()
+        tile = TileCode(builder, isa, layout, rows, dict(zip(TILE_ARGUMENTS, function.args, strict=True)))
+        (PairCode(tile) if name == "pair" else tile).emit()
         builder.ret_void()
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()

@@ -14,6 +14,7 @@ import numpy as np
 
 from forge.backends.cpu.op_layout import FLOAT16, FLOAT32, ROWS_NEAR
 from forge.backends.cpu.thread_pool_code import atomic_load, claim, next_item
+from forge.backends.cpu.tiles import PAIR, PAIR_ROWS
 from forge.backends.cpu.vectors import (
     absolute,
     address,
@@ -46,6 +47,8 @@ from forge.backends.cpu.vectors import (
 VECTOR = 64
 """Bytes of 16 float32."""
 ONE, ZERO = np.float32(1.0), np.float32(0.0)
+PAIRS_FROM = 48
+"""Rows that take tiles in pairs. Fewer wait for memory, which is read less well where two tiles take turns."""
 _PIECES = 8
 """In which a thread does its own stretch of a matrix, as far as a word has bits for all threads' pieces."""
 
@@ -277,13 +280,14 @@ def next_range(op, thread, threads, chunk, count, piece):
 
 
 @numba.njit
-def multiply_tile(matrix, tile, x, row, count, out, out_stride, adds, low, high):
-    """Multiply rows `row` to `row + count` - 1 of x by the 16 weight rows of a tile: `[count, 16]`, `out_stride` apart.
+def multiply_tile(matrix, code, tile, x, row, out, out_stride, adds, low, high):
+    """Multiply some rows of x, from `row` on, by the 16 weight rows of a tile: `[rows, 16]`, `out_stride` apart.
 
-    `low` and `high` are the tile that is fetched meanwhile, in two halves (`tiles.py`); 0 for none.
+    code: how many rows, or `PAIR`, which is `PAIR_ROWS` by two tiles: `[PAIR_ROWS, 32]`. `low` and `high` are the tile
+    that is fetched meanwhile, in two halves (`tiles.py`); 0 for none.
     """
     call_tile(
-        get_i64(matrix.tiles + 8 * count),
+        get_i64(matrix.tiles + 8 * code),
         matrix.weights + tile * matrix.tile_bytes,
         matrix.scales + tile * matrix.scale_bytes,
         matrix.minimums + tile * matrix.scale_bytes,
@@ -313,8 +317,35 @@ def multiply_rows(matrix, tile, x, first, last, out, out_stride, adds, ahead):
         count = min(8, last - row)
         low, high = ahead if row == first else 0, ahead if row == first + 8 or last - first <= 8 else 0
         place = out + 4 * (row - first) * out_stride
-        multiply_tile(matrix, tile, x, row, count, place, out_stride, adds, low, high)
+        multiply_tile(matrix, count, tile, x, row, place, out_stride, adds, low, high)
         row += count
+
+
+@numba.njit
+def takes_pairs(matrix, rows):
+    """Return whether so many rows take the tiles of a matrix in pairs."""
+    return rows >= PAIRS_FROM and get_i64(matrix.tiles + 8 * PAIR) != 0
+
+
+@numba.njit
+def multiply_pair(matrix, tile, x, first, last, out, out_stride, adds, ahead):
+    """Multiply rows `first` to `last` - 1 of x by the 32 weight rows of two tiles: `[last - first, 32]`, `out_stride`
+    apart.
+
+    The first passes fetch the two tiles at `ahead`, half a tile each, unless that is 0.
+    """
+    row, step = first, 4 * out_stride
+    if takes_pairs(matrix, last - first):
+        for row in range(first, last - PAIR_ROWS + 1, PAIR_ROWS):
+            number = (row - first) // PAIR_ROWS
+            upcoming = ahead + number // 2 * matrix.tile_bytes if ahead != 0 and number < 4 else 0
+            low, high = upcoming if number % 2 == 0 else 0, upcoming if number % 2 == 1 else 0
+            multiply_tile(matrix, PAIR, tile, x, row, out + (row - first) * step, out_stride, adds, low, high)
+        row = last - (last - first) % PAIR_ROWS
+    for half in range(2):
+        upcoming = ahead + half * matrix.tile_bytes if ahead != 0 and row == first else 0
+        place = out + (row - first) * step + 64 * half
+        multiply_rows(matrix, tile + half, x, row, last, place, out_stride, adds, upcoming)
 
 
 def matmul_quantized(op, ctx, thread, threads):
@@ -325,16 +356,20 @@ def matmul_quantized(op, ctx, thread, threads):
     """
     rows, num_tiles = num_rows(ctx, op.x), op.num_tiles
     matrix, tile_bytes = op.matrix, op.matrix.tile_bytes
+    step = 2 if takes_pairs(matrix, rows) else 1
     first, last, piece = next_range(op, thread, threads, op.chunk, num_tiles, 0)
     while first < num_tiles:
         upcoming, its_last, piece = next_range(op, thread, threads, op.chunk, num_tiles, piece)
         for begin in range(0, rows, ROWS_NEAR):
             end = min(begin + ROWS_NEAR, rows)
-            for tile in range(first, last):
-                following = tile + 1 if tile + 1 < last else upcoming
+            for tile in range(first, last, step):
+                following = tile + step if tile + step < last else upcoming
                 ahead = matrix.weights + following * tile_bytes if begin == 0 and following < num_tiles else 0
                 out = values_of(op.out, begin) + 64 * tile
-                multiply_rows(matrix, tile, op.x, begin, end, out, op.out.stride, op.adds, ahead)
+                if step == 2 and tile + 1 < last:
+                    multiply_pair(matrix, tile, op.x, begin, end, out, op.out.stride, op.adds, ahead)
+                else:
+                    multiply_rows(matrix, tile, op.x, begin, end, out, op.out.stride, op.adds, ahead)
         first, last = upcoming, its_last
 
 
@@ -412,17 +447,6 @@ def swiglu(op, ctx, thread, threads):
 
 
 @numba.njit
-def _two_tiles(matrix, pair, x, first, last, out, ahead):
-    """Multiply rows `first` to `last` - 1 by 32 weight rows: float32 `[last - first, 32]`.
-
-    `ahead` is the pair of tiles to fetch meanwhile, or -1.
-    """
-    for half in range(2):
-        upcoming = matrix.weights + (2 * ahead + half) * matrix.tile_bytes if ahead >= 0 else 0
-        multiply_rows(matrix, 2 * pair + half, x, first, last, out + 64 * half, 32, 0, upcoming)
-
-
-@numba.njit
 def _quantize_column(x, rows, first, last, group):
     """Quantize floats `[last - first, 32]` into group `group` of rows `first` to `last` - 1."""
     together = (last - first) // 16 * 16
@@ -451,9 +475,10 @@ def gate_up_swiglu(op, ctx, thread, threads):
             end = min(begin + ROWS_NEAR, rows)
             for pair in range(first, last):
                 following = pair + 1 if pair + 1 < last else upcoming
-                ahead = following if begin == 0 and following < pairs else -1
-                _two_tiles(op.gate, pair, op.x, begin, end, gates, ahead)
-                _two_tiles(op.up, pair, op.x, begin, end, ups, ahead)
+                fetches = begin == 0 and following < pairs
+                for matrix, out in ((op.gate, gates), (op.up, ups)):
+                    ahead = matrix.weights + 2 * following * matrix.tile_bytes if fetches else 0
+                    multiply_pair(matrix, 2 * pair, op.x, begin, end, out, 32, 0, ahead)
                 for offset in range(0, 128 * (end - begin), VECTOR):
                     store_f32(gates + offset, _silu(load_f32(gates + offset)) * load_f32(ups + offset))
                 _quantize_column(gates, op.out, begin, end, pair)

@@ -102,6 +102,8 @@ class InstructionSet:
 
     rows_at_once = 8
     """How many rows of a tile keep their integer sums in registers."""
+    pairs_tiles = False
+    """Whether the sums of two tiles fit the registers."""
 
     def dot(self, builder: ir.IRBuilder, acc: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
         """acc, weights and x are 16 int32 lanes; a lane of weights is 4 bytes, each lane of x the same 4 bytes."""
@@ -162,6 +164,7 @@ class Avx512Vnni(InstructionSet):
     target_cpu, target_features = "x86-64-v4", "+avx512vnni,-prefer-256-bit"
     target_needs = _X86_64_V3 | {"avx512f", "avx512cd", "avx512dq"}
     sums_at_once = 16
+    pairs_tiles = True
 
     def dot(self, builder, acc, weights, x):
         return call_intrinsic(builder, "llvm.x86.avx512.vpdpbusd.512", V_I32, acc, weights, x)

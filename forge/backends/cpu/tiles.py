@@ -22,6 +22,10 @@ Why the number of rows is fixed when the code is made: the integer sums of all r
 over rows inside would spill them. Where eight rows do not fit, a group is computed for four rows after the other
 (`InstructionSet.rows_at_once`). One row is bound by memory, eight rows are bound by the multiplier; see
 forge/bench/RESULTS.md.
+
+Many rows are computed by pairs of tiles, four rows at a time (`PairCode`): what is loaded of the activations serves
+both. Eight rows of one tile load 96 times for 80 multiplications, and where a core starts two of either in a cycle,
+they wait for loads.
 """
 
 from dataclasses import dataclass
@@ -57,6 +61,10 @@ SUPERBLOCK = 256
 LINE = 64
 """Bytes of a weight line."""
 MAX_ROWS = 8
+PAIR_ROWS = 4
+"""Rows of a pair of tiles: as many as leave all sums in registers."""
+PAIR = 0
+"""Where the code of a pair stands among those of tiles for 1 to `MAX_ROWS` rows."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,12 @@ class TileLayout:
     def greatest(self) -> int:
         """The greatest quant. Quants of five bits are kept in eight."""
         return 31 if self.bits == 8 and self.bias == 0 else 2**self.bits - 1
+
+    @property
+    def gains_by_pairs(self) -> bool:
+        """Whether two tiles together are faster than each alone. With minimums, two scales for a group or bits that lie
+        apart, four rows share too little of the other work."""
+        return self.group == GROUP and not self.has_minimum and self.bits in (4, 8)
 
     @property
     def bytes_per_group(self) -> int:
@@ -123,8 +137,8 @@ TILE_ARGUMENTS = (
 weights, scales, minimums: this tile's. x: int8 `[rows, x_stride]`. x_scales: float32 `[rows, x_stride / 32, 2]`, a
 group's scale and minus its scale times the sum of its quants. x_sums: int32 `[rows, x_stride / 16]`, sums of 16
 consecutive quants. out: float32 `[rows, out_stride]`, of which 16 columns are written; or added to, where `add` is 1.
-ahead_low, ahead_high: where the next tile's weights lie, the first or the second half of each group of which is to be
-fetched while this one is computed, or 0.
+ahead_low, ahead_high: where a tile's weights lie, the first or the second half of each group of which is to be fetched
+meanwhile, or 0. A pair takes the addresses of its first tile.
 """
 
 
@@ -142,6 +156,15 @@ class TileCode:
         """The tile has exactly `num_rows` rows. `arguments` has a value for each of `TILE_ARGUMENTS`."""
         self.b, self.isa, self.layout = builder, instruction_set, layout
         self.rows, self.arg = range(num_rows), arguments
+
+    def beside(self) -> "TileCode":
+        """Return the code of the tile that lies behind this one in memory, for the same rows."""
+        b, layout, groups = self.b, self.layout, self.arg["num_groups"]
+        scale_bytes = layout.scale_bytes if layout.scale_kind == "f16" else layout.superblock_bytes // 8
+        steps = {"weights": layout.bytes_per_group, "scales": scale_bytes}
+        moved = {name: b.add(self.arg[name], b.mul(groups, I64(step))) for name, step in steps.items()}
+        moved["out"] = b.add(self.arg["out"], I64(4 * LANES))
+        return TileCode(b, self.isa, layout, len(self.rows), self.arg | moved)
 
     def emit(self) -> None:
         """Emit `for group in range(num_groups): sums = group(sums)`, then the stores of the sums."""
@@ -282,7 +305,7 @@ class TileCode:
         return b.add(b.add(self.arg[name], stride), b.mul(index, I64(step)))
 
     def prefetch(self, index: ir.Value) -> None:
-        """Prefetch the same group of the next tile. Without it a pass with several rows leaves memory idle while it
+        """Prefetch the same group of the tile ahead. Without it a pass with several rows leaves memory idle while it
         computes, and the next tile then waits for its weights: 39 ms against 29 for 16 rows of a 0.6B model."""
         b, half = self.b, self.layout.bits // 2
         for name, first, last in (("ahead_low", 0, half), ("ahead_high", half, self.layout.bits)):
@@ -301,3 +324,41 @@ class TileCode:
                     store(b, address, b.fadd(load(b, address, V_F32), result))
                 with storing:
                     store(b, address, result)
+
+
+class PairCode:
+    """Emits the code of two tiles that lie side by side, for layouts that gain by it (`TileLayout.gains_by_pairs`)."""
+
+    def __init__(self, tile: TileCode):
+        """tile: the first of the two."""
+        self.tiles = tile, tile.beside()
+
+    def emit(self) -> None:
+        """Emit what `TileCode.emit` does, group by group for both."""
+        first, _ = self.tiles
+        zeros = [constant(V_F32, 0.0) for tile in self.tiles for _ in tile.rows]
+        results = loop(first.b, first.arg["num_groups"], 1, zeros, self.group)
+        for tile, of_tile in zip(self.tiles, self.apart(results), strict=True):
+            tile.write(of_tile)
+
+    def apart(self, vectors: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
+        """Cut the rows' vectors, those of the first tile before those of the second, in two."""
+        return vectors[:PAIR_ROWS], vectors[PAIR_ROWS:]
+
+    def group(self, index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        """Emit one group of 32 inputs for all rows of both, each line's activations loaded once."""
+        tile, _ = self.tiles
+        b, isa, greatest = tile.b, tile.isa, tile.layout.greatest
+        tile.prefetch(index)
+        lines = [each.weight_lines(index) for each in self.tiles]
+        inputs = isa.inputs_of(b, [tile.x_address(row, index) for row in tile.rows], greatest)
+        integers = [[tile.start(row, index, 0) for row in tile.rows]] * 2
+        for number in range(GROUP // 4):
+            x = [inputs(row, number) for row in tile.rows]
+            weights = [of_tile[number]() for of_tile in lines]
+            integers = [
+                [isa.dot(b, total, line, of_row) for total, of_row in zip(totals, x, strict=True)]
+                for totals, line in zip(integers, weights, strict=True)
+            ]
+        parts = zip(self.tiles, integers, self.apart(sums), strict=True)
+        return [total for each, integer, some in parts for total in each.scaled(index, 0, integer, some)]

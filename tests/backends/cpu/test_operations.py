@@ -12,6 +12,7 @@ import numba
 import numpy as np
 import pytest
 
+from forge.backends.cpu.kernels import PAIRS_FROM
 from forge.backends.cpu.op_layout import ROWS_NEAR
 from forge.backends.cpu.vectors import exp16, load_f32, store_f32
 from forge.cache.kv_storage import rounded
@@ -332,6 +333,24 @@ def test_a_row_of_a_batch_larger_than_passes_over_weights_together_is_the_row_al
     got = run(x)
 
     for row in (0, 15, ROWS_NEAR - 1, ROWS_NEAR, 2 * ROWS_NEAR + 15, 2 * ROWS_NEAR + 18):
+        np.testing.assert_array_equal(got[row], run(x[row : row + 1])[0])
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "IQ4_XS", "Q4_K"])
+@pytest.mark.parametrize("rows", [PAIRS_FROM - 1, PAIRS_FROM, PAIRS_FROM + 7, ROWS_NEAR + PAIRS_FROM + 1])
+def test_a_row_among_so_many_that_tiles_are_taken_in_pairs_is_the_row_alone(kind, rows):
+    x, tiles = random_rows(rows, 256) / 100, 33  # the last one has no other beside it
+    rng = np.random.default_rng(8)
+    tensor = memory_tensor("w", kind, random_weights(GGMLType[kind], (16 * tiles, 256), 1 / 16, rng))
+
+    def run(rows):
+        bench = Bench(rows)
+        matrix = bench.backend.load_matrix(tensor)
+        return bench.run(lambda ops, x, *_: ops.linear(x, matrix))
+
+    got = run(x)
+
+    for row in {0, 3, 4, PAIRS_FROM - 2, rows - 4, rows - 1}:
         np.testing.assert_array_equal(got[row], run(x[row : row + 1])[0])
 
 
