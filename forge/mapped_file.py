@@ -16,9 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+import numpy as np
+
 from forge.errors import ForgeError
 
 MAX_PRINTED_CHARACTERS = 64
+_READ_AHEAD_FROM = 1 << 18
+"""Bytes of a tensor that is read faster ahead of being used."""
 WHOLE_FILE = "file"
 """The `field` of an error that is not about a place in the file: it is missing, empty, a directory."""
 OTHER_KINDS_OF_FILE = {
@@ -84,10 +88,13 @@ class MappedFile(ABC, Generic[TensorT]):
         path = Path(path)
         buffer = cls._map(path)
         try:
-            return cls(path, buffer)
+            file = cls(path, buffer)
         except BaseException:
             buffer.close()
             raise
+        if hasattr(mmap, "MADV_RANDOM"):
+            buffer.madvise(mmap.MADV_RANDOM)  # until `tensor_bytes` is asked for much
+        return file
 
     @classmethod
     def _map(cls, path: Path) -> mmap.mmap:
@@ -132,6 +139,18 @@ class MappedFile(ABC, Generic[TensorT]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def tensor_bytes(buffer: mmap.mmap, offset: int, nbytes: int) -> np.ndarray:
+    """Return a read-only view of a tensor's bytes, uint8 `[nbytes]`, which keeps the mapping alive.
+
+    The system reads ahead in a large tensor alone. Behind small ones it would read half of a file whose matrices are
+    all kept in another one (`packed_cache`).
+    """
+    if nbytes >= _READ_AHEAD_FROM and hasattr(mmap, "MADV_NORMAL"):
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        buffer.madvise(mmap.MADV_NORMAL, start, offset + nbytes - start)
+    return np.frombuffer(buffer, np.uint8, nbytes, offset)
 
 
 def printable(text: Any) -> str:

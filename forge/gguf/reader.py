@@ -35,7 +35,7 @@ import numpy as np
 
 from forge.gguf import block_formats
 from forge.gguf.ggml_types import GGMLType, GGUFValueType
-from forge.mapped_file import OTHER_KINDS_OF_FILE, MappedFile, ModelFileError, printable
+from forge.mapped_file import OTHER_KINDS_OF_FILE, MappedFile, ModelFileError, printable, tensor_bytes
 
 SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -118,7 +118,7 @@ class GGUFTensor(TensorEntry):
 
     def raw(self) -> np.ndarray:
         """Return the tensor's bytes, uint8 [nbytes]: a read-only view of the file, which keeps the mapping alive."""
-        return np.frombuffer(self._buffer, dtype=np.uint8, count=self.nbytes, offset=self.offset)
+        return tensor_bytes(self._buffer, self.offset, self.nbytes)
 
     def dequantize(self) -> np.ndarray:
         """Convert the values to a new float32 array of `shape`. Raises ValueError for a type outside of

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from forge.gguf import GGMLType, block_formats
-from forge.mapped_file import OTHER_KINDS_OF_FILE, MappedFile, ModelFileError, printable
+from forge.mapped_file import OTHER_KINDS_OF_FILE, MappedFile, ModelFileError, printable, tensor_bytes
 
 MAX_HEADER_BYTES = 4 << 20
 """Some thirty thousand tensors; the largest Qwen3 has under a thousand in a file."""
@@ -83,7 +83,7 @@ class SafetensorsTensor:
         """Return the tensor's bytes, uint8 [nbytes]: a read-only view of the file, which keeps the mapping alive.
 
         A copy where the file does not align the numbers, which the format does not promise."""
-        view = np.frombuffer(self._buffer, dtype=np.uint8, count=self.nbytes, offset=self.offset)
+        view = tensor_bytes(self._buffer, self.offset, self.nbytes)
         return view if self.offset % _DTYPE_BYTES[self.dtype] == 0 else view.copy()
 
     def dequantize(self) -> np.ndarray:

@@ -1,6 +1,9 @@
 """What a good file reads as: values and types, tensors as views of the file, and typed access with clear refusals."""
 
+import ctypes
 import math
+import mmap
+import os
 import struct
 import subprocess
 import sys
@@ -13,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.gguf import GGMLType, GGUFError, GGUFFile, GGUFValueType, reader
-from forge.gguf.writer import TypedValue, write_gguf
+from forge.gguf.writer import NewTensor, TypedValue, encode, write_gguf
 from tests.gguf.raw_file import ARRAY, STRING, RawFile, RawTensor, array, checked, opened, string, u32
 from tests.small_models import write_small_qwen3
 
@@ -289,6 +292,43 @@ def test_strings_are_exact_where_they_look_like_lengths(tmp_path_factory, texts,
         file = opened(path)
     assert file.string_array("a") == texts
     assert file.metadata["b"] == 1
+
+
+def resident_bytes(path) -> int:
+    """How much of a file the system keeps in memory."""
+    size = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+        whole = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        arguments = ctypes.c_void_p(whole.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
+        assert ctypes.CDLL(None).mincore(*arguments) == 0
+        del whole
+    return int((pages & 1).sum()) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what it keeps of a file")
+def test_reading_small_tensors_reads_no_large_ones(tmp_path):
+    path, norm, matrix = tmp_path / "layers.gguf", np.zeros(1024, np.float32), np.zeros((1024, 1024), np.float32)
+    layers = [(f"{name}.{layer}", array) for layer in range(8) for name, array in (("norm", norm), ("w", matrix))]
+    tensors = [
+        NewTensor(name, GGMLType.F32, array.shape, lambda array=array: [encode(GGMLType.F32, array)])
+        for name, array in layers
+    ]
+    write_gguf(path, {"general.architecture": "test"}, tensors)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_bytes(path) > path.stat().st_size // 8:
+        pytest.skip("this file system keeps files in memory")
+
+    with GGUFFile.open(path) as file:
+        header = resident_bytes(path)
+        norms = [file.tensors[f"norm.{layer}"].dequantize().sum() for layer in range(8)]
+        few = resident_bytes(path) - header
+        file.tensors["w.7"].dequantize()
+
+    assert norms == [0] * 8
+    assert few < 1 << 20 < matrix.nbytes <= resident_bytes(path) - header
 
 
 def test_importing_the_reader_loads_nothing_heavy():
