@@ -9,8 +9,9 @@ import typer
 
 from forge.cli import options
 from forge.cli.arguments import Takes, command, make, stated
+from forge.cli.arrivals import arriving, drive_arrivals
 from forge.cli.options import WORKLOAD, RequestArgs
-from forge.cli.run_control import Found, arriving, create_llm, drive_arrivals, exit_status, run_label, warm_up
+from forge.cli.run_control import Found, create_llm, exit_status, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs

@@ -63,7 +63,7 @@ def generate(
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
 
     def run(on_step: "Callable[[StepRecord], None]") -> RunResult:
-        return drive(llm, llm.start([token_ids or text], params), params, on_step, subscriber)
+        return drive(llm, llm.start([token_ids or text], params), on_step, subscriber, not params.greedy)
 
     if output.json:
         result = _print_json(llm, text, run)
