@@ -395,34 +395,39 @@ class Run:
         self._engine = engine
         self._request_ids = [request_id for request_id, _ in requests]
         self._outputs: list[RequestOutput] | None = None
+        self._logits: list[np.ndarray] = []
         self._watched = requests[0][1][0] if keep_logits else None
         if keep_logits:
             engine.on_logits.append(self._keep)
-        self._logits: list[np.ndarray] = []
-        self._was_interrupted = False
-        """The last step has raised, so it may have left logits of a token that does not stand."""
 
     def __iter__(self) -> Iterator[StepRecord]:
         """Advance the engine until every request of this run has ended, yielding what each step did.
 
         Iterating again goes on where it stopped, after an exception too. Other runs of the same engine advance with it.
         """
-        while (record := self._advance()) is not None:
+        while True:
+            with self._engine.lock:
+                if self._close_if_ended():
+                    return
+                if self._watched is not None:
+                    self._logits = self.logits  # without those of a step that raised
+                record = self._engine.step()
+                self._close_if_ended()  # before the caller sees the record, which may be the last one that it reads
             yield record
 
     def abort(self) -> None:
         """Abort the unfinished requests, keeping what they produced."""
         with self._engine.lock:
-            if not self._collect_ended():
+            if not self._close_if_ended():
                 for request_id in self._request_ids:
                     self._engine.abort(request_id)
-                self._collect_ended()
+                self._close_if_ended()
 
     @property
     def outputs(self) -> list[RequestOutput]:
         """One output per prompt, in order. Complete once the iteration has ended or after `abort()`."""
         with self._engine.lock:
-            if self._collect_ended() and self._outputs is not None:
+            if self._close_if_ended() and self._outputs is not None:
                 return self._outputs
             return [self._engine.output(request_id) for request_id in self._request_ids]
 
@@ -434,34 +439,16 @@ class Run:
     @property
     def logits(self) -> list[np.ndarray]:
         """Float32 `[vocab]` for each token of the first sample, with `keep_logits`."""
-        if self._was_interrupted:
-            del self._logits[len(self.outputs[0].outputs[0].token_ids) :]
-            self._was_interrupted = False
+        del self._logits[len(self.outputs[0].outputs[0].token_ids) :]  # of a token that a step which raised had chosen
         return self._logits
-
-    def _advance(self) -> StepRecord | None:
-        """Run the next step; return None if this run has ended."""
-        with self._engine.lock:
-            if self._collect_ended():
-                return None
-            record = self._step()
-            self._collect_ended()  # before the caller sees the record, which may be the last one that it reads
-            return record
-
-    def _step(self) -> StepRecord:
-        self._logits = self.logits
-        try:
-            return self._engine.step()
-        except BaseException:
-            self._was_interrupted = self._watched is not None
-            raise
 
     def _keep(self, seq_id: int, logits: np.ndarray) -> None:
         if seq_id == self._watched:
             self._logits.append(logits)
 
-    def _collect_ended(self) -> bool:
-        """Take the outputs from the engine once every request has ended; return whether they have."""
+    def _close_if_ended(self) -> bool:
+        """Once every request has ended, take the outputs and drop the requests from the engine; return whether they
+        have."""
         if self._outputs is None and not any(map(self._engine.is_unfinished, self._request_ids)):
             outputs = [self._engine.output(request_id) for request_id in self._request_ids]
             self._on_end(outputs)

@@ -121,10 +121,10 @@ def drive(
 ) -> RunResult:
     """Advance a run to its end, or to Ctrl-C, handing on every step as it happens. sampled: whether tokens are drawn.
     Raises `ForgeError` if a sample ended as an `error`."""
+    subscriber.begin(llm)
     if subscriber.steps:
         return _step_through(llm, run, on_step, subscriber, sampled)
     records: list[StepRecord] = []
-    subscriber.begin(llm)
     with interruption() as requested:
         for record in run:
             records.append(record)
@@ -146,7 +146,6 @@ def _step_through(
     from forge.views.stepper import Stepper
 
     history, pauses, left = new_history(llm), Pauses(), False
-    subscriber.begin(llm)
     with interruption() as requested, Stepper(open_console(), history) as stepper:
         for record in map(pauses.step, run):
             subscriber.record(record)
