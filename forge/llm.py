@@ -31,10 +31,10 @@ from forge.engine_args import EngineArgs, keywords_of
 from forge.errors import ForgeError, UsageError
 from forge.grammar.compiler import GrammarCompiler
 from forge.grammar.sandbox import SandboxedCompiler
-from forge.model.backend import OperationTime
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.loader import load_model
 from forge.model.model import Model
+from forge.model.operation_time import OperationTime
 from forge.pieces import current_pieces
 from forge.reasons import Pooling
 from forge.speculation.leases import Lease, lease_model

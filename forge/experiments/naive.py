@@ -36,7 +36,7 @@ from forge.views.terminal import open_console
 from forge.views.text import quoted
 
 if TYPE_CHECKING:
-    from forge.model.backend import OperationTime
+    from forge.model.operation_time import OperationTime
 
 MAX_TOKENS = 128
 """Enough for the climb to be more than the machine's unrest."""
@@ -284,7 +284,7 @@ def attention_of(model: Any, kv_dtype: str, token_ids: list[int]) -> list[np.nda
 
     blocks = -(-len(token_ids) // BLOCK_SIZE)
     storage = model.new_storage(model.kv_layout(blocks, BLOCK_SIZE, kv_dtype))
-    model.hidden_rows(WatchedOperations(), batch_of([token_ids], 0, blocks), storage)
+    model.run_layers(WatchedOperations(), batch_of([token_ids], 0, blocks), storage)
     return layers
 
 
