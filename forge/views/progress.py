@@ -48,7 +48,8 @@ class RunView:
         """Show a step that has just ended."""
 
     def finish(self, result: RunResult) -> None:
-        """Show the end of the run, which Ctrl-C may have brought early."""
+        """Show the end of the run, which Ctrl-C may have brought early. The whole text is in its outputs: records have
+        only what was new in each step."""
 
 
 class LiveView(RunView):
