@@ -12,7 +12,7 @@ from forge.cli.run_control import StepSubscriber, create_llm, drive, exit_status
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.views.generation import generation_view
-from forge.views.progress import RunView
+from forge.views.run_view import RunView
 from forge.views.screen import draw
 from forge.views.terminal import open_console
 

@@ -34,7 +34,7 @@ from forge.views.history import TextStreams
 from forge.views.json_output import picked, run_object, to_json
 from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
-from forge.views.progress import LiveView, RunView
+from forge.views.run_view import LiveView, RunView
 from forge.views.screen import draw
 from forge.views.summary import RunResult
 from forge.views.terminal import cut, heading

@@ -10,7 +10,7 @@ from forge.views.forwards import chart_rows, chart_scale, compact_chart
 from forge.views.history import TextStreams
 from forge.views.metrics import chart_heading, flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, sequence_style
-from forge.views.progress import LiveView, RunView
+from forge.views.run_view import LiveView, RunView
 from forge.views.screen import draw
 from forge.views.summary import Forward, RunLabel, RunResult, decode_rate
 from forge.views.terminal import can_redraw

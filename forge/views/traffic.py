@@ -12,7 +12,7 @@ from forge.views.charts import bar
 from forge.views.formatting import count, percent
 from forge.views.history import History
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.progress import LiveView
+from forge.views.run_view import LiveView
 from forge.views.scheduler import print_step_line, scheduler_lines, step_line
 from forge.views.screen import Table
 from forge.views.summary import RunLabel

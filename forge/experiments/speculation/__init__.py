@@ -42,7 +42,7 @@ from forge.views.formatting import count, ms, percent, plural, times
 from forge.views.json_output import CYCLE_NUMBERS, as_object, picked, run_object
 from forge.views.metrics import draft_facts, flowing, verdict
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
-from forge.views.progress import LiveView
+from forge.views.run_view import LiveView
 from forge.views.screen import Hanging, Part, Report, report, sentences
 from forge.views.speculation import Step, TokenText, marked_text, steps_of
 from forge.views.summary import RunResult
