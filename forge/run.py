@@ -34,7 +34,7 @@ class Run:
                 if self._close_if_ended():
                     return
                 if self._watched is not None:
-                    self._logits = self.logits  # without those of a step that raised
+                    self._logits = self.logits  # without what a step that raised has left
                 record = self._engine.step()
                 self._close_if_ended()  # before the caller sees the record, which may be the last one that it reads
             yield record
@@ -63,7 +63,7 @@ class Run:
     @property
     def logits(self) -> list[np.ndarray]:
         """Float32 `[vocab]` for each token of the first sample, with `keep_logits`."""
-        del self._logits[len(self.outputs[0].outputs[0].token_ids) :]  # of a token that a step which raised had chosen
+        del self._logits[len(self.outputs[0].outputs[0].token_ids) :]  # a step that raised may have left more
         return self._logits
 
     def _keep(self, seq_id: int, logits: np.ndarray) -> None:

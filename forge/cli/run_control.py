@@ -115,7 +115,7 @@ NO_SUBSCRIBER = StepSubscriber()
 def drive(
     llm: "LLM",
     run: AnyRun,
-    on_step: "Callable[[StepRecord], None]",
+    on_step: "Callable[[StepRecord], None]" = lambda record: None,
     subscriber: StepSubscriber = NO_SUBSCRIBER,
     sampled: bool = False,
 ) -> RunResult:

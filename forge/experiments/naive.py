@@ -23,8 +23,9 @@ from forge.cli.run_control import StepSubscriber, create_llm, drive, exit_status
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.experiments.repeated_run import RepeatedRun, run_parts
+from forge.experiments.repeated_run import RepeatedRun
 from forge.model.catalog import is_hash_model
+from forge.views.chapter_run import run_parts
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
 from forge.views.generation import LiveGeneration

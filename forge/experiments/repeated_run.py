@@ -1,16 +1,13 @@
-"""A run of one prompt that is repeated for its times, and how a chapter shows it."""
+"""A run of one prompt that is repeated for its times."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from forge.cli.run_control import StepSubscriber, create_llm, drive, run_label, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
-from forge.views.forwards import Note, chart_rows, chart_scale, spaced
-from forge.views.generation import LiveGeneration, sample_texts
-from forge.views.metrics import chart_heading, metrics_lines
-from forge.views.screen import Part, sentences
+from forge.views.generation import LiveGeneration
 from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 
@@ -45,7 +42,6 @@ class RepeatedRun:
     """A greedy run of one prompt, repeated for its times."""
 
     llm: "LLM"
-    prompt: str
     params: SamplingParams
     result: RunResult
     runs: int
@@ -57,21 +53,4 @@ class RepeatedRun:
         warm_up(llm, prompt)
         with LiveGeneration(open_console(), run_label(llm), prompt) as view:
             first = drive(llm, llm.start([prompt], params), view.step, subscriber)
-            again = lambda: drive(llm, llm.start([prompt], params), lambda record: None)  # noqa: E731
-            return cls(llm, prompt, params, *fastest(first, again))
-
-
-RUN_ROWS = 12
-
-
-def run_parts(
-    result: RunResult, prompt: str, texts: Sequence[str], *about: str, note: Note | None = None
-) -> Iterator[Part]:
-    """Yield a run as a chapter shows it: the text, its forwards at even distances, what that shows, the figures. note:
-    beside a forward."""
-    shown = spaced(result.forwards, RUN_ROWS)
-    yield from sample_texts(result, prompt, quiet_prompt=True)
-    yield None
-    yield lambda width: [chart_heading(result.label, width), *chart_rows(shown, chart_scale(shown), width, note)]
-    yield from (None, *sentences(texts), *about, None)
-    yield lambda width: metrics_lines(result, width)
+            return cls(llm, params, *fastest(first, lambda: drive(llm, llm.start([prompt], params))))

@@ -160,7 +160,7 @@ def _measure(
     same = replace(params, seed=run.seed)
 
     def again() -> RunResult:
-        return drive(llm, llm.start([text], same), lambda record: None, sampled=not params.greedy)
+        return drive(llm, llm.start([text], same), sampled=not params.greedy)
 
     turns = 1 if revocation.is_asked_for else REPEATS
     while not drafted_runs[-1].interrupted and len(plain_runs) < turns:
