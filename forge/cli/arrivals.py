@@ -1,7 +1,7 @@
 """Several requests in one engine, each of which arrives while those before it run: driven, watched and timed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
@@ -14,8 +14,6 @@ from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from forge.llm import LLM, Prompt
     from forge.trace.records import StepRecord
     from forge.views.block_map import CacheFigures
@@ -35,27 +33,19 @@ def drive_arrivals(
     llm: "LLM",
     arrivals: "Sequence[Request]",
     on_step: "Callable[[StepRecord], None]" = lambda record: None,
-    keep_logits: bool = False,
 ) -> RunResult:
-    """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens.
-
-    `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing. Raises
-    `UsageError` for a request that can never run.
-    """
+    """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens. `arrivals` are in the order of
+    their steps. Raises `UsageError` for a request that can never run."""
     from forge.workload.requests import Workload, WorkloadRun
 
-    run, logits = WorkloadRun(llm.engine, Workload(tuple(arrivals), "steps")), dict[int, "list[np.ndarray]"]()
-    if keep_logits:
-        llm.engine.on_logits.append(lambda seq_id, row: logits.setdefault(seq_id, []).append(row))
+    run = WorkloadRun(llm.engine, Workload(tuple(arrivals), "steps"))
     try:
-        driven = drive(llm, run, on_step)
+        result = drive(llm, run, on_step)
     finally:
-        llm.engine.on_logits.clear()
         run.abort()
     if run.refused:
         raise UsageError(run.refused[0][1])
-    kept = tuple(tuple(logits[seq_id]) for seq_id in sorted(logits))
-    return replace(driven, logits=kept)
+    return result
 
 
 def watch_arrivals(
