@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from forge.cli.main import parse_and_run
-from forge.cli.run_control import advance, create_llm, drive, new_history, run_label, warm_up
+from forge.cli.run_control import create_llm, drive, new_history, run_label, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.views.blocks import BlockScreen
 from forge.views.generation import LiveGeneration
@@ -34,14 +34,14 @@ def generation(console: Console) -> None:
     warm_up(llm, prompt)
     params = SamplingParams(max_tokens=32, temperature=0.0)
     view = LiveGeneration(console, run_label(llm), prompt)  # never entered: what moves while it runs is no picture
-    view.finish(drive(llm, llm.start([prompt], params), params, view.step))
+    view.finish(drive(llm, llm.start([prompt], params), view.step))
 
 
 def block_map(console: Console) -> None:
     llm = create_llm("tales", kv="paged", num_blocks=64)
     llm.engine.scheduler.keep_block_map = True
     params, screen = SamplingParams(max_tokens=80, temperature=0.9, seed=7, n=4), BlockScreen()
-    drive(llm, llm.start([OPENING], params), params, screen.feed)
+    drive(llm, llm.start([OPENING], params), screen.feed)
     draw(console, [*screen.picture(console.width), None, *screen.story_lines(console.width)])
 
 
@@ -52,7 +52,7 @@ def scheduler(console: Console) -> None:
         llm.tokenizer, 64, Range.parse("16:64", ""), Range.parse("64", ""), Arrival.parse("all"), seed=0
     )
     history = new_history(llm)
-    advance(llm, WorkloadRun(llm.engine, workload), lambda record: None, history=history)
+    drive(llm, WorkloadRun(llm.engine, workload), history.feed)
     draw(console, [busiest_step(history)])
 
 

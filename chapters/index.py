@@ -11,7 +11,7 @@ from forge.exercises import ENTRIES
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "chapters" / "README.md"
 HEADING = "| | text | run | pictures | bugs | exercises |\n| --- | --- | --- | --- | --- | --- |\n"
-TOOLBOX = {"charts", "formatting", "json_output", "metrics", "palette", "progress", "report", "screen", "summary"} | {
+TOOLBOX = {"charts", "formatting", "json_output", "metrics", "palette", "progress", "run_view", "screen", "summary"} | {
     "terminal",
     "text",
 }

@@ -6,7 +6,7 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -31,12 +31,13 @@ from forge.engine_args import EngineArgs, keywords_of
 from forge.errors import ForgeError, UsageError
 from forge.grammar.compiler import GrammarCompiler
 from forge.grammar.sandbox import SandboxedCompiler
-from forge.model.backend import OperationTime
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.loader import load_model
 from forge.model.model import Model
+from forge.model.operation_time import OperationTime
 from forge.pieces import current_pieces
 from forge.reasons import Pooling
+from forge.run import Requests, Run
 from forge.speculation.leases import Lease, lease_model
 from forge.speculation.setup import DEFAULT_K, Target, checked_acceptance, checked_mode, load_proposers
 from forge.speculation.speculator import Speculator
@@ -48,8 +49,6 @@ Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
 """Called with (done, in all)."""
 NO_PROGRESS: Progress = lambda done, of: None  # noqa: E731 (it does nothing)
-Requests = list[tuple[str, tuple[int, ...]]]
-"""Queued requests: the id of each, and of its samples' sequences."""
 
 MAX_PREFILL_ONLY = 128
 """Requests that keep nothing in one step, about: the scratch blocks are counted for so many."""
@@ -159,7 +158,7 @@ class LLM:
 
     def start(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, keep_logits: bool = False
-    ) -> "Run":
+    ) -> Run:
         """Queue all prompts and return a `Run`, which does the work as it is iterated over.
 
         `keep_logits` keeps the logits of every token of the first prompt's first sample, for comparing. A run that is
@@ -386,94 +385,6 @@ class LLM:
             gigabytes = num_blocks * block_size * layout.bytes_per_token / 1e9
             problem = f"a KV cache of {gigabytes:.1f} GB does not fit in memory"
             raise UsageError(f"{problem}: lower --max-model-len or --num-blocks") from None
-
-
-class Run:
-    """Requests under way: iterate to advance them step by step, then read `outputs`."""
-
-    def __init__(self, engine: Engine, requests: Requests, keep_logits: bool = False):
-        self._engine = engine
-        self._request_ids = [request_id for request_id, _ in requests]
-        self._outputs: list[RequestOutput] | None = None
-        self._watched = requests[0][1][0] if keep_logits else None
-        if keep_logits:
-            engine.on_logits.append(self._keep)
-        self._logits: list[np.ndarray] = []
-        self._was_interrupted = False
-        """The last step has raised, so it may have left logits of a token that does not stand."""
-
-    def __iter__(self) -> Iterator[StepRecord]:
-        """Advance the engine until every request of this run has ended, yielding what each step did.
-
-        Iterating again goes on where it stopped, after an exception too. Other runs of the same engine advance with it.
-        """
-        while (record := self._advance()) is not None:
-            yield record
-
-    def abort(self) -> None:
-        """Abort the unfinished requests, keeping what they produced."""
-        with self._engine.lock:
-            if not self._collect_ended():
-                for request_id in self._request_ids:
-                    self._engine.abort(request_id)
-                self._collect_ended()
-
-    @property
-    def outputs(self) -> list[RequestOutput]:
-        """One output per prompt, in order. Complete once the iteration has ended or after `abort()`."""
-        with self._engine.lock:
-            if self._collect_ended() and self._outputs is not None:
-                return self._outputs
-            return [self._engine.output(request_id) for request_id in self._request_ids]
-
-    @property
-    def seed(self) -> int:
-        """The seed in use, chosen or drawn."""
-        return self.outputs[0].seed
-
-    @property
-    def logits(self) -> list[np.ndarray]:
-        """Float32 `[vocab]` for each token of the first sample, with `keep_logits`."""
-        if self._was_interrupted:
-            del self._logits[len(self.outputs[0].outputs[0].token_ids) :]
-            self._was_interrupted = False
-        return self._logits
-
-    def _advance(self) -> StepRecord | None:
-        """Run the next step; return None if this run has ended."""
-        with self._engine.lock:
-            if self._collect_ended():
-                return None
-            record = self._step()
-            self._collect_ended()  # before the caller sees the record, which may be the last one that it reads
-            return record
-
-    def _step(self) -> StepRecord:
-        self._logits = self.logits
-        try:
-            return self._engine.step()
-        except BaseException:
-            self._was_interrupted = self._watched is not None
-            raise
-
-    def _keep(self, seq_id: int, logits: np.ndarray) -> None:
-        if seq_id == self._watched:
-            self._logits.append(logits)
-
-    def _collect_ended(self) -> bool:
-        """Take the outputs from the engine once every request has ended; return whether they have."""
-        if self._outputs is None and not any(map(self._engine.is_unfinished, self._request_ids)):
-            outputs = [self._engine.output(request_id) for request_id in self._request_ids]
-            self._on_end(outputs)
-            self._outputs = outputs
-            if self._watched is not None:
-                self._engine.on_logits.remove(self._keep)
-            for request_id in self._request_ids:
-                self._engine.forget(request_id)
-        return self._outputs is not None
-
-    def _on_end(self, outputs: list[RequestOutput]) -> None:
-        """Do nothing; a subclass acts here when the run has ended."""
 
 
 class ChatSession:

@@ -172,7 +172,7 @@ class Fusion(Operations):
     def logit_rows(self, x: Array, batch: Batch) -> _LogitRows:
         return _LogitRows(x)
 
-    def to_numpy(self, x: _Product | Norm) -> None:
+    def result(self, x: _Product | Norm) -> None:
         if isinstance(x, _Product):
             self._fused.result(self._source(x), x.matrix)
         else:

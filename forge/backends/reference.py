@@ -18,8 +18,9 @@ import numpy as np
 
 from forge.backends.timed import TimedNumpyOperations
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage, rounded
-from forge.model.backend import Backend, ForwardPass, Operations, OperationTime, Tensor
+from forge.model.backend import Backend, ForwardPass, Operations, Tensor
 from forge.model.forward_batch import ForwardBatch
+from forge.model.operation_time import OperationTime
 from forge.model.rope import Rope
 
 
@@ -147,7 +148,7 @@ class ReferenceOperations(Operations):
     def logit_rows(self, x: np.ndarray, batch: ForwardBatch) -> np.ndarray:
         return x[batch.logit_rows]
 
-    def to_numpy(self, x: np.ndarray) -> np.ndarray:
+    def result(self, x: np.ndarray) -> np.ndarray:
         return x
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from forge.model.backend import Array, Batch, Operand, Operations, OperationTime, Storage
+from forge.model.backend import Array, Batch, Operations, Storage
+from forge.model.operation_time import Operand, OperationTime
 
 
 class OperationClock:
@@ -76,7 +77,7 @@ class TimedOperations(Operations):
 
     embed, rms_norm, head_norm, rope = map(_timed_operation, ("embed", "rms_norm", "head_norm", "rope"))
     write_kv, attention, swiglu = map(_timed_operation, ("write_kv", "attention", "swiglu"))
-    experts, add, logit_rows, to_numpy = map(_timed_operation, ("experts", "add", "logit_rows", "to_numpy"))
+    experts, add, logit_rows, result = map(_timed_operation, ("experts", "add", "logit_rows", "result"))
 
     def linear(self, x: Array, matrix: Array) -> Array:
         name = short_name(self._matrix_names[id(matrix)])
@@ -122,8 +123,8 @@ class TimedNumpyOperations(TimedOperations):
     def logit_rows(self, x: Array, batch: Batch) -> Array:
         return self._timed("logit_rows", self.inner.logit_rows, x, batch, reads=[_rows(x, len(batch.logit_rows))])
 
-    def to_numpy(self, x: Array) -> Array:
-        return self._timed("to_numpy", self.inner.to_numpy, x, reads=(), writes=())
+    def result(self, x: Array) -> Array:
+        return self._timed("result", self.inner.result, x, reads=(), writes=())
 
 
 def _operands(*values: Any) -> list[Operand]:

@@ -227,7 +227,7 @@ def _stations(visit: Visit) -> Iterator[Station]:
         f"{rows}, for positions {prefill.start} to {last_row}; logits are wanted for the last one.",
     )  # fmt: skip
     yield Station(
-        ENGINE, "The forward pass: prefill", "forge.model.qwen3.Qwen3.hidden_rows",
+        ENGINE, "The forward pass: prefill", "forge.model.qwen3.Qwen3.run_layers",
         f"Keys and values of {plural(prefill.num_tokens, 'token')} are written into the cache: "
         f"{ms(first.forward_ms)} ms.",
     )  # fmt: skip

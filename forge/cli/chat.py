@@ -70,4 +70,4 @@ def _converse(
                 except ForgeError as error:
                     view.trouble(str(error))
                     continue
-                view.finish(drive(llm, run, params, view.step, subscriber))
+                view.finish(drive(llm, run, view.step, subscriber, not params.greedy))

@@ -9,8 +9,9 @@ import typer
 
 from forge.cli import options
 from forge.cli.arguments import Takes, command, make, stated
+from forge.cli.arrivals import arriving, drive_arrivals
 from forge.cli.options import WORKLOAD, RequestArgs
-from forge.cli.run_control import Found, arriving, create_llm, drive_arrivals, exit_status, run_label, warm_up
+from forge.cli.run_control import Found, create_llm, exit_status, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
@@ -29,6 +30,8 @@ from forge.views.screen import draw, report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from forge.trace.records import StepRecord
 
 MANY = 32
@@ -270,5 +273,8 @@ def _run_side(
     llm.engine.report_probabilities = True  # shown at the first difference
     warm_up(llm, prompts[0])
     arrivals = [arriving(llm, prompt, params, step) for step, prompt in enumerate(prompts)]
-    run = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)
-    return Side(name, replace(run, sampled=not params.greedy))
+    logits: dict[int, list[np.ndarray]] = {}
+    llm.engine.on_logits.append(lambda seq_id, row: logits.setdefault(seq_id, []).append(row))
+    run = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record))
+    kept = tuple(tuple(logits[seq_id]) for seq_id in sorted(logits))
+    return Side(name, replace(run, sampled=not params.greedy, logits=kept))

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from forge.cli import options
 from forge.cli.arguments import Takes, command
@@ -13,17 +12,12 @@ from forge.cli.run_control import StepSubscriber, create_llm, drive, exit_status
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.views.generation import generation_view
-from forge.views.json_output import run_object, to_json
-from forge.views.progress import RunView
+from forge.views.run_view import RunView
 from forge.views.screen import draw
-from forge.views.summary import RunResult
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from forge.llm import LLM
-    from forge.trace.records import StepRecord
 
 _PROMPT = "Prompt"
 
@@ -62,19 +56,15 @@ def generate(
     llm.engine.report_probabilities = output.json or subscriber.is_on
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
 
-    def run(on_step: "Callable[[StepRecord], None]") -> RunResult:
-        return drive(llm, llm.start([token_ids or text], params), params, on_step, subscriber)
-
-    if output.json:
-        result = _print_json(llm, text, run)
-    else:
+    shown = text if output.json or token_ids is None or echo else ""
+    with _view(llm, shown, echo, output) as view:
+        run = llm.start([token_ids or text], params)
+        result = drive(llm, run, view.step, subscriber, sampled=not params.greedy)
+        view.finish(result)
+    if not output.json:
         from forge.views.answers import logprobs_screen
 
-        console, shown = open_console(), text if token_ids is None or echo else ""
-        with _view(llm, console, shown, echo, output.pace) as view:
-            result = run(view.step)
-            view.finish(result)
-        draw(console, logprobs_screen(result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text))
+        draw(open_console(), logprobs_screen(result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text))
     raise typer.Exit(exit_status(result))
 
 
@@ -85,26 +75,12 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
     return llm.tokenizer.encode_chat(messages, add_generation_prompt=True)[1]
 
 
-def _print_json(llm: "LLM", text: str, run: "Callable[[Callable[[StepRecord], None]], RunResult]") -> RunResult:
-    from forge.views.blocks import BlockScreen, blocks_object
+def _view(llm: "LLM", prompt: str, echo: bool, output: OutputArgs) -> RunView:
+    console, shows_blocks = open_console(), output.show == "blocks"
+    if not (output.json or shows_blocks):
+        return generation_view(console, run_label(llm), prompt, echo)
+    from forge.views.blocks import BlockGeneration, JsonGeneration
 
-    screen, blocks = BlockScreen(), []
-
-    def look(record: "StepRecord") -> None:
-        if record.blocks is not None:
-            blocks.append(blocks_object(record, screen.feed(record), screen.names))
-
-    result = run(look)
-    record = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
-    if llm.engine.scheduler.keep_block_map:
-        record["blocks"] = blocks
-    open_console().print(to_json(record), soft_wrap=True)
-    return result
-
-
-def _view(llm: "LLM", console: Console, prompt: str, echo: bool, pace: float) -> RunView:
-    from forge.views.blocks import BlockGeneration
-
-    if llm.engine.scheduler.keep_block_map:
-        return BlockGeneration(console, prompt, echo, pace)
-    return generation_view(console, run_label(llm), prompt, echo)
+    if output.json:
+        return JsonGeneration(console, prompt, llm.tokenizer.token_text, shows_blocks)
+    return BlockGeneration(console, prompt, echo, output.pace)

@@ -1,41 +1,31 @@
-"""Loading a model and driving a run, as every command does it: with a bar for a large model, and a Ctrl-C that is heard
-between two steps, so that what was generated is kept. Here too a run is recorded (`--trace`) and stepped through
-(`--step`), whichever command it is of. Last come several requests in one engine, each of which arrives while those
-before it are running.
+"""Load a model and drive a run, as every command does: with a bar for a large model, and a Ctrl-C that is heard between
+two steps, so that what was generated is kept. Here too a run is recorded (`--trace`) and stepped through (`--step`).
 """
 
 import gc
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
-
-import typer
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
-from forge.errors import INTERRUPTED, ForgeError, UsageError
+from forge.errors import INTERRUPTED, ForgeError
 from forge.trace.records import EndRecord
 from forge.views.progress import LoadingBar
 from forge.views.summary import RunLabel, RunResult
 from forge.views.terminal import open_console, open_error_console
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from forge.engine.outputs import RequestOutput
-    from forge.llm import LLM, Prompt
+    from forge.llm import LLM
     from forge.trace.pauses import Pauses
     from forge.trace.recorder import TraceHeader
     from forge.trace.records import StepRecord
-    from forge.views.block_map import CacheFigures
-    from forge.views.blocks import BlockScreen
     from forge.views.history import History
-    from forge.workload.requests import Request
 
 Found = Any
 """A command's result: a `Report`, which the command line then shows; an exit status; or nothing."""
@@ -125,111 +115,64 @@ NO_SUBSCRIBER = StepSubscriber()
 def drive(
     llm: "LLM",
     run: AnyRun,
-    params: SamplingParams,
-    on_step: "Callable[[StepRecord], None]",
+    on_step: "Callable[[StepRecord], None]" = lambda record: None,
     subscriber: StepSubscriber = NO_SUBSCRIBER,
+    sampled: bool = False,
 ) -> RunResult:
-    """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
-    return replace(advance(llm, run, on_step, subscriber), sampled=not params.greedy)
-
-
-REPEATS, REPEAT_SECONDS = 3, 10.0
-"""How often a run is repeated for its times, itself included, and for how long: a large model's run is long enough."""
-
-
-def fastest(first: "RunResult", again: "Callable[[], RunResult]") -> "tuple[RunResult, int]":
-    """`first` with the shortest of each forward's times in several equal runs, and how many these were.
-
-    What else the machine does can only lengthen a forward, and it rarely lengthens the same one in every run.
-    """
-    runs = [first]
-    spent = lasted = sum(first.forward_ms) / 1e3
-    while len(runs) < REPEATS and spent + lasted < REPEAT_SECONDS and not runs[-1].interrupted:
-        runs.append(again())
-        lasted = sum(runs[-1].forward_ms) / 1e3
-        spent += lasted
-    if runs[-1].interrupted:
-        return replace(first, interrupted=True), len(runs)
-    steps = zip(*(run.records for run in runs), strict=True)
-    records = tuple(min(step, key=lambda record: record.forward_ms) for step in steps)
-    outputs = min((run.outputs for run in runs), key=lambda outputs: outputs[0].metrics.time_to_first_token_ms or 0.0)
-    return replace(first, records=records, outputs=outputs), len(runs)
-
-
-@dataclass(frozen=True)
-class RepeatedRun:
-    """A greedy run of one prompt, repeated for its times."""
-
-    llm: "LLM"
-    prompt: str
-    params: SamplingParams
-    result: RunResult
-    runs: int
-
-    @classmethod
-    def of(cls, engine_args: EngineArgs, prompt: str, max_tokens: int, subscriber: StepSubscriber) -> "RepeatedRun":
-        """Run the prompt, watched the first time; the fastest of each forward's times count."""
-        from forge.views.generation import watching
-
-        params, llm = SamplingParams(max_tokens=max_tokens, ignore_eos=True), create_llm(engine_args)
-        warm_up(llm, prompt)
-        with watching(open_console(), run_label(llm), prompt) as view:
-            first = drive(llm, llm.start([prompt], params), params, view.step, subscriber)
-            again = lambda: drive(llm, llm.start([prompt], params), params, lambda record: None)  # noqa: E731
-            return cls(llm, prompt, params, *fastest(first, again))
-
-
-def advance(
-    llm: "LLM",
-    run: AnyRun,
-    on_step: "Callable[[StepRecord], None]",
-    subscriber: StepSubscriber = NO_SUBSCRIBER,
-    history: "History | None" = None,
-) -> RunResult:
-    """Advance a run to its end, or to Ctrl-C, with `subscriber`. Where it is stepped through, `on_step` sees the steps
-    when that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
-    `ForgeError` if a sample ended as an `error`."""
-    from forge.trace.pauses import Pauses
-
+    """Advance a run to its end, or to Ctrl-C, handing on every step as it happens. sampled: whether tokens are drawn.
+    Raises `ForgeError` if a sample ended as an `error`."""
     subscriber.begin(llm)
-    pauses, stepper = Pauses(), None
-    records: list[StepRecord] = []
-    steps: Iterable[StepRecord] = run
     if subscriber.steps:
-        from forge.views.stepper import Stepper
-
-        history = history if history is not None else new_history(llm)
-        stepper, steps = Stepper(open_console(), history), map(pauses.step, run)
-    ended_early = False
-    with interruption() as requested, stepper or nullcontext():
-        for record in steps:
+        return _step_through(llm, run, on_step, subscriber, sampled)
+    records: list[StepRecord] = []
+    with interruption() as requested:
+        for record in run:
             records.append(record)
             subscriber.record(record)
-            if history is not None:
-                history.feed(record)
-            if stepper is None:
-                on_step(record)
-                goes_on = not requested()
-            else:
-                with pauses.pause():
-                    goes_on = stepper.asks_for_another(requested)
+            on_step(record)
+            if requested():
+                run.abort()
+                break
+    result = RunResult(run_label(llm), tuple(records), tuple(run.outputs), sampled, interrupted=requested())
+    return _ended(result, subscriber)
+
+
+def _step_through(
+    llm: "LLM", run: AnyRun, on_step: "Callable[[StepRecord], None]", subscriber: StepSubscriber, sampled: bool
+) -> RunResult:
+    """Advance a run at the reader's keys. `on_step` sees the steps when that is over: only one of the two can have the
+    screen. Times are without those that the reader took."""
+    from forge.trace.pauses import Pauses
+    from forge.views.stepper import Stepper
+
+    history, pauses, left = new_history(llm), Pauses(), False
+    with interruption() as requested, Stepper(open_console(), history) as stepper:
+        for record in map(pauses.step, run):
+            subscriber.record(record)
+            history.feed(record)
+            with pauses.pause():
+                goes_on = stepper.asks_for_another(requested)
             if not goes_on:
                 run.abort()
-                ended_early = True
+                left = not requested()
                 break
-        if stepper is not None and not ended_early:
+        else:
             stepper.ended(requested)
-        interrupted = ended_early if stepper is None else requested()
-    for record in records if stepper is not None else ():
+    for record in history.records:
         on_step(record)
     outputs = tuple(_without_pauses(output, pauses) for output in run.outputs)
-    for output in outputs:
+    result = RunResult(run_label(llm), tuple(history.records), outputs, sampled, left or requested(), left)
+    return _ended(result, subscriber)
+
+
+def _ended(result: RunResult, subscriber: StepSubscriber) -> RunResult:
+    """Record how each request has ended. Raises `ForgeError` if one of them ended as an `error`."""
+    for output in result.outputs:
         subscriber.record(end_record(output))
-    for sample in [sample for output in outputs for sample in output.outputs]:
+    for sample in [sample for output in result.outputs for sample in output.outputs]:
         if sample.finish_reason == "error":
             raise ForgeError("; ".join(sample.errors))
-    left = ended_early and not interrupted
-    return RunResult(run_label(llm), tuple(records), outputs, interrupted=interrupted or ended_early, left=left)
+    return result
 
 
 def _without_pauses(output: "RequestOutput", pauses: "Pauses") -> "RequestOutput":
@@ -287,99 +230,3 @@ def interruption() -> Iterator[Callable[[], bool]]:
 
 def exit_status(*results: RunResult) -> int:
     return INTERRUPTED if any(result.interrupted and not result.left for result in results) else 0
-
-
-def arriving(llm: "LLM", prompt: "Prompt", params: "SamplingParams", step: int) -> "Request":
-    """Make a request that comes when this many steps have been made, or as soon as nothing else is left to do."""
-    from forge.workload.requests import Request
-
-    text, token_ids = (prompt, llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
-    return Request(tuple(token_ids), params.max_tokens, step, sampling=params, prompt=text)
-
-
-def drive_arrivals(
-    llm: "LLM",
-    arrivals: "Sequence[Request]",
-    on_step: "Callable[[StepRecord], None]" = lambda record: None,
-    keep_logits: bool = False,
-) -> RunResult:
-    """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens.
-
-    `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing. Raises
-    `UsageError` for a request that can never run.
-    """
-    from forge.workload.requests import Workload, WorkloadRun
-
-    run, logits = WorkloadRun(llm.engine, Workload(tuple(arrivals), "steps")), dict[int, "list[np.ndarray]"]()
-    if keep_logits:
-        llm.engine.on_logits.append(lambda seq_id, row: logits.setdefault(seq_id, []).append(row))
-    try:
-        driven = advance(llm, run, on_step)
-    finally:
-        llm.engine.on_logits.clear()
-        run.abort()
-    if run.refused:
-        raise UsageError(run.refused[0][1])
-    kept = tuple(tuple(logits[seq_id]) for seq_id in sorted(logits))
-    return replace(driven, logits=kept)
-
-
-def watch_arrivals(
-    llm: "LLM", arrivals: "Sequence[Request]", screen: "BlockScreen", pace: float, quiet: bool
-) -> RunResult:
-    """Drive the arrivals with the blocks on the terminal, unless `quiet`, and remember the steps in `screen`."""
-    from forge.views.blocks import BlocksView
-
-    llm.engine.scheduler.keep_block_map = True
-    screen.since = llm.engine.cache.stats()
-    try:
-        with BlocksView(open_console(), screen, pace, quiet) as watch:
-            return whole(drive_arrivals(llm, arrivals, watch.step))
-    finally:
-        llm.engine.scheduler.keep_block_map = False
-
-
-TIMES = 3
-"""How often a run is timed; the fastest counts."""
-
-
-@dataclass(frozen=True)
-class WatchedRun:
-    """Arrivals that were watched once and then timed."""
-
-    screen: "BlockScreen"
-    """The screen that showed the watched run."""
-    watched: RunResult
-    timed: RunResult
-    """The same without a view."""
-
-    @classmethod
-    def of(cls, llm: "LLM", arrivals: "Sequence[Request]", question: str, pace: float, quiet: bool) -> Self:
-        """Watch, which warms up, and then time. Each run begins with an empty prefix index."""
-        from forge.views.blocks import BlockScreen
-
-        screen, timed = BlockScreen(question), []
-        forget_prefixes(llm)
-        watched = watch_arrivals(llm, arrivals, screen, pace, quiet)
-        for _ in range(TIMES):
-            forget_prefixes(llm)
-            timed.append(whole(drive_arrivals(llm, arrivals)))
-        return cls(screen, watched, min(timed, key=lambda result: result.seconds))
-
-    @cached_property
-    def figures(self) -> "CacheFigures":
-        from forge.views.block_map import CacheFigures
-
-        return CacheFigures.of(self.watched.records, self.watched.outputs)
-
-
-def same_tokens(*runs: WatchedRun) -> bool:
-    """Return whether all of them gave the same tokens, watched and timed."""
-    return len({result.token_ids for run in runs for result in (run.watched, run.timed)}) == 1
-
-
-def whole(result: RunResult) -> RunResult:
-    """Return a complete result, or end the command if Ctrl-C cut it short: half an experiment says nothing."""
-    if result.interrupted:
-        raise typer.Exit(INTERRUPTED)
-    return result

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OUTPUT, WORKLOAD, OutputArgs, RequestArgs, parse_numbers
-from forge.cli.run_control import Found, StepSubscriber, advance, create_llm, end_record, exit_status, new_history
+from forge.cli.run_control import Found, StepSubscriber, create_llm, drive, end_record, exit_status, new_history
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
@@ -65,7 +65,7 @@ def trace_scheduler(
     history, run = new_history(llm), WorkloadRun(llm.engine, planned)
     quiet = output.json or subscriber.steps or not (output.lines or can_redraw(console))
     with ServingView(console, history, quiet) as view:
-        driven = advance(llm, run, view.step, subscriber, history)
+        driven = drive(llm, run, view.step, subscriber)
     if not history.records and run.refused:
         raise UsageError(f"no request can run: {run.refused[0][1]}")
     history.end([end_record(output) for output in run.outputs])

@@ -26,7 +26,7 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
 from forge.views.formatting import count, plural
-from forge.views.generation import watching
+from forge.views.generation import LiveGeneration
 from forge.views.json_output import as_object, plain
 from forge.views.palette import ACCENT, QUIET
 from forge.views.screen import Hanging, Part, Report, Table, leads_on, question, report
@@ -128,8 +128,8 @@ def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: Engin
     runs: dict[str, RunResult] = {}
     for name, (llm, sampling) in ways.items():
         llm.generate([token_ids], sampling)  # kernels and grammars are compiled by then
-        with watching(open_console(), run_label(llm), prompt) as view:
-            runs[name] = drive(llm, llm.start([token_ids], sampling), sampling, view.step)
+        with LiveGeneration(open_console(), run_label(llm), prompt) as view:
+            runs[name] = drive(llm, llm.start([token_ids], sampling), view.step)
     label, about = run_label(plain), {"prompt": prompt, "vocab_size": plain.model.vocab_size, "free_text": free_text}
     facts = as_object(label) | about | constrained_object(places, runs)
     return report(facts, lambda: screen(str(label), facts, places, runs), exit_status(*runs.values()))

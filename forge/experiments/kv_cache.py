@@ -12,11 +12,12 @@ from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import RepeatedRun, StepSubscriber, exit_status
+from forge.cli.run_control import StepSubscriber, exit_status
 from forge.engine_args import EngineArgs
+from forge.experiments.repeated_run import RepeatedRun
 from forge.trace.records import StepRecord
+from forge.views.chapter_run import run_parts
 from forge.views.formatting import count, ms, plural, size
-from forge.views.generation import run_parts
 from forge.views.json_output import as_object, climb_object, run_object
 from forge.views.screen import Part, Report, leads_on, report, title
 from forge.views.summary import Forward, RunResult

@@ -19,14 +19,16 @@ from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import RepeatedRun, StepSubscriber, create_llm, drive, exit_status, run_label
+from forge.cli.run_control import StepSubscriber, create_llm, drive, exit_status, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.experiments.repeated_run import RepeatedRun
 from forge.model.catalog import is_hash_model
+from forge.views.chapter_run import run_parts
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
-from forge.views.generation import run_parts, watching
+from forge.views.generation import LiveGeneration
 from forge.views.json_output import climb_object, picked, run_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.screen import Part, Report, Table, leads_on, report, sentences, title
@@ -35,7 +37,7 @@ from forge.views.terminal import open_console
 from forge.views.text import quoted
 
 if TYPE_CHECKING:
-    from forge.model.backend import OperationTime
+    from forge.model.operation_time import OperationTime
 
 MAX_TOKENS = 128
 """Enough for the climb to be more than the machine's unrest."""
@@ -66,8 +68,8 @@ def _measure(prompt: str, max_tokens: int, engine: EngineArgs, subscriber: StepS
     llm, result = run.llm, run.result
     if not result.interrupted:  # once more, with a clock around every operation, which takes time of its own
         llm.time_operations()
-        with watching(open_console(), run_label(llm), prompt) as view:
-            drive(llm, llm.start([prompt], run.params), run.params, view.step)
+        with LiveGeneration(open_console(), run_label(llm), prompt) as view:
+            drive(llm, llm.start([prompt], run.params), view.step)
     operations = llm.operation_times()
     facts = naive_object(result, operations, llm.tokenizer.token_text) | {"runs": run.runs}
     return report(facts, lambda: screen(result, operations, prompt), exit_status(result))
@@ -283,7 +285,7 @@ def attention_of(model: Any, kv_dtype: str, token_ids: list[int]) -> list[np.nda
 
     blocks = -(-len(token_ids) // BLOCK_SIZE)
     storage = model.new_storage(model.kv_layout(blocks, BLOCK_SIZE, kv_dtype))
-    model.hidden_rows(WatchedOperations(), batch_of([token_ids], 0, blocks), storage)
+    model.run_layers(WatchedOperations(), batch_of([token_ids], 0, blocks), storage)
     return layers
 
 

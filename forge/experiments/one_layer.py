@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from forge.model.backend import Operand, OperationTime
+from forge.model.operation_time import Operand, OperationTime
 from forge.views.formatting import ms, plural, size, times
 from forge.views.json_output import as_object, picked
 from forge.views.palette import ACCENT, QUIET, TITLE

@@ -12,9 +12,10 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.arguments import Takes
+from forge.cli.arrivals import WatchedRun, arriving, same_tokens
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import WatchedRun, arriving, create_llm, same_tokens
+from forge.cli.run_control import create_llm
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError

@@ -11,18 +11,10 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.arguments import Takes
+from forge.cli.arrivals import WatchedRun, arriving, drive_arrivals, same_tokens, watch_arrivals, whole
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import (
-    WatchedRun,
-    arriving,
-    create_llm,
-    drive_arrivals,
-    forget_prefixes,
-    same_tokens,
-    watch_arrivals,
-    whole,
-)
+from forge.cli.run_control import create_llm, forget_prefixes
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError

@@ -13,7 +13,6 @@ operation is computed; it never decides what is computed.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +22,8 @@ from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.errors import UsageError
 from forge.gguf import GGMLType
 from forge.model.forward_batch import ForwardBatch
+from forge.model.model import Logits
+from forge.model.operation_time import OperationTime
 from forge.model.rope import Rope
 
 NO_EXPERTS = "this device runs no mixture of experts: use --device cpu"
@@ -52,31 +53,6 @@ class Tensor(Protocol):
 
     def dequantize(self) -> np.ndarray:
         """Return its values as float32 of `shape`."""
-
-
-@dataclass(frozen=True)
-class Operand:
-    """An array that an operation reads or writes."""
-
-    shape: tuple[int, ...]
-    nbytes: int
-    """Bytes that are read or written, each counted once."""
-
-
-@dataclass(frozen=True)
-class OperationTime:
-    """How long one operation took in one layer, summed over all forwards since timing began."""
-
-    layer: int
-    """-1 for what comes before the first layer or after the last."""
-    operation: str
-    """`attention`, `rope`, …; for a matrix product the weight's name, such as `ffn_gate`. A layer may have several of
-    one name."""
-    ms: float
-    calls: int
-    reads: tuple[Operand, ...] = ()
-    writes: tuple[Operand, ...] = ()
-    """The arrays that the last call read and wrote; empty if the backend does not count them."""
 
 
 class Operations(ABC):
@@ -145,12 +121,12 @@ class Operations(ABC):
         """Select the rows that need logits: `[T, hidden]` → `[R, hidden]`."""
 
     @abstractmethod
-    def to_numpy(self, x: Array) -> Array:
-        """Return the result, float32; of operations that compute at once, on the host."""
+    def result(self, x: Array) -> Array:
+        """Note that the pass ends in x. Operations that compute at once return it on the host, float32."""
 
 
 ForwardPass = Callable[[Operations, Batch, Storage], Array]
-"""Calls operations in order and returns what `to_numpy` gave."""
+"""Calls operations in order and returns what `Operations.result` gave."""
 
 
 class Backend(ABC):
@@ -197,7 +173,7 @@ class Backend(ABC):
         """Do now what the first `run` would otherwise do before it computes, such as compiling."""
 
     @abstractmethod
-    def run(self, forward_pass: "ForwardPass", batch: ForwardBatch, storage: Storage) -> Any:
+    def run(self, forward_pass: "ForwardPass", batch: ForwardBatch, storage: Storage) -> Logits:
         """Run one forward pass; return its logits on the host, float32 `[R, vocab_size]`, the caller's to keep.
 
         A `forward_pass` must call the same operations whatever the batch. One that ends otherwise than in logits, as

@@ -13,8 +13,8 @@ import numpy as np
 
 from forge.cache.kv_storage import KvLayout, KvStorage, NumpyKvStorage
 from forge.errors import ForgeError, UsageError
-from forge.model.backend import OperationTime
 from forge.model.forward_batch import ForwardBatch
+from forge.model.operation_time import OperationTime
 
 
 class Draw(NamedTuple):

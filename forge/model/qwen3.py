@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.cache.kv_storage import KvLayout, KvStorage
-from forge.model.backend import Array, Backend, Operations, OperationTime
+from forge.model.backend import Array, Backend, Operations
 from forge.model.config import Qwen3Config
 from forge.model.forward_batch import ForwardBatch
 from forge.model.model import Logits, Model
+from forge.model.operation_time import OperationTime
 
 
 @dataclass(frozen=True)
@@ -95,22 +96,20 @@ class Qwen3(Model):
         Keys and values of every row are written to `storage` first and attention reads them back from there, in every
         layer, so that a row sees the same rounded keys whether they were computed now or a thousand steps ago.
         """
-        logits: Logits = self.backend.run(self.forward_pass, batch, storage)
-        return logits
+        return self.backend.run(self.forward_pass, batch, storage)
 
     def hidden(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
         """Run the same pass without the output head; return the last norm's result for `logit_rows`: float32 `[R,
         hidden]`."""
-        hidden: np.ndarray = self.backend.run(self.hidden_pass, batch, storage)
-        return hidden
+        return np.asarray(self.backend.run(self.hidden_pass, batch, storage))
 
     def forward_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
         """Call the operations of one pass, in order. `backend.run` calls this: each time, or once to record them."""
-        return ops.to_numpy(ops.linear(self.hidden_rows(ops, batch, storage), self.weights.head))
+        return ops.result(ops.linear(self.run_layers(ops, batch, storage), self.weights.head))
 
     def hidden_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
         """Run `forward_pass` up to what the output head would read."""
-        return ops.to_numpy(self.hidden_rows(ops, batch, storage))
+        return ops.result(self.run_layers(ops, batch, storage))
 
     def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
         """Estimate how many bytes of arrays a pass needs beside weights and storage."""
@@ -122,7 +121,7 @@ class Qwen3(Model):
         per_row = 4 * (2 * config.hidden_size + 2 * heads + feed_forward)
         return num_rows * per_row + 4 * num_logit_rows * config.vocab_size
 
-    def hidden_rows(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
+    def run_layers(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
         """Compute all layers and the last norm: `[R, hidden]`, the input of the output head."""
         config, weights = self.config, self.weights
         ops.begin_layer(-1)  # outside the layers, for what times operations

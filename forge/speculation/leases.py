@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from forge.cache.kv_storage import KvLayout, KvStorage
-from forge.model.backend import OperationTime
 from forge.model.forward_batch import ForwardBatch
 from forge.model.model import Logits, Model, ModelUnavailable
+from forge.model.operation_time import OperationTime
 
 
 class LeaseRevoked(ModelUnavailable):

@@ -22,8 +22,8 @@ class StreamingDetokenizer:
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` makes certain, often empty. Raises `UsageError` for an id outside the
-        vocabulary."""
+        """Return the text that `token_id` makes certain, often empty. The table of bytes raises `UsageError` for an id
+        outside the vocabulary."""
         return self._decoder.decode(self._bytes[token_id])
 
     def flush(self) -> str:

@@ -7,7 +7,7 @@ it. In a pipe a step is one line.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,10 +31,10 @@ from forge.views.block_map import LEGEND, SequenceNames, cache_facts, pool_lines
 from forge.views.formatting import count, plural, share
 from forge.views.generation import sample_texts
 from forge.views.history import TextStreams
-from forge.views.json_output import picked
+from forge.views.json_output import picked, run_object, to_json
 from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
-from forge.views.progress import LiveView
+from forge.views.run_view import LiveView, RunView
 from forge.views.screen import draw
 from forge.views.summary import RunResult
 from forge.views.terminal import cut, heading
@@ -340,6 +340,24 @@ class BlockGeneration(BlocksView):
             draw(console, [*self.screen.story_lines(width), None, *metrics_lines(result, width)])
         else:
             draw(console, map(Text, plain_metrics(result)))
+
+
+class JsonGeneration(RunView):
+    """`forge generate --json`: one object at the end, with every step's blocks if they are shown."""
+
+    def __init__(self, console: Console, prompt: str, token_text: Callable[[int], str], shows_blocks: bool):
+        self._console, self._prompt, self._token_text, self._shows_blocks = console, prompt, token_text, shows_blocks
+        self._screen, self._blocks = BlockScreen(), list[dict[str, Any]]()
+
+    def step(self, record: StepRecord) -> None:
+        if record.blocks is not None:
+            self._blocks.append(blocks_object(record, self._screen.feed(record), self._screen.names))
+
+    def finish(self, result: RunResult) -> None:
+        shown = run_object(result, self._token_text) | {"prompt": self._prompt}
+        if self._shows_blocks:
+            shown["blocks"] = self._blocks
+        self._console.print(to_json(shown), soft_wrap=True)
 
 
 def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: SequenceNames) -> dict[str, Any]:

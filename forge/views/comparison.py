@@ -23,7 +23,7 @@ from forge.views.generation import sample_texts
 from forge.views.json_output import as_object, climb_object, picked, run_object
 from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, TITLE, TROUBLE, sequence_style
-from forge.views.progress import LiveView
+from forge.views.run_view import LiveView
 from forge.views.screen import Part, question, title
 from forge.views.screen import sides as side_by_side
 from forge.views.summary import Forward, RunResult

@@ -1,19 +1,17 @@
 """What `forge generate` shows: a live picture on a terminal, plain lines in a pipe. Both show the same run."""
 
-from collections.abc import Iterator, Sequence
-
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from forge.trace.explain import explain_cycle, explain_undrafted
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, rate
-from forge.views.forwards import Note, chart_rows, chart_scale, compact_chart, spaced
+from forge.views.forwards import chart_rows, chart_scale, compact_chart
 from forge.views.history import TextStreams
 from forge.views.metrics import chart_heading, flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, sequence_style
-from forge.views.progress import LiveView, RunView
-from forge.views.screen import Part, draw, sentences
+from forge.views.run_view import LiveView, RunView
+from forge.views.screen import draw
 from forge.views.summary import Forward, RunLabel, RunResult, decode_rate
 from forge.views.terminal import can_redraw
 from forge.views.text import neutralise, quoted, tail
@@ -32,28 +30,6 @@ def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool =
     """
     view = LiveGeneration if can_redraw(console) else PlainGeneration
     return view(console, label, prompt, echo)
-
-
-def watching(console: Console, label: RunLabel, prompt: str) -> RunView:
-    """Return a view of a run on its way that leaves nothing behind, for commands that draw their own picture of the
-    result."""
-    return LiveGeneration(console, label, prompt) if can_redraw(console) else RunView()
-
-
-RUN_ROWS = 12
-
-
-def run_parts(
-    result: RunResult, prompt: str, texts: Sequence[str], *about: str, note: Note | None = None
-) -> Iterator[Part]:
-    """Yield a run as a chapter shows it: the text, its forwards at even distances, what that shows, the figures. note:
-    beside a forward."""
-    shown = spaced(result.forwards, RUN_ROWS)
-    yield from sample_texts(result, prompt, quiet_prompt=True)
-    yield None
-    yield lambda width: [chart_heading(result.label, width), *chart_rows(shown, chart_scale(shown), width, note)]
-    yield from (None, *sentences(texts), *about, None)
-    yield lambda width: metrics_lines(result, width)
 
 
 class PlainGeneration(RunView):

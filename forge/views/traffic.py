@@ -12,7 +12,7 @@ from forge.views.charts import bar
 from forge.views.formatting import count, percent
 from forge.views.history import History
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.progress import LiveView
+from forge.views.run_view import LiveView
 from forge.views.scheduler import print_step_line, scheduler_lines, step_line
 from forge.views.screen import Table
 from forge.views.summary import RunLabel
@@ -21,13 +21,15 @@ from forge.views.text import one_line
 
 
 class ServingView(LiveView):
-    """The latest step on a terminal, gone when the run is over; in a pipe a line for each step as it happens."""
+    """Feeds a history. On a terminal its latest step, gone when the run is over; in a pipe a line for each step as it
+    happens."""
 
     def __init__(self, console: Console, history: History, quiet: bool = False):
         super().__init__(console, quiet)
         self._history, self._quiet = history, quiet
 
     def step(self, record: StepRecord) -> None:
+        self._history.feed(record)
         if not (self._shows or self._quiet):
             print_step_line(self._console, record)
         self.redraw()
@@ -121,7 +123,6 @@ class Traffic:
             if len(self._history) == MAX_STEPS:
                 self._history = self._new()
                 self._change_to(ServingView(self._console, self._history))
-            self._history.feed(record)
         elif not isinstance(self._view, ReplicasView):
             self._change_to(ReplicasView(self._console))
         self._view.step(record)

@@ -250,8 +250,8 @@ def short_measurements() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in smaller.items():
             stack.enter_context(mock.patch.object(kernels, name, value))
-        stack.enter_context(mock.patch("forge.cli.run_control.TIMES", 1))
-        stack.enter_context(mock.patch("forge.cli.run_control.REPEATS", 1))
+        stack.enter_context(mock.patch("forge.cli.arrivals.TIMES", 1))
+        stack.enter_context(mock.patch("forge.experiments.repeated_run.REPEATS", 1))
         stack.enter_context(mock.patch("forge.experiments.batching.TURNS", 1))
         stack.enter_context(mock.patch("forge.experiments.cluster.scale.REQUESTS", 800))
         yield

@@ -27,8 +27,8 @@ def exercises(number: int) -> list[str]:
 @pytest.fixture
 def facts(capfd, monkeypatch):
     """Run a command line and return what it prints with `--json`. No answer is a time, so nothing is timed twice."""
-    monkeypatch.setattr("forge.cli.run_control.TIMES", 1)
-    monkeypatch.setattr("forge.cli.run_control.REPEATS", 1)
+    monkeypatch.setattr("forge.cli.arrivals.TIMES", 1)
+    monkeypatch.setattr("forge.experiments.repeated_run.REPEATS", 1)
 
     def run(line: str) -> dict:
         main([*shlex.split(line)[1:], "--json"])

@@ -74,16 +74,16 @@ def test_a_run_shows_its_command_and_what_it_found(session):
 
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_source_is_marked_wrapped_and_kept_within_its_width(width, session):
-    source = Source("forge.model.qwen3.Qwen3.forward_pass", ("return ops.to_numpy",))
+    source = Source("forge.model.qwen3.Qwen3.forward_pass", ("return ops.result",))
     lines = drawn(source, session, piped(width)).splitlines()
     assert lines[0].startswith("forge/model/qwen3.py:") and max(map(len, lines)) <= width
     marked = "".join(line[2:].replace(" ", "") for line in lines if line.startswith("▌"))
-    assert marked == "returnops.to_numpy(ops.linear(self.hidden_rows(ops,batch,storage),self.weights.head))"
+    assert marked == "returnops.result(ops.linear(self.run_layers(ops,batch,storage),self.weights.head))"
 
 
 def test_an_excerpt_says_that_it_was_cut(session):
     span = Span("ops.begin_layer(-1)", "ops.begin_layer(index)")
-    lines = drawn(Source("forge.model.qwen3.Qwen3.hidden_rows", (), (span,), "the rest"), session).splitlines()
+    lines = drawn(Source("forge.model.qwen3.Qwen3.run_layers", (), (span,), "the rest"), session).splitlines()
     assert lines[1].startswith("  … ") and lines[1].endswith("lines") and "  ops.begin_layer(-1)" in lines[2]
     assert lines[-2].strip() == "… the rest"
 

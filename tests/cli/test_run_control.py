@@ -1,29 +1,83 @@
-"""A run that is repeated for its times."""
+"""A run that the command line drives: to its end, at a reader's keys, or until they have had enough."""
 
+import time
 from dataclasses import replace
 
 import pytest
 
-from forge.cli import run_control
-from tests.views.records import run_of
+from forge import LLM, SamplingParams
+from forge.cli.run_control import StepSubscriber, drive
+from forge.views import stepper
+
+PAUSE = 0.02
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-def times(*ms: float):
-    return run_of([(1, one) for one in ms])
+class ScriptedStepper:
+    """A reader who looks at each step for a while, and leaves after so many."""
+
+    def __init__(self, steps: int):
+        self.steps, self.seen = steps, 0
+
+    def __call__(self, console, history):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def asks_for_another(self, interrupted) -> bool:
+        time.sleep(PAUSE)
+        self.seen += 1
+        return self.seen < self.steps
+
+    def ended(self, interrupted) -> None:
+        self.seen = -1
 
 
-def test_each_forward_counts_with_its_shortest_time_of_all_runs():
-    later = iter([times(4.0, 9.0, 2.0), times(3.0, 8.0, 7.0)])
-    result, runs = run_control.fastest(times(5.0, 6.0, 9.0), lambda: next(later))
-    assert [forward.ms for forward in result.forwards] == [3.0, 6.0, 2.0] and runs == run_control.REPEATS == 3
+class KeptRun:
+    """A run that keeps its records as the engine made them."""
+
+    def __init__(self, run):
+        self.run, self.records = run, []
+
+    def __iter__(self):
+        for record in self.run:
+            self.records.append(record)
+            yield record
+
+    def __getattr__(self, name):
+        return getattr(self.run, name)
 
 
-def test_a_run_that_takes_long_is_not_repeated():
-    long = times(1e3 * run_control.REPEAT_SECONDS / 2, 1.0)
-    assert run_control.fastest(long, lambda: pytest.fail("repeated")) == (long, 1)
+def stepped_through(monkeypatch, steps: int):
+    reader, subscriber, seen = ScriptedStepper(steps), StepSubscriber(), []
+    monkeypatch.setattr(stepper, "Stepper", reader)
+    subscriber.steps = True
+    llm = LLM("hash", kv="paged")
+    run = KeptRun(llm.start([[1, 2, 3]], PARAMS))
+    result = drive(llm, run, seen.append, subscriber)
+    assert seen == list(result.records)
+    return reader, run, result
 
 
-def test_ctrl_c_in_a_repetition_ends_the_command_with_what_the_first_run_had():
-    first = times(5.0, 6.0)
-    result, runs = run_control.fastest(first, lambda: replace(times(1.0), interrupted=True))
-    assert result == replace(first, interrupted=True) and runs == 2
+def test_a_reader_who_leaves_has_interrupted_the_run_and_made_no_error(monkeypatch):
+    reader, _, result = stepped_through(monkeypatch, 3)
+    assert (reader.seen, len(result.records), result.interrupted, result.left) == (3, 3, True, True)
+    assert result.output.outputs[0].finish_reason == "abort"
+
+
+def test_a_run_that_was_stepped_through_to_its_end_is_whole(monkeypatch):
+    reader, _, result = stepped_through(monkeypatch, 100)
+    assert (reader.seen, len(result.records), result.interrupted, result.left) == (-1, 6, False, False)
+
+
+def test_times_are_without_those_for_which_a_reader_looked(monkeypatch):
+    _, run, result = stepped_through(monkeypatch, 100)
+    for index, (record, raw) in enumerate(zip(result.records, run.records, strict=True)):
+        assert raw.started - record.started >= index * PAUSE
+        assert record.ended - record.started == pytest.approx(raw.ended - raw.started)
+    raw, metrics = run.outputs[0].metrics, result.output.metrics
+    assert replace(metrics, last_token=raw.last_token) == raw and raw.last_token - metrics.last_token >= 5 * PAUSE

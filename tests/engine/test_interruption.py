@@ -16,7 +16,7 @@ import pytest
 import forge
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
-from forge.llm import Run
+from forge.run import Run
 from tests.engine.scripted import assert_nothing_held, complete, letters, muddled, new_engine, run_all
 from tests.slow import every
 

@@ -404,6 +404,20 @@ def test_logits_are_kept_once_of_a_token_whose_step_failed_before_and_after_it_s
     assert np.array_equal(np.array(run.logits), expected)
 
 
+def test_logits_of_a_token_that_its_step_lost_are_dropped(basic):
+    expected = logits_of(basic, PROMPTS[0])
+    run = basic.start([PROMPTS[0]], GREEDY, keep_logits=True)
+    next(iter(run))
+    basic.engine.on_logits.append(interrupt)  # called after the run has kept them
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(run))
+    basic.engine.on_logits.remove(interrupt)
+
+    assert len(run.logits) == 1
+    list(run)
+    assert np.array_equal(np.array(run.logits), expected)
+
+
 def interrupt(*arguments):
     raise KeyboardInterrupt
 

@@ -17,10 +17,10 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.engine.step_record import LaunchedStep
 from forge.engine.structured_output import MatcherError
-from forge.llm import Run
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.hash_model import HashModel
 from forge.reasons import Deferred
+from forge.run import Run
 from forge.speculation.leases import lease_model
 from forge.trace.codec import codec_of
 from forge.trace.records import StepRecord

@@ -7,7 +7,7 @@ import pytest
 
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
-from forge.llm import Run
+from forge.run import Run
 from forge.speculation.leases import lease_model
 from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine
 from tests.engine.test_interruption import interrupted_at, lines_of, results

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from forge.views.generation import LiveGeneration, PlainGeneration, forward_line, generation_view, watching
+from forge.views.generation import LiveGeneration, PlainGeneration, forward_line, generation_view
 from tests.views.records import LABEL, climbing, flat, piped, run_of, step, terminal, written
 
 
@@ -189,13 +189,13 @@ def _visible(out):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out).replace("\r", "\n")
 
 
-def test_watching_leaves_nothing_behind():
+def test_a_live_view_that_is_left_leaves_nothing_behind():
     console = terminal(NO_COLOR="1")
-    with watching(console, LABEL, "Once") as view:
+    with LiveGeneration(console, LABEL, "Once") as view:
         for record in flat(3).records:
             view.step(record)
     assert written(console).rsplit("\x1b[2K", 1)[-1].strip() in ("", "\x1b[?25h")
     silent = piped()
-    with watching(silent, LABEL, "Once") as view:
+    with LiveGeneration(silent, LABEL, "Once") as view:
         view.step(step(1, 4, 1.0))
     assert written(silent) == ""

@@ -197,9 +197,8 @@ def test_a_live_view_draws_and_leaves_nothing():
     own = History(LABEL, 3)
     with ServingView(console, own) as view:
         for step in RUN.steps[:3]:
-            own.feed(step)
             view.step(step)
-    assert "Who runs" in written(console)
+    assert "Who runs" in written(console) and own.records == list(RUN.steps[:3])
 
 
 def test_the_closing_table_says_what_the_run_came_to():

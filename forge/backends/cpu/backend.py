@@ -39,8 +39,9 @@ from forge.backends.timed import OperationClock, short_name
 from forge.cache.kv_storage import DEFAULT_KV_DTYPE, KV_DTYPES, BlockCopy, KvLayout, KvStorage, vector_bytes
 from forge.errors import UsageError
 from forge.gguf import FLOAT_TYPES, GGMLType
-from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
+from forge.model.backend import Backend, ForwardPass, Tensor
 from forge.model.forward_batch import ForwardBatch
+from forge.model.operation_time import OperationTime
 from forge.model.rope import Rope
 
 SMALLEST_PROGRAM = 16

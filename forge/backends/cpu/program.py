@@ -21,7 +21,7 @@ from forge.backends.cpu.kernel_table import OperationKernel
 from forge.backends.cpu.op_layout import CONTEXT, OPERATION_BYTES, structure
 from forge.backends.cpu.packing import Arena, FloatMatrix, PackedMatrix, QuantizedMatrix, padded
 from forge.backends.cpu.tiles import GROUP
-from forge.model.backend import Operand
+from forge.model.operation_time import Operand
 from forge.model.rope import Rope
 
 

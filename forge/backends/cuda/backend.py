@@ -36,9 +36,10 @@ from forge.backends.fusion import Fusion
 from forge.backends.timed import StepClock, TimedOperations
 from forge.cache.kv_storage import DEFAULT_KV_DTYPE, KvLayout
 from forge.errors import UsageError
-from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
+from forge.model.backend import Backend, ForwardPass, Tensor
 from forge.model.forward_batch import ForwardBatch
 from forge.model.model import Logits
+from forge.model.operation_time import OperationTime
 from forge.trace.records import Execution
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class CudaBackend(Backend):
         recorder = Recorder(self._dtype, layout.num_kv_heads, layout.head_dim)
         forward_pass(Fusion(recorder), None, None)
         network = recorder.network
-        assert network is not None, "a pass ends with to_numpy"
+        assert network is not None, "a pass ends with `result`"
         self._copy_dense(network)
         sizes = network.num_heads, network.num_kv_heads, self._multiprocessors()
         policy = Policy(*sizes, invariant=self._invariant, buckets=self.can_capture, tuning=self._tuning)

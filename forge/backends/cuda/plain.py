@@ -89,7 +89,7 @@ class TorchOperations(Operations):
     def logit_rows(self, x: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         return x[batch.logit_rows]
 
-    def to_numpy(self, x: torch.Tensor) -> np.ndarray:
+    def result(self, x: torch.Tensor) -> np.ndarray:
         return x.float().cpu().numpy()
 
 

@@ -39,7 +39,7 @@ MOST_PINNED_BYTES = 64 << 20
 """Copies of logits up to this size go through memory that the device writes directly, and that takes long to make."""
 
 
-class StepLogits:
+class TorchLogits:
     """One step's logits: `forge.model.model.DeviceLogits`."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Results:
         self._device, self._launch = device, launch
         self._turns: list[_Turn] = []
         self._count = 0
-        self._last: Callable[[], StepLogits | None] = lambda: None
+        self._last: Callable[[], TorchLogits | None] = lambda: None
         self.samples = torch.zeros((0, 2), dtype=torch.int32, device=device)
         """The token of each logit row of the last step (its argmax, unless it was drawn), and the bits of its logit:
         int32 `[R or more, 2]`."""
@@ -140,13 +140,13 @@ class Results:
         if (last := self._last()) is not None:
             last.set_aside()
 
-    def after_step(self, logits: torch.Tensor, num_rows: int, execution: Execution) -> StepLogits:
+    def after_step(self, logits: torch.Tensor, num_rows: int, execution: Execution) -> TorchLogits:
         """Return the result of the step just launched, whose first `num_rows` rows are not padding."""
         turn = self._turns[self._count % 2]
         self._count += 1
         turn.clear()
         turn.fetch(self.samples[:num_rows])
-        step_logits = StepLogits(logits[:num_rows], self.samples, turn, execution, self._launch)
+        step_logits = TorchLogits(logits[:num_rows], self.samples, turn, execution, self._launch)
         turn.holder = self._last = ref(step_logits)
         return step_logits
 
@@ -154,7 +154,7 @@ class Results:
 class _Turn(HostBuffer):
     """A host buffer for the samples of every other step."""
 
-    holder: "Callable[[], StepLogits | None]" = staticmethod(lambda: None)
+    holder: "Callable[[], TorchLogits | None]" = staticmethod(lambda: None)
 
     def fetch(self, samples: torch.Tensor) -> None:
         """Start the copy of a step's samples."""

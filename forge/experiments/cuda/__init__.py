@@ -120,7 +120,7 @@ def _warm_run(llm, text: str, params) -> RunResult:
     """Run once everything is compiled and captured. The tokens' probabilities are requested, so no step is launched
     before the previous one was read, and each forward has a time of its own."""
     for _ in range(WARM_RUNS + 1):
-        result = drive(llm, llm.start([text], params), params, lambda record: None)
+        result = drive(llm, llm.start([text], params))
         if result.interrupted:
             break
     return result

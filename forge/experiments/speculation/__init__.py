@@ -22,10 +22,11 @@ from rich.text import Text
 from forge.cli import completion, options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.run_control import REPEAT_SECONDS, REPEATS, create_llm, drive, exit_status, warm_up
+from forge.cli.run_control import create_llm, drive, exit_status, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.experiments.repeated_run import REPEAT_SECONDS, REPEATS
 from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
 from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
 from forge.llm import LLM
@@ -41,7 +42,7 @@ from forge.views.formatting import count, ms, percent, plural, times
 from forge.views.json_output import CYCLE_NUMBERS, as_object, picked, run_object
 from forge.views.metrics import draft_facts, flowing, verdict
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
-from forge.views.progress import LiveView
+from forge.views.run_view import LiveView
 from forge.views.screen import Hanging, Part, Report, report, sentences
 from forge.views.speculation import Step, TokenText, marked_text, steps_of
 from forge.views.summary import RunResult
@@ -154,12 +155,12 @@ def _measure(
     with LiveSpeculation(open_console(), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
         borrowed = BorrowedRun(llm, run, revocation, drafts)
-        drafted_runs = [drive(llm, borrowed, params, view.step)]
+        drafted_runs = [drive(llm, borrowed, view.step, sampled=not params.greedy)]
     plain_runs: list[RunResult] = []
     same = replace(params, seed=run.seed)
 
     def again() -> RunResult:
-        return drive(llm, llm.start([text], same), same, lambda record: None)
+        return drive(llm, llm.start([text], same), sampled=not params.greedy)
 
     turns = 1 if revocation.is_asked_for else REPEATS
     while not drafted_runs[-1].interrupted and len(plain_runs) < turns:

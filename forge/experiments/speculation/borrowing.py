@@ -9,10 +9,11 @@ from pathlib import Path
 from forge.cache.kv_storage import KvStorage
 from forge.engine.outputs import RequestOutput
 from forge.errors import UsageError
-from forge.llm import LLM, Run
+from forge.llm import LLM
 from forge.model.forward_batch import ForwardBatch
 from forge.model.model import Logits, Model
 from forge.option import option
+from forge.run import Run
 from forge.speculation.draft import DraftProposer
 from forge.speculation.leases import Lease, LeaseRevoked, lease_model
 from forge.trace.records import StepRecord

@@ -53,7 +53,7 @@ class Bench:
         return self.backend.new_storage(layout)
 
     def run(self, operation: Callable, batch: ForwardBatch | None = None, storage=None) -> np.ndarray:
-        """`operation(ops, x, batch, storage)` gives what `to_numpy` takes; x is the batch's rows.
+        """`operation(ops, x, batch, storage)` gives what `result` takes; x is the batch's rows.
 
         Run three times: what is left in the buffers, and in the result's, cannot be seen in it.
         """
@@ -64,7 +64,7 @@ class Bench:
 
         def forward_pass(ops, batch, storage):
             ops.begin_layer(-1)
-            return ops.to_numpy(operation(ops, ops.embed(self.table, batch), batch, storage))
+            return ops.result(operation(ops, ops.embed(self.table, batch), batch, storage))
 
         first = self.backend.run(forward_pass, batch, storage)
         for _ in range(2):
