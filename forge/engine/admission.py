@@ -42,7 +42,9 @@ class Admission:
     """Moves sequences from the queue to the running ones, as far as slots, tokens and blocks allow."""
 
     def __init__(self, containers: Containers, prefill_only: PrefillOnly):
-        self._cache, self._config, self._planner, self._queue, self._running, self._host, self._retained = containers
+        self._cache, self._config, self._planner, self._queue, self._running, self._host_pool, self._retained = (
+            containers
+        )
         self._prefill_only = prefill_only
 
     def admit(self, plan: PlanBuilder) -> None:
@@ -127,7 +129,7 @@ class Admission:
         """Admit a generation with blocks for all its tokens, or say why it has to wait."""
         if self._num_slots <= 0:
             return MaxNumSeqs(self._config.max_num_seqs)
-        is_swapped = sequence.seq_id in self._host.entries
+        is_swapped = sequence.seq_id in self._host_pool.entries
         retained = self._retained.trim_to_common(sequence) if self._retained.sequences and not is_swapped else None
         while True:
             cost = self.cost(sequence, retained)
@@ -156,8 +158,8 @@ class Admission:
         if retained is not None:
             more = length - cache.reserved_length(retained)
             return AdmissionCost(cache.computed_length(retained), cache.blocks_needed(retained, more))
-        if sequence.seq_id in self._host.entries:
-            num_swapped = self._host.entries[sequence.seq_id].num_tokens
+        if sequence.seq_id in self._host_pool.entries:
+            num_swapped = self._host_pool.entries[sequence.seq_id].num_tokens
             return AdmissionCost(num_swapped, cache.blocks_to_begin(NO_HIT, length))
         hit = cache.lookup(sequence.token_ids, sequence.salt, sequence.max_cacheable_tokens)
         return AdmissionCost(hit.num_tokens, cache.blocks_to_begin(hit, length), hit.num_unreferenced)
@@ -168,7 +170,7 @@ class Admission:
         available = cache.num_available
         begun_before = sequence.num_output_tokens or sequence.times_preempted
         how: Literal["new", "recompute", "swap", "handoff"] = "recompute" if begun_before else "new"
-        swapped = self._host.entries.get(seq_id)
+        swapped = self._host_pool.entries.get(seq_id)
         if swapped is not None:
             how, start = "swap" if sequence.times_preempted else "handoff", swapped.num_tokens
             cache.add(seq_id, (), sequence.salt)

@@ -20,7 +20,7 @@ class Preemption:
     """Frees blocks for running sequences. Retained caches go first, then victims."""
 
     def __init__(self, containers: Containers):
-        self._cache, config, _, self._queue, self._running, self._host, self._retained = containers
+        self._cache, config, _, self._queue, self._running, self._host_pool, self._retained = containers
         self._policy_name, self._choose_victim = config.victim_policy
         self._swaps = config.preemption == "swap"
 
@@ -70,9 +70,12 @@ class Preemption:
     def _swap_out(self, victim: Sequence, computed: int, plan: PlanBuilder) -> tuple[bool, HostPoolFull | None]:
         """Move a victim's computed blocks to the host pool, or say why they cannot go there."""
         blocks = self._cache.block_table(victim.seq_id)[: blocks_for(computed, self._cache.block_size)]
-        if len(blocks) > self._host.num_free:
-            return False, HostPoolFull(len(blocks), self._host.num_free)
-        self._host.add(victim.seq_id, HostEntry(len(blocks), computed))
-        # Swap-outs run before copies: what this step was to copy for the victim is read from where it still is.
-        plan.swap_outs.append(Swap(victim.seq_id, plan.before_copies(blocks)))
+        if len(blocks) > self._host_pool.num_free:
+            return False, HostPoolFull(len(blocks), self._host_pool.num_free)
+        self._host_pool.add(victim.seq_id, HostEntry(len(blocks), computed))
+        for copy in reversed(
+            plan.copies
+        ):  # swap-outs run before them: what the step was to copy is at its source still
+            blocks = tuple([copy.source if block == copy.destination else block for block in blocks])
+        plan.swap_outs.append(Swap(victim.seq_id, blocks))
         return True, None

@@ -13,18 +13,19 @@ A step calls `Speculation` in this order:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from forge.engine.sampling import Distribution, SampledToken
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import Outcome, StepPlan
+from forge.engine.step_plan import StepPlan
 from forge.model.model import Draw
 from forge.trace.records import SpecCycle, TokenVerdict, Undrafted
+
+if TYPE_CHECKING:  # they use what is defined here
+    from forge.engine.sampler import StepLogits, StepResults
+    from forge.engine.step_record import LaunchedStep
 
 
 @dataclass(frozen=True)
@@ -137,27 +138,12 @@ class Verification:
     """The draft whose rows hold the accepted tokens: its keys and values are kept."""
 
     @property
-    def verdicts(self) -> tuple[TokenVerdict, ...]:
-        """The verdicts on the winning draft."""
-        return self.by_draft[self.winner]
-
-    @property
     def num_accepted(self) -> int:
         return len(self.sampled) - 1
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(token.token_id for token in self.sampled)
-
-
-class StepCost(NamedTuple):
-    """The rows and milliseconds of a step."""
-
-    num_rows: int
-    """Of the target's forward."""
-    forward_ms: float
-    step_ms: float
-    """The whole step without the proposers' time."""
 
 
 class SpeculationFacts(NamedTuple):
@@ -196,30 +182,21 @@ class Speculation(Protocol):
         self,
         sequence: Sequence,
         proposals: Items[Proposal],
-        logits_of_draft: Callable[[int], np.ndarray],
-        argmax_of_drafts: Items[Items[int]],
-        max_logits_of_drafts: Items[Items[float]],
+        logits: "StepLogits",
+        spans: Items[slice],
         wants_probabilities: bool,
     ) -> Verification:
         """Decide which draft tokens of a sequence stand. It must not have its new tokens yet.
 
-        logits_of_draft: the target's logits after the sequence's last token and after each of the draft's K tokens,
-        float32 `[K + 1, vocab]`; not called where the argmax decides. argmax_of_drafts, max_logits_of_drafts: of each
-        of these rows the token with the greatest logit (or the first NaN), and that logit. wants_probabilities: fill in
-        the tokens' probabilities. Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity.
+        spans: for each proposal of K tokens the K + 1 rows of `logits` after the sequence's last token and after each
+        draft token; they are not read where the argmax decides. wants_probabilities: fill in the tokens' probabilities.
+        Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity.
         """
         ...
 
-    def learn(
-        self,
-        plan: StepPlan,
-        drafts: StepDrafts,
-        verified: Mapping[int, Verification],
-        outcomes: Items[Outcome],
-        cost: StepCost,
-    ) -> SpeculationFacts:
-        """Take over what a step's verifications teach. Called once the step's tokens are decided, before the sequences
-        have them."""
+    def learn(self, step: "LaunchedStep", results: "StepResults", seconds: float) -> SpeculationFacts:
+        """Take over what a step's verifications and times teach. Called once the step's tokens are decided, `seconds`
+        after it began, before the sequences have them."""
         ...
 
     def forget(self, seq_id: int) -> None:

@@ -48,6 +48,15 @@ def read_out(item: PlanItem, rows: np.ndarray, before: Readout | None = None) ->
     return Readout(candidates, (*(before or _before(item)).scores, *scores))
 
 
+def store_readout(item: PlanItem, readout: Readout) -> None:
+    """Store the answer to an item's task with all samples of its prompt; of a prompt in chunks, the answer so far."""
+    if item.remaining:
+        item.sequence.partial = readout
+    else:
+        for sample in (item.sequence, *item.sequence.waiting_samples):
+            sample.readout = readout
+
+
 def _before(item: PlanItem) -> Readout:
     """Return what the chunks before an item gave; nothing if the item begins no later than the first row that counts,
     because then the prompt is computed for the first time, or again."""

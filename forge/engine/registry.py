@@ -8,9 +8,9 @@ tokens that had been chosen stay, and each unfinished sequence begins again from
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from forge.cache.host_pool import HostEntry
 from forge.cache.kv_cache import KvCache, OutOfBlocks
@@ -22,7 +22,7 @@ from forge.engine.sampler import StepResults
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import Outcome, StepPlan, flat
+from forge.engine.step_plan import Outcome, StepPlan
 from forge.engine.step_record import RecordBuilder
 from forge.engine.structured_output import CompileGrammar, Grammar
 from forge.engine.task import GENERATE, Logprobs, Task
@@ -33,6 +33,9 @@ from forge.reasons import FinishReason
 from forge.tokenizer import Tokenizer
 from forge.trace.records import ArriveRecord, FinishRecord, RejectRecord
 from forge.trace.timeline import Timeline
+
+if TYPE_CHECKING:  # it derives from what is defined here
+    from forge.engine.engine import Interruptible
 
 
 class _Issued(NamedTuple):
@@ -54,9 +57,8 @@ class RequestRegistry(ABC):
     model: Model
     cache: KvCache
     storage: KvStorage
-    tokenizer: Tokenizer
     speculation: Speculation | None
-    operation: AbstractContextManager[None]
+    operation: "Interruptible"
     """What changes the engine runs inside."""
     compile_grammar: CompileGrammar | None = None
     """For requests with structured output; without it they are refused."""
@@ -81,11 +83,6 @@ class RequestRegistry(ABC):
     def proposers(self) -> tuple[Proposer, ...]:
         """The proposers in use; none without speculation."""
         return self.speculation.proposers if self.speculation is not None else ()
-
-    @property
-    @abstractmethod
-    def _is_interrupted(self) -> bool:
-        """True after an operation that has begun and never ended, until the next one recovers."""
 
     @abstractmethod
     def _drop_state(self, seq_id: int) -> None:
@@ -204,13 +201,13 @@ class RequestRegistry(ABC):
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
-        if self._is_interrupted:
+        if self.operation.unfinished:
             return any(map(self.is_unfinished, self._requests))
         return self.scheduler.has_unfinished()
 
     def is_unfinished(self, request_id: str) -> bool:
         """True while a sequence of a request has yet to end. Raises `KeyError` for a request that is not known."""
-        decided = {outcome.seq_id for outcome in flat(self._decided) if outcome.finish_reason is not None}
+        decided = {outcome.seq_id for outcome in _flat(self._decided) if outcome.finish_reason is not None}
         sequences = self._requests[request_id].sequences
         return any(sequence.finish_reason is None and sequence.seq_id not in decided for sequence in sequences)
 
@@ -278,7 +275,7 @@ class RequestRegistry(ABC):
 
     def is_retained(self, seq_id: int) -> bool:
         """True if an ended sequence's cache can be continued. It is released when others need its blocks."""
-        return not self._is_interrupted and seq_id in self.scheduler.retained.sequences
+        return not self.operation.unfinished and seq_id in self.scheduler.retained.sequences
 
     def release(self, seq_id: int) -> None:
         """Release the retained cache of an ended sequence, if it still has one."""
@@ -306,7 +303,7 @@ class RequestRegistry(ABC):
         """Recover from an operation that never ended: apply the outcomes that were decided, and begin again from the
         tokens. If this is interrupted, the next operation repeats it."""
         sequences = {sequence.seq_id: sequence for state in self._requests.values() for sequence in state.sequences}
-        for outcome in flat(self._decided):
+        for outcome in _flat(self._decided):
             sequence = sequences[outcome.seq_id]
             if len(sequence.token_ids) == outcome.position:
                 sequence.token_ids += outcome.token_ids
@@ -326,3 +323,10 @@ class RequestRegistry(ABC):
                 self._announce(request)
         self.cache.take_events()
         self._decided = ()
+
+
+def _flat(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    """Yield every outcome: those of samples follow that of the sequence that computed their prompt."""
+    for outcome in outcomes:
+        yield outcome
+        yield from outcome.samples

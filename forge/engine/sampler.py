@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forge.engine.proposer import Proposal, Speculation, StepDrafts, Verification
-from forge.engine.readout import SeparateResult, read_out
+from forge.engine.readout import SeparateResult, read_out, store_readout
 from forge.engine.sampling import BrokenLogits, SampledToken, check_max_logit, choose
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
@@ -77,14 +77,13 @@ class Sampler:
         """
         results, first_row = self._results, 0
         for item in plan.items:
-            sequence = item.sequence
-            num_known = len(item.logit_rows) - item.num_draft_slots
-            row = first_row + num_known - 1  # that of the last known token
+            rows = range(first_row, first_row + len(item.logit_rows) - item.num_draft_slots)  # of its known tokens
             proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
-            if sequence.finish_reason is None:  # else it ended after this step was planned ahead
-                results.outcomes.append(self._outcome(item, proposals, logits, first_row, row))
-            # The first draft's rows begin at `row`, and every further one's at its last known token, computed again.
-            first_row = row + sum([len(proposal) + 1 for proposal in proposals]) if proposals else row + 1
+            if item.sequence.finish_reason is None:  # else it ended after this step was planned ahead
+                results.outcomes.append(self._outcome(item, proposals, logits, rows))
+            first_row = rows.stop
+            if proposals:  # each draft has a row for the last known token, the first shares it with `rows`
+                first_row += sum([len(proposal) + 1 for proposal in proposals]) - 1
         for item, result in zip(plan.separate, separate, strict=True):
             results.outcomes.append(self._separate_outcome(item, result))
         results.outcomes += [self._ended_with_samples(sequence, "length") for sequence in plan.exhausted]
@@ -95,27 +94,26 @@ class Sampler:
         item: PlanItem,
         proposals: tuple[Proposal, ...],
         logits: StepLogits,
-        first_row: int,
-        row: int,
+        rows: range,
         readout: Readout | None = None,
     ) -> Outcome:
         """Compute an item's outcome: its next tokens, the answer to its task, or neither while its prompt goes on.
 
-        Its rows of logits go from `first_row` to `row`, and those of its draft tokens follow. readout: the answer to
-        its task, where separate forwards gave it.
+        rows: those of its known tokens in `logits`; the rows of its draft tokens follow. readout: the answer to its
+        task, where separate forwards gave it.
         """
-        sequence = item.sequence
+        sequence, row = item.sequence, rows.stop - 1
         try:
             if proposals:
-                return self.verify(item, proposals, logits, row)
+                return self.verify(item, proposals, logits, row)  # the first draft's rows begin at the last known token
             if sequence.task is not GENERATE and sequence.readout is None:
-                _store_readout(item, readout or read_out(item, np.asarray(logits.rows[first_row : row + 1])))
+                store_readout(item, readout or read_out(item, np.asarray(logits.rows[rows.start : rows.stop])))
             if item.chooses_token:
+                outcome = self._next_token(sequence, logits, row)
                 if not sequence.waiting_samples:
-                    return self._next_token(sequence, logits, row)
-                outcome = self._next_token(sequence, logits, row)  # all samples draw from the same row
-                samples = tuple([self._next_token(sample, logits, row) for sample in sequence.waiting_samples])
-                return outcome._replace(samples=samples)
+                    return outcome
+                samples = [self._next_token(sample, logits, row) for sample in sequence.waiting_samples]
+                return outcome._replace(samples=tuple(samples))
             if item.remaining:
                 return Outcome(item.seq_id, len(sequence.token_ids), (), None)
             return self._ended_with_samples(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
@@ -127,16 +125,15 @@ class Sampler:
         if result.error is not None:
             return self._broken(item.sequence, result.error)
         rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
-        return self._outcome(item, (), StepLogits.of(rows), 0, 0, result.readout)
+        return self._outcome(item, (), StepLogits.of(rows), range(1), result.readout)
 
     def _next_token(self, sequence: Sequence, logits: StepLogits, row: int) -> Outcome:
         """Choose a sequence's next token from one row."""
         if logits.sampled or (sequence.params.plain_greedy and not self._report_probabilities):
             if not math.isfinite(logits.max_logit[row]):
                 check_max_logit(logits.max_logit[row])  # raises; the rows may have been released
-            return self._emit(
-                sequence, ((logits.argmax[row], None, None),), logits, row
-            )  # faster than a `SampledToken`
+            chosen = ((logits.argmax[row], None, None),)  # faster than a `SampledToken`
+            return self._emit(sequence, chosen, logits, row)
         token = choose(logits.rows[row], sequence.draw, self._report_probabilities, logits.argmax[row])
         return self._emit(sequence, (token,), logits, row)
 
@@ -147,14 +144,8 @@ class Sampler:
         for proposal in proposals:
             spans.append(slice(first_row, first_row + len(proposal) + 1))
             first_row = spans[-1].stop
-        verification = self._results.verified[item.seq_id] = self._speculation.verify(
-            sequence,
-            proposals,
-            lambda draft: logits.rows[spans[draft]],
-            [logits.argmax[span] for span in spans],
-            [logits.max_logit[span] for span in spans],
-            self._report_probabilities,
-        )
+        verification = self._speculation.verify(sequence, proposals, logits, spans, self._report_probabilities)
+        self._results.verified[item.seq_id] = verification
         outcome = self._emit(sequence, verification.sampled, logits, spans[verification.winner].start)
         # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
         num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
@@ -225,15 +216,6 @@ class Sampler:
         sequence.readout = None
         sequence.add_error(str(error))
         return self._ended(sequence, "error", error=error)._replace(samples=samples)
-
-
-def _store_readout(item: PlanItem, readout: Readout) -> None:
-    """Store the answer to an item's task with all samples of its prompt; of a prompt in chunks, the answer so far."""
-    if item.remaining:
-        item.sequence.partial = readout
-    else:
-        for sample in (item.sequence, *item.sequence.waiting_samples):
-            sample.readout = readout
 
 
 def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:

@@ -8,7 +8,6 @@ run, then swap-ins, then the forward pass writes. So a block that a swapped sequ
 same plan, and nothing is overwritten before it has been read.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -86,12 +85,6 @@ class StepPlan:
             return "prefill_only"
         return "decode" if phases <= {"decode"} else "mixed"
 
-    @property
-    def num_tokens(self) -> int:
-        """The number of rows that the step computes at most: there may be fewer draft tokens than slots for them."""
-        items = (*self.items, *self.separate)
-        return sum((item.num_tokens + item.num_draft_slots) * (1 + len(item.forks)) for item in items)
-
 
 @dataclass
 class PlanBuilder:
@@ -134,13 +127,13 @@ class PlanBuilder:
     def set_apart(self, max_logit_rows: int) -> None:
         """Move the items that take forward passes of their own to `separate`: embeddings, and what has more rows of
         logits than this."""
-
-        def is_apart(item: PlanItem) -> bool:
-            return item.sequence.task.needs_hidden or len(item.logit_rows) > max_logit_rows
-
-        self.separate = [item for item in (*self.items.values(), *self.prefill_only) if is_apart(item)]
-        self.items = {seq_id: item for seq_id, item in self.items.items() if not is_apart(item)}
-        self.prefill_only = [item for item in self.prefill_only if not is_apart(item)]
+        items = [*self.items.values(), *self.prefill_only]
+        self.separate = [
+            item for item in items if item.sequence.task.needs_hidden or len(item.logit_rows) > max_logit_rows
+        ]
+        for item in self.separate:
+            if self.items.pop(item.seq_id, None) is None:
+                self.prefill_only.remove(item)
 
     def drop(self, seq_id: int, blocks: tuple[int, ...] = ()) -> None:
         """Take a sequence out of the plan again, and with it the copies into its `blocks`."""
@@ -148,13 +141,6 @@ class PlanBuilder:
         if item is not None:
             self.budget += item.num_tokens
         self.copies = [copy for copy in self.copies if copy.destination not in blocks]
-
-    def before_copies(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the blocks that hold the content of `blocks` until the plan's copies have run."""
-        for copy in reversed(self.copies):
-            if copy.destination in blocks:
-                blocks = tuple([copy.source if block == copy.destination else block for block in blocks])
-        return blocks
 
     @property
     def prefill_tokens(self) -> int:
@@ -191,10 +177,3 @@ class Outcome(NamedTuple):
     """The fork that computed them, where that was not the item itself."""
     samples: tuple["Outcome", ...] = ()
     """The outcomes of the samples whose prompt this sequence has computed."""
-
-
-def flat(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Yield every outcome: those of samples follow that of the sequence that computed their prompt."""
-    for outcome in outcomes:
-        yield outcome
-        yield from outcome.samples

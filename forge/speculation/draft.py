@@ -27,7 +27,7 @@ import numpy as np
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, create_kv_cache
 from forge.cache.kv_cache import OutOfBlocks
 from forge.engine.containers import num_common
-from forge.engine.engine import Operation
+from forge.engine.engine import Interruptible
 from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.engine.rng import DrawName, Purpose
 from forge.engine.sampling import Distribution, check_logits, choose_token, distribution, penalized
@@ -110,7 +110,7 @@ class DraftProposer(Proposer):
         self.storage = model.new_storage(replace(layout, num_blocks=num_blocks))
         self._held: OrderedDict[int, list[int]] = OrderedDict()
         """Each sequence's tokens whose keys and values are in the cache, least recently requested first."""
-        self._operation = Operation(self._empty)
+        self._operation = Interruptible(self._empty)
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """Propose tokens with the draft model. Raises `ModelUnavailable`, and `BrokenLogits` if its logits are not

@@ -14,12 +14,10 @@ one or the new one, and both are right.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import NamedTuple
-
-import numpy as np
 
 from forge.engine.proposer import (
     NO_DRAFTS,
@@ -28,12 +26,13 @@ from forge.engine.proposer import (
     Proposer,
     ProposerFailure,
     SpeculationFacts,
-    StepCost,
     StepDrafts,
     Verification,
 )
+from forge.engine.sampler import StepLogits, StepResults
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
+from forge.engine.step_record import LaunchedStep
 from forge.engine.structured_output import Matcher
 from forge.errors import ForgeError
 from forge.reasons import UndraftedReason
@@ -227,52 +226,41 @@ class Speculator:
         self,
         sequence: Sequence,
         proposals: Items[Proposal],
-        logits_of_draft: Callable[[int], np.ndarray],
-        argmax_of_drafts: Items[Items[int]],
-        max_logits_of_drafts: Items[Items[float]],
+        logits: StepLogits,
+        spans: Items[slice],
         wants_probabilities: bool,
     ) -> Verification:
         """Decide which draft tokens of a sequence stand; see `Speculation.verify`."""
         if sequence.params.plain_greedy and not wants_probabilities:
-            return verify_argmax(argmax_of_drafts, max_logits_of_drafts, proposals)
-        rows = [logits_of_draft(draft) for draft in range(len(proposals))]
+            max_logits = [logits.max_logit[span] for span in spans]
+            return verify_argmax([logits.argmax[span] for span in spans], max_logits, proposals)
+        rows = [logits.rows[span] for span in spans]
         return verify_drafts(rows, proposals, sequence.draw, wants_probabilities, self.acceptance)
 
-    def learn(
-        self,
-        plan: StepPlan,
-        drafts: StepDrafts,
-        verified: Mapping[int, Verification],
-        outcomes: Items[Outcome],
-        cost: StepCost,
-    ) -> SpeculationFacts:
+    def learn(self, step: LaunchedStep, results: StepResults, seconds: float) -> SpeculationFacts:
         """Take over what a step's verifications and times teach. The sequences must not have their new tokens yet."""
-        undrafted = self._without_drafts(plan, drafts)
-        self._batch = len(plan.items) or self._batch
-        if drafts is NO_DRAFTS:
-            if cost.num_rows == len(plan.items):
-                self._add_forward(cost.num_rows, cost.step_ms)
-            return SpeculationFacts(undrafted=undrafted)
-        started = time.perf_counter()
+        started, plan, drafts = time.perf_counter(), step.plan, step.drafts
         cycles: list[SpecCycle] = []
-        outcome_of = {outcome.seq_id: outcome for outcome in outcomes}
-        for item in plan.items:
+        self._batch = len(plan.items) or self._batch
+        outcome_of = {outcome.seq_id: outcome for outcome in results.outcomes}
+        for item in plan.items if drafts is not NO_DRAFTS else ():
             seq_id, outcome = item.seq_id, outcome_of[item.seq_id]
             decision = self.decision(seq_id)
-            if seq_id in verified:
-                state = self._states[seq_id] = self._next_state(item, outcome, drafts, verified[seq_id])
-                cycles += _cycles(outcome, drafts, verified[seq_id], cost.forward_ms, decision, state.control.decision)
+            verification = results.verified.get(seq_id)
+            if verification is not None:
+                state = self._states[seq_id] = self._next_state(item, outcome, drafts, verification)
+                cycles += _cycles(outcome, step, verification, decision, state.control.decision)
             elif item.num_draft_slots and seq_id not in drafts.proposals:
                 self._states[seq_id] = self._states[seq_id].after_silence(outcome.position)
             if seq_id in drafts.failures:
-                cycles.append(_failed(outcome, drafts, cost.forward_ms, decision))
-        if plan.execution_class == "decode":
-            self._add_forward(cost.num_rows, cost.step_ms + (time.perf_counter() - started) * 1e3)
-        return SpeculationFacts(tuple(cycles), undrafted)
-
-    def _add_forward(self, num_rows: int, step_ms: float) -> None:
-        for source in self._sources if num_rows else ():
-            source.meter.add_forward(num_rows, step_ms)
+                cycles.append(_failed(outcome, step, decision))
+        num_rows = step.batch.num_rows if step.batch is not None else 0
+        is_decode = num_rows == len(plan.items) if drafts is NO_DRAFTS else plan.execution_class == "decode"
+        if is_decode and num_rows:
+            step_ms = (seconds + time.perf_counter() - started) * 1e3 - drafts.total_ms
+            for source in self._sources:
+                source.meter.add_forward(num_rows, step_ms)
+        return SpeculationFacts(tuple(cycles), self._without_drafts(plan, drafts))
 
     def _next_state(self, item: PlanItem, outcome: Outcome, drafts: StepDrafts, verification: Verification) -> _State:
         proposed = max(map(len, drafts.proposals[item.seq_id]))
@@ -298,45 +286,43 @@ class Speculator:
 
 def _cycles(
     outcome: Outcome,
-    drafts: StepDrafts,
+    step: LaunchedStep,
     verification: Verification,
-    target_ms: float,
     decision: SpecDecision | None,
     then: SpecDecision,
-) -> list[SpecCycle]:
-    """Return a record for each draft of a sequence."""
-    judged = zip(drafts.proposals[outcome.seq_id], verification.by_draft, strict=True)
-    return [
-        SpecCycle(
+) -> Iterator[SpecCycle]:
+    """Yield a record for each draft of a sequence."""
+    proposals = step.drafts.proposals[outcome.seq_id]
+    for draft, (proposal, verdicts) in enumerate(zip(proposals, verification.by_draft, strict=True)):
+        won = draft == verification.winner
+        yield SpecCycle(
             outcome.seq_id,
             proposal.proposer,
             outcome.position,
             proposal.token_ids,
             verdicts,
-            outcome.token_ids if draft == verification.winner else (),
-            drafts.ms[proposal.proposer],
-            target_ms,
+            outcome.token_ids if won else (),
+            step.drafts.ms[proposal.proposer],
+            step.forward_ms,
             decision,
             then,
-            won=draft == verification.winner,
+            won,
             draft_cached=proposal.cached,
         )
-        for draft, (proposal, verdicts) in enumerate(judged)
-    ]
 
 
-def _failed(outcome: Outcome, drafts: StepDrafts, target_ms: float, decision: SpecDecision | None) -> SpecCycle:
+def _failed(outcome: Outcome, step: LaunchedStep, decision: SpecDecision | None) -> SpecCycle:
     """Record a proposer's failure. What was emitted may be in another proposer's record."""
-    failure = drafts.failures[outcome.seq_id]
+    failure = step.drafts.failures[outcome.seq_id]
     return SpecCycle(
         outcome.seq_id,
         failure.proposer,
         outcome.position,
         proposed=(),
         verdicts=(),
-        emitted=() if outcome.seq_id in drafts.proposals else outcome.token_ids,
+        emitted=() if outcome.seq_id in step.drafts.proposals else outcome.token_ids,
         draft_ms=0.0,
-        target_ms=target_ms,
+        target_ms=step.forward_ms,
         decision=decision,
         won=False,
         error=failure.message,

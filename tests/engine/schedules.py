@@ -50,7 +50,7 @@ def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = 
 
 def waiting(scheduler: Scheduler) -> list[Sequence]:
     """The sequences in the queue, in order, but for those whose blocks are in the host pool."""
-    return [one for one in scheduler.queue if one.seq_id not in scheduler.host.entries]
+    return [one for one in scheduler.queue if one.seq_id not in scheduler.host_pool.entries]
 
 
 def admitted(plan: StepPlan) -> tuple[int, ...]:

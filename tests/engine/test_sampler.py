@@ -58,10 +58,9 @@ def test_each_item_has_its_own_rows_and_drafts_are_judged_by_those_behind_the_la
     assert [(outcome.num_accepted, outcome.winner) for outcome in results.outcomes] == [(0, None), (1, -7), (0, None)]
     placed = ((0, 3, 1), (1, 3, 6), (1, 4, 2), (2, 3, 1))
     assert results.tokens == [TokenRecord(i, position, token, LETTERS[token]) for i, position, token in placed]
-    one, given, rows_of, argmax, greatest, wants = speculation.verify.call_args.args
-    assert (one, given, argmax, wants) == (items[1].sequence, proposals, [[2, 3, 4], [5, 6]], False)
-    assert greatest == [[5.0] * 3, [5.0] * 2]
-    assert [rows_of(draft).tolist() for draft in (0, 1)] == [rows[3:6].tolist(), rows[6:8].tolist()]
+    one, given, logits, spans, wants = speculation.verify.call_args.args
+    assert (one, given, spans, wants) == (items[1].sequence, proposals, [slice(3, 6), slice(6, 8)], False)
+    assert (logits.rows is rows, logits.argmax) == (True, [8, 1, 7, 2, 3, 4, 5, 6, 1])
     assert results.verified == {1: speculation.verify.return_value}
     assert [(seq_id, row.argmax()) for seq_id, row in seen] == [(0, 1), (1, 5), (1, 6), (2, 1)]
     assert not any(np.shares_memory(row, rows) for _, row in seen)

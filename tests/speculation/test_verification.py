@@ -52,9 +52,9 @@ def test_greedy_accepts_the_longest_agreeing_prefix_and_adds_one_token_of_the_ta
 
     assert (result.token_ids, result.num_accepted) == (emitted, accepted)
     decided = len(proposed) if accepted == len(proposed) else accepted + 1
-    assert [verdict.accepted for verdict in result.verdicts] == [True] * accepted + [False] * (decided - accepted)
-    assert [verdict.target_argmax for verdict in result.verdicts] == [7, 8, 9][:decided]
-    assert [verdict.token_id for verdict in result.verdicts] == proposed[:decided]
+    assert [verdict.accepted for verdict in result.by_draft[0]] == [True] * accepted + [False] * (decided - accepted)
+    assert [verdict.target_argmax for verdict in result.by_draft[0]] == [7, 8, 9][:decided]
+    assert [verdict.token_id for verdict in result.by_draft[0]] == proposed[:decided]
 
 
 def one_by_one(rows_after, params, history, seed, count):
@@ -92,10 +92,10 @@ def test_a_verdict_says_how_likely_the_target_held_the_token():
     expected = np.exp(rows[0].astype(np.float64)) / np.exp(rows[0].astype(np.float64)).sum()
 
     for token_id in range(VOCAB):
-        (verdict,) = run(rows, [token_id]).verdicts
+        (verdict,) = run(rows, [token_id]).by_draft[0]
         assert verdict.target_probability == pytest.approx(expected[token_id], rel=1e-5)
         assert (verdict.p, verdict.q, verdict.draw) == (None, None, None)
-        (tried,) = run(rows, Proposal((token_id,), (certain(token_id),)), SamplingParams(temperature=1.0)).verdicts
+        (tried,) = run(rows, Proposal((token_id,), (certain(token_id),)), SamplingParams(temperature=1.0)).by_draft[0]
         assert tried.target_probability == pytest.approx(expected[token_id], rel=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_a_guess_without_odds_stands_where_plain_sampling_draws_it(seed):
     result = run(rows, proposed, params, [1, 2], seed)
 
     assert list(result.sampled) == plain[:3]
-    assert [(verdict.p, verdict.q, verdict.draw) for verdict in result.verdicts] == [(None, None, None)] * 3
+    assert [(verdict.p, verdict.q, verdict.draw) for verdict in result.by_draft[0]] == [(None, None, None)] * 3
     with_odds = Proposal(tuple(proposed), tuple(map(certain, proposed)))
     assert verify_drafts([rows], [with_odds], Draw(params, seed, 0, [1, 2])).sampled == result.sampled, "by default"
 
@@ -127,7 +127,7 @@ def test_a_guess_with_odds_stands_if_its_draw_is_below_p_over_q(seed):
 
     result = run(np.stack([target, target]), Proposal((proposed,), (q,)), params, seed=seed)
 
-    (verdict,) = result.verdicts
+    (verdict,) = result.by_draft[0]
     assert (verdict.p, verdict.q, verdict.draw) == (p.probability(proposed), q.probability(proposed), draw)
     assert verdict.accepted == (draw < p.probability(proposed) / q.probability(proposed))
     if not verdict.accepted:
@@ -219,7 +219,7 @@ def test_one_fork_of_several_is_what_it_is_alone_where_the_others_propose_nothin
         beside = verify_drafts([rows, rows[:1]], [proposal, NO_PROPOSAL], draw, acceptance="rejection")
 
         assert beside.sampled == alone.sampled
-        assert beside.by_draft == (alone.verdicts, ())
+        assert beside.by_draft == (alone.by_draft[0], ())
 
 
 @pytest.mark.parametrize("is_certain", [False, True])
