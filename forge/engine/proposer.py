@@ -163,20 +163,16 @@ class Speculation(Protocol):
     @property
     def proposers(self) -> tuple[Proposer, ...]:
         """The proposers in use."""
-        ...
 
     def wanted(self, sequence: Sequence) -> int:
         """Return how many draft tokens the sequence should have verified in its next step, at most."""
-        ...
 
     def wanted_forks(self, sequence: Sequence) -> int:
         """Return the number of drafts beyond the first: one for each further proposer."""
-        ...
 
     def propose(self, plan: StepPlan) -> StepDrafts:
         """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error: a
         sequence that loses its proposer notes why (`Sequence.add_error`)."""
-        ...
 
     def verify(
         self,
@@ -192,13 +188,10 @@ class Speculation(Protocol):
         draft token; they are not read where the argmax decides. wants_probabilities: fill in the tokens' probabilities.
         Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity.
         """
-        ...
 
     def learn(self, step: "LaunchedStep", results: "StepResults", seconds: float) -> SpeculationFacts:
         """Take over what a step's verifications and times teach. Called once the step's tokens are decided, `seconds`
         after it began, before the sequences have them."""
-        ...
 
     def forget(self, seq_id: int) -> None:
         """Drop the state of a sequence, which has ended. After an exception from this, call it again."""
-        ...

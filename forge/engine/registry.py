@@ -8,7 +8,6 @@ tokens that had been chosen stay, and each unfinished sequence begins again from
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -207,7 +206,7 @@ class RequestRegistry(ABC):
 
     def is_unfinished(self, request_id: str) -> bool:
         """True while a sequence of a request has yet to end. Raises `KeyError` for a request that is not known."""
-        decided = {outcome.seq_id for outcome in _flat(self._decided) if outcome.finish_reason is not None}
+        decided = {outcome.seq_id for outcome in self._decided if outcome.finish_reason is not None}
         sequences = self._requests[request_id].sequences
         return any(sequence.finish_reason is None and sequence.seq_id not in decided for sequence in sequences)
 
@@ -303,7 +302,7 @@ class RequestRegistry(ABC):
         """Recover from an operation that never ended: apply the outcomes that were decided, and begin again from the
         tokens. If this is interrupted, the next operation repeats it."""
         sequences = {sequence.seq_id: sequence for state in self._requests.values() for sequence in state.sequences}
-        for outcome in _flat(self._decided):
+        for outcome in self._decided:
             sequence = sequences[outcome.seq_id]
             if len(sequence.token_ids) == outcome.position:
                 sequence.token_ids += outcome.token_ids
@@ -323,10 +322,3 @@ class RequestRegistry(ABC):
                 self._announce(request)
         self.cache.take_events()
         self._decided = ()
-
-
-def _flat(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Yield every outcome: those of samples follow that of the sequence that computed their prompt."""
-    for outcome in outcomes:
-        yield outcome
-        yield from outcome.samples

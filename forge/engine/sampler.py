@@ -80,24 +80,26 @@ class Sampler:
             rows = range(first_row, first_row + len(item.logit_rows) - item.num_draft_slots)  # of its known tokens
             proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
             if item.sequence.finish_reason is None:  # else it ended after this step was planned ahead
-                results.outcomes.append(self._outcome(item, proposals, logits, rows))
+                results.outcomes += self._outcomes(item, proposals, logits, rows)
             first_row = rows.stop
-            if proposals:  # each draft has a row for the last known token, the first shares it with `rows`
+            if proposals:  # the rows of each begin with the last known token's, and the first has the one of `rows`
                 first_row += sum([len(proposal) + 1 for proposal in proposals]) - 1
         for item, result in zip(plan.separate, separate, strict=True):
-            results.outcomes.append(self._separate_outcome(item, result))
-        results.outcomes += [self._ended_with_samples(sequence, "length") for sequence in plan.exhausted]
+            results.outcomes += self._separate_outcomes(item, result)
+        for sequence in plan.exhausted:
+            results.outcomes += self._all_ended(sequence, "length")
         return results
 
-    def _outcome(
+    def _outcomes(
         self,
         item: PlanItem,
         proposals: tuple[Proposal, ...],
         logits: StepLogits,
         rows: range,
         readout: Readout | None = None,
-    ) -> Outcome:
-        """Compute an item's outcome: its next tokens, the answer to its task, or neither while its prompt goes on.
+    ) -> list[Outcome]:
+        """Compute an item's outcome: its next tokens, the answer to its task, or neither while its prompt goes on. The
+        outcomes of the samples whose prompt it has computed follow.
 
         rows: those of its known tokens in `logits`; the rows of its draft tokens follow. readout: the answer to its
         task, where separate forwards gave it.
@@ -105,27 +107,23 @@ class Sampler:
         sequence, row = item.sequence, rows.stop - 1
         try:
             if proposals:
-                return self.verify(item, proposals, logits, row)  # the first draft's rows begin at the last known token
+                return [self.verify(item, proposals, logits, row)]
             if sequence.task is not GENERATE and sequence.readout is None:
                 store_readout(item, readout or read_out(item, np.asarray(logits.rows[rows.start : rows.stop])))
             if item.chooses_token:
-                outcome = self._next_token(sequence, logits, row)
-                if not sequence.waiting_samples:
-                    return outcome
-                samples = [self._next_token(sample, logits, row) for sample in sequence.waiting_samples]
-                return outcome._replace(samples=tuple(samples))
+                return [self._next_token(sample, logits, row) for sample in (sequence, *sequence.waiting_samples)]
             if item.remaining:
-                return Outcome(item.seq_id, len(sequence.token_ids), (), None)
-            return self._ended_with_samples(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
+                return [Outcome(item.seq_id, len(sequence.token_ids), (), None)]
+            return self._all_ended(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
         except (BrokenLogits, MatcherError) as error:
-            return self._broken(sequence, error)
+            return self._all_ended(sequence, "error", error)
 
-    def _separate_outcome(self, item: PlanItem, result: SeparateResult) -> Outcome:
-        """Compute the outcome of an item from its separate forwards."""
+    def _separate_outcomes(self, item: PlanItem, result: SeparateResult) -> list[Outcome]:
+        """Compute the outcomes of an item from its separate forwards."""
         if result.error is not None:
-            return self._broken(item.sequence, result.error)
+            return self._all_ended(item.sequence, "error", result.error)
         rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
-        return self._outcome(item, (), StepLogits.of(rows), range(1), result.readout)
+        return self._outcomes(item, (), StepLogits.of(rows), range(1), result.readout)
 
     def _next_token(self, sequence: Sequence, logits: StepLogits, row: int) -> Outcome:
         """Choose a sequence's next token from one row."""
@@ -137,13 +135,13 @@ class Sampler:
         token = choose(logits.rows[row], sequence.draw, self._report_probabilities, logits.argmax[row])
         return self._emit(sequence, (token,), logits, row)
 
-    def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
-        """Decide which draft tokens of an item stand; the rows of its drafts begin at `first_row`."""
+    def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, row: int) -> Outcome:
+        """Decide which draft tokens of an item stand; the rows of its drafts begin at that of its last known token."""
         assert self._speculation is not None, "what has draft tokens has proposers"
         sequence, spans = item.sequence, []
         for proposal in proposals:
-            spans.append(slice(first_row, first_row + len(proposal) + 1))
-            first_row = spans[-1].stop
+            spans.append(slice(row, row + len(proposal) + 1))
+            row = spans[-1].stop
         verification = self._speculation.verify(sequence, proposals, logits, spans, self._report_probabilities)
         self._results.verified[item.seq_id] = verification
         outcome = self._emit(sequence, verification.sampled, logits, spans[verification.winner].start)
@@ -202,20 +200,19 @@ class Sampler:
         self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, message, by_request, why))
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
-    def _ended_with_samples(self, sequence: Sequence, reason: FinishReason) -> Outcome:
-        """End a sequence without another token, and the samples that wait in it."""
-        for sample in sequence.waiting_samples:
+    def _all_ended(
+        self, sequence: Sequence, reason: FinishReason, error: BrokenLogits | MatcherError | None = None
+    ) -> list[Outcome]:
+        """End a sequence without another token, and the samples that wait in it. error: logits that are not numbers, or
+        a grammar that needs too much work."""
+        outcomes = []
+        for sample in (sequence, *sequence.waiting_samples):
             sample.length_limit = sequence.length_limit
-        samples = tuple([self._ended(sample, reason) for sample in sequence.waiting_samples])
-        return self._ended(sequence, reason)._replace(samples=samples)
-
-    def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError) -> Outcome:
-        """End a sequence whose logits are not numbers, or whose grammar needs too much work, and the samples that wait
-        in it."""
-        samples = tuple([self._broken(sample, error) for sample in sequence.waiting_samples])
-        sequence.readout = None
-        sequence.add_error(str(error))
-        return self._ended(sequence, "error", error=error)._replace(samples=samples)
+            if error is not None:
+                sample.readout = None
+                sample.add_error(str(error))
+            outcomes.append(self._ended(sample, reason, error=error))
+        return outcomes
 
 
 def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:

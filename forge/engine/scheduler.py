@@ -18,7 +18,7 @@ A sequence's state is the container that holds it: the queue (waiting; with an e
 `retained`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from forge.cache.host_pool import HostEntry
@@ -190,8 +190,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, outcomes: Iterable[Outcome]) -> tuple[BlockCopy, ...]:
         """Take over what a plan's forward pass computed and the outcomes that were chosen from it.
 
-        An outcome belongs to the item or the exhausted sequence with its `seq_id`: each has one. Returns block copies
-        to perform at once: where a kind of cache cannot share blocks, a fork needs copies.
+        Each item and each exhausted sequence has an outcome, and so has each sample that begins or ends with one of
+        them. Returns block copies to perform at once: where a kind of cache cannot share blocks, a fork needs copies.
         """
         cache, outcome_of = self.cache, {outcome.seq_id: outcome for outcome in outcomes}
         ended: list[tuple[Sequence, FinishReason, Outcome]] = []
@@ -210,12 +210,12 @@ class Scheduler:
                 copies += self._commit_draft_tokens(item, outcome)
             elif outcome.finish_reason != "error":  # what a broken forward wrote must not serve other sequences
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
-            if outcome.samples:
-                copies += self._begin_samples(sequence, outcome)
+            if sequence.waiting_samples and (outcome.finish_reason or not item.remaining):
+                copies += self._begin_samples(sequence, outcome_of)
         for sequence in plan.exhausted:
             outcome = outcome_of[sequence.seq_id]
             ended.append((sequence, "length", outcome))
-            self._begin_samples(sequence, outcome)  # they end too
+            self._begin_samples(sequence, outcome_of)  # they end too
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
         for sequence, reason, outcome in ended:
@@ -232,16 +232,17 @@ class Scheduler:
             self.cache.truncate(owner, end)
         return self.draft_slots.end_forks(item, owner) if item.forks and self.draft_slots is not None else ()
 
-    def _begin_samples(self, parent: Sequence, outcome: Outcome) -> list[BlockCopy]:
+    def _begin_samples(self, parent: Sequence, outcome_of: Mapping[int, Outcome]) -> list[BlockCopy]:
         """Begin the samples whose prompt is now computed: they fork its cache. Those without a slot wait for one, as
         preempted sequences do, with their first token. One that ended with that token retires, and so do all samples of
         a parent that ended before."""
         copies: list[BlockCopy] = []
         children, parent.waiting_samples = parent.waiting_samples, []
-        for child, of_child in zip(children, outcome.samples, strict=True):
-            child.token_ids += of_child.token_ids
-            if of_child.finish_reason is not None:
-                self.retire(child, of_child.finish_reason, of_child.stop_reason)
+        for child in children:
+            outcome = outcome_of[child.seq_id]
+            child.token_ids += outcome.token_ids
+            if outcome.finish_reason is not None:
+                self.retire(child, outcome.finish_reason, outcome.stop_reason)
                 continue
             try:
                 if len(self.running) < self.config.max_num_seqs:

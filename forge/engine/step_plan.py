@@ -175,5 +175,3 @@ class Outcome(NamedTuple):
     """Draft tokens whose keys and values are right."""
     winner: int | None = None
     """The fork that computed them, where that was not the item itself."""
-    samples: tuple["Outcome", ...] = ()
-    """The outcomes of the samples whose prompt this sequence has computed."""

@@ -76,16 +76,13 @@ class Matcher(Protocol):
     def mask(self, output: Items[int]) -> "np.ndarray":
         """Return True for every token that may come next: bool `[vocab]`, read-only, never all False. Where the output
         may end, that includes the tokens that end it. Raises `MatcherError`."""
-        ...
 
     def num_allowed(self, output: Items[int], token_ids: Items[int]) -> int:
         """Return how many of `token_ids`, from the first on, may follow. Raises nothing."""
-        ...
 
     def forced(self, output: Items[int]) -> tuple[int, ...]:
         """Return the tokens of the text that must come next, as the tokenizer writes it; none if there is a choice.
         Raises nothing."""
-        ...
 
 
 class Grammar(Protocol):

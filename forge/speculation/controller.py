@@ -24,7 +24,8 @@ its kind, which touches new memory, does not count. The times are given: no cloc
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from itertools import accumulate
+from statistics import fmean, linear_regression
 from typing import NamedTuple
 
 from forge.reasons import SpecReason
@@ -166,13 +167,8 @@ class SpeculationControl:
 
     def _predicted(self, costs: Costs) -> list[float]:
         """Return the predicted speed-up of 1, 2, … `max_k` draft tokens."""
-        acceptance, per_row = self.estimate.acceptance, costs.token + costs.row
-        product, accepted, gains = 1.0, 0.0, []
-        for k in range(1, self.max_k + 1):
-            product *= acceptance
-            accepted += product
-            gains.append((accepted + 1) / (1 + k * per_row))
-        return gains
+        accepted = accumulate(self.estimate.acceptance**k for k in range(1, self.max_k + 1))
+        return [speed_up(expected / k, k, costs) for k, expected in enumerate(accepted, start=1)]
 
     def _decision(self, k: int, reason: SpecReason, predicted: float, retry_in: int | None = None) -> SpecDecision:
         return SpecDecision(k, reason, predicted, self.recent.accept_rate, retry_in)
@@ -258,9 +254,8 @@ class CostMeter:
             if self._seen[rows] >= oldest or rows == least
         ]
         middle_rows, middle_ms = (fmean(values) for values in zip(*points, strict=True))
-        spread = sum((rows - middle_rows) ** 2 for rows, _ in points)
-        if spread:
-            slope = sum((rows - middle_rows) * (ms - middle_ms) for rows, ms in points) / spread
+        if len(points) > 1:
+            slope = linear_regression(*zip(*points, strict=True)).slope
         else:
             slope = self.assumed.row * middle_ms / (1 + self.assumed.row * (middle_rows - 1))
         slope = min(max(slope, 0.0), middle_ms / middle_rows)  # neither part of a forward takes less than no time

@@ -43,8 +43,8 @@ def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = 
 
     outcomes = []
     for item in plan.items:
-        samples = tuple(outcome(sample, True) for sample in item.sequence.waiting_samples if item.chooses_token)
-        outcomes.append(outcome(item.sequence, item.chooses_token)._replace(samples=samples))
+        outcomes.append(outcome(item.sequence, item.chooses_token))
+        outcomes += [outcome(sample, True) for sample in item.sequence.waiting_samples if item.chooses_token]
     return outcomes + [outcome(one, False)._replace(finish_reason="length") for one in plan.exhausted]
 
 

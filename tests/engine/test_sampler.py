@@ -123,7 +123,7 @@ def test_a_task_is_answered_once_and_its_samples_begin_from_its_last_row(is_sepa
     separate = SeparateResult(answer, rows[2]) if is_separate else None
     results = sampled(item(first, 3), rows, separate=separate)
 
-    assert results.outcomes == [Outcome(1, 3, (3,), None, samples=(Outcome(2, 3, (3,), None),))]
+    assert results.outcomes == [Outcome(1, 3, (3,), None), Outcome(2, 3, (3,), None)]
     assert first.readout is second.readout is not None and (first.readout is answer) == is_separate
     assert len(first.readout.scores) == (1 if is_separate else 2)
     known = first.readout
@@ -155,13 +155,15 @@ def test_logits_that_are_no_numbers_and_a_matcher_that_fails_end_a_sequence_with
             first, second = one_sequence(1, params=params, matcher=matcher, task=task), one_sequence(2)
             first.waiting_samples, first.readout = [second], Readout() if by_request else None
             results = sampled(item(first, chooses_token=samples or by_request), rows, separate=separate)
-            assert [record.seq_id for record in results.finished] == [2, 1]
+            assert [record.seq_id for record in results.finished] == [1, 2]
             assert {(record.reason, record.by_request, record.text) for record in results.finished} == {
                 ("error", by_request, ".")
             }
             assert {record.error for record in results.finished} == {first.errors[0]} and first.readout is None
-            (outcome,) = results.outcomes
-            assert (outcome.finish_reason, len(outcome.samples)) == ("error", 1)
+            assert [(outcome.seq_id, outcome.finish_reason) for outcome in results.outcomes] == [
+                (1, "error"),
+                (2, "error"),
+            ]
 
 
 def test_what_has_ended_gets_no_token_and_the_pool_ends_what_it_exhausts():

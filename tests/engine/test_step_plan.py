@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from forge.cache.kv_storage import BlockCopy
-from forge.engine.registry import _flat
 from forge.engine.step_plan import Outcome, PlanBuilder, PlanItem, StepPlan
 from forge.engine.task import GENERATE, Task
 
@@ -69,12 +68,7 @@ def test_a_plan_has_what_was_put_into_it():
     assert [getattr(built, name) for name in names] == [(name,) for name in names]
 
 
-def test_the_outcomes_of_samples_follow_that_of_their_prompt():
-    def outcome(seq_id: int, *samples: Outcome) -> Outcome:
-        return Outcome(seq_id, 0, (), None, samples=samples)
-
-    nested = [outcome(0), outcome(1, outcome(2), outcome(3)), outcome(4)]
-    assert [outcome.seq_id for outcome in _flat(nested)] == [0, 1, 2, 3, 4]
-    assert outcome(0)[:6] == (0, 0, (), None, None, 0)
-    assert item(0)[8:] == (0, 0, (), None, 0), "and an item is a plain one, if nothing else is said"
+def test_an_outcome_and_an_item_are_plain_ones_if_nothing_else_is_said():
+    assert Outcome(0, 0, (), None) == (0, 0, (), None, None, 0, None)
+    assert item(0)[8:] == (0, 0, (), None, 0)
     assert PlanBuilder(9, 9).num_passing == 0
