@@ -18,7 +18,7 @@ from forge.engine.prefill_only import PrefillOnly
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, PlanItem
 from forge.engine.task import GENERATE
-from forge.reasons import Deferred, MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, WaitReason
+from forge.reasons import Deferred, MaxNumSeqs, NoBlocks, NoBudget, Phase, PoolExhausted, WaitReason
 from forge.trace.records import AdmitRecord, WaitRecord
 
 MAX_DEFERRED = 256
@@ -193,22 +193,14 @@ class Admission:
 def generation_item(cache: KvCache, sequence: Sequence, start: int, num_tokens: int) -> PlanItem:
     """Build the item that computes `num_tokens` rows of a generation from position `start` on; its slots are
     reserved."""
-    length, num_output = len(sequence.token_ids), sequence.num_output_tokens
+    seq_id, length = sequence.seq_id, len(sequence.token_ids)
     remaining = length - start - num_tokens
-    # Nothing but the last output token has to be computed (with the cache off: again).
-    decodes = num_output and (num_tokens + remaining == 1 or not cache.persistent)
-    samples = not remaining and sequence.max_output_tokens > 0
-    rows = range(num_tokens - samples, num_tokens)
+    # A decode: nothing but the last output token has to be computed (with the cache off: again).
+    decodes = sequence.num_output_tokens and (num_tokens + remaining == 1 or not cache.persistent)
+    phase: Phase = "decode" if decodes else "prefill"
+    chooses = not remaining and sequence.max_output_tokens > 0
+    rows = range(num_tokens - chooses, num_tokens)
     if sequence.task is not GENERATE:
         rows = sequence.pending_task.chunk_rows(start, num_tokens, length)
-    return PlanItem(
-        sequence.seq_id,
-        sequence,
-        start,
-        num_tokens,
-        rows,
-        samples,
-        "decode" if decodes else "prefill",
-        cache.block_table(sequence.seq_id),
-        remaining,
-    )
+    table = cache.block_table(seq_id)
+    return PlanItem(seq_id, sequence, start, num_tokens, rows, chooses, phase, table, remaining)

@@ -156,7 +156,9 @@ class RequestRegistry(ABC):
                 sequence.token_ids += token_ids
                 sequence.logprobs += logprobs
                 self._sequence_builder.rebuild_text(sequence)
-            self.scheduler.queue_samples_apart(sequences[0])
+            samples, sequences[0].waiting_samples = sequences[0].waiting_samples, []
+            for sample in samples:
+                self.scheduler.queue.add(sample)
 
     def _register(self, request: RequestState, computed: HostEntry | None) -> None:
         """Make a request known, and queue its sequences."""

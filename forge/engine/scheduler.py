@@ -93,12 +93,6 @@ class Scheduler:
         if computed.num_blocks <= self.host_pool.num_free and 0 < computed.num_tokens <= sequence.max_cacheable_tokens:
             self.host_pool.add(sequence.seq_id, computed)
 
-    def queue_samples_apart(self, sequence: Sequence) -> None:
-        """Queue the samples that wait in a sequence apart from it: each has output of its own (`append_emitted`)."""
-        samples, sequence.waiting_samples = sequence.waiting_samples, []
-        for sample in samples:
-            self.queue.add(sample)
-
     def has_unfinished(self) -> bool:
         return bool(self.queue.sequences or self.running)
 

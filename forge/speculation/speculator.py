@@ -143,8 +143,12 @@ class Speculator:
         seq_id = sequence.seq_id
         if not self._sources_of(sequence):
             return Undrafted(seq_id, "not_wanted")
-        state = self._states.get(seq_id) or self._begin(sequence)
-        length = len(sequence.token_ids)
+        state, length = self._states.get(seq_id), len(sequence.token_ids)
+        if state is None:
+            wish = sequence.params.num_speculative_tokens
+            most = self.max_k if wish is None else min(wish, self.max_k)
+            control = SpeculationControl.begin(most, self._costs(sequence), fixed=self.fixed)
+            state = self._states[seq_id] = _State.after(control, length)
         if length < state.until:
             left = state.until - length
             if state.control.k:
@@ -173,13 +177,6 @@ class Speculator:
                 self.ask(source, mine, drafts)
         drafts.total_ms = sum(drafts.ms.values())
         return drafts
-
-    def _begin(self, sequence: Sequence) -> _State:
-        wish = sequence.params.num_speculative_tokens
-        most = self.max_k if wish is None else min(wish, self.max_k)
-        control = SpeculationControl.begin(most, self._costs(sequence), fixed=self.fixed)
-        state = self._states[sequence.seq_id] = _State.after(control, len(sequence.token_ids))
-        return state
 
     def _sources_of(self, sequence: Sequence) -> tuple[_Source, ...]:
         params = sequence.params
@@ -293,41 +290,20 @@ def _cycles(
 ) -> Iterator[SpecCycle]:
     """Yield a record for each draft of a sequence."""
     proposals = step.drafts.proposals[outcome.seq_id]
+    seq_id, start = outcome.seq_id, outcome.position
     for draft, (proposal, verdicts) in enumerate(zip(proposals, verification.by_draft, strict=True)):
-        won = draft == verification.winner
-        yield SpecCycle(
-            outcome.seq_id,
-            proposal.proposer,
-            outcome.position,
-            proposal.token_ids,
-            verdicts,
-            outcome.token_ids if won else (),
-            step.drafts.ms[proposal.proposer],
-            step.forward_ms,
-            decision,
-            then,
-            won,
-            draft_cached=proposal.cached,
-        )
+        name, won = proposal.proposer, draft == verification.winner
+        emitted, ms = outcome.token_ids if won else (), (step.drafts.ms[name], step.forward_ms)
+        cycle = SpecCycle(seq_id, name, start, proposal.token_ids, verdicts, emitted, *ms, decision, then, won)
+        yield replace(cycle, draft_cached=proposal.cached)
 
 
 def _failed(outcome: Outcome, step: LaunchedStep, decision: SpecDecision | None) -> SpecCycle:
     """Record a proposer's failure. What was emitted may be in another proposer's record."""
-    failure = step.drafts.failures[outcome.seq_id]
-    return SpecCycle(
-        outcome.seq_id,
-        failure.proposer,
-        outcome.position,
-        proposed=(),
-        verdicts=(),
-        emitted=() if outcome.seq_id in step.drafts.proposals else outcome.token_ids,
-        draft_ms=0.0,
-        target_ms=step.forward_ms,
-        decision=decision,
-        won=False,
-        error=failure.message,
-        release_ms=failure.release_ms,
-    )
+    name, message, release_ms = step.drafts.failures[outcome.seq_id]
+    emitted = () if outcome.seq_id in step.drafts.proposals else outcome.token_ids
+    cycle = SpecCycle(outcome.seq_id, name, outcome.position, (), (), emitted, 0.0, step.forward_ms, decision)
+    return replace(cycle, won=False, error=message, release_ms=release_ms)
 
 
 def _no_drafts(item: PlanItem) -> UndraftedReason:
