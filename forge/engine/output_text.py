@@ -63,13 +63,13 @@ class OutputText:
 
     def _possible_beginning(self) -> int:
         """Return the length of the longest end of the held text with which some stop string begins."""
-        lengths = [
-            length
-            for stop in self._stop
-            for length in range(1, min(len(stop), len(self._held) + 1))
-            if self._held.endswith(stop[:length])
-        ]
-        return max(lengths, default=0)
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

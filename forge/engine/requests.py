@@ -173,9 +173,6 @@ class SequenceBuilder:
                 token_ids=list(first.token_ids),
                 output_text=self.new_text(first.params),
                 matcher=grammar.new_matcher() if grammar is not None else None,
-                waiting_samples=[],
-                errors=[],
-                logprobs=[],
             )
             for index in range(1, first.params.n)
         )

@@ -47,7 +47,7 @@ class Sequence:
     """Retain the cache when the sequence ends, for another to continue from."""
     continues_from: int | None = None
     """The ended sequence whose retained cache this one takes over, if it is still there when this one begins."""
-    waiting_samples: list["Sequence"] = field(default_factory=list)
+    waiting_samples: list["Sequence"] = field(default_factory=list, init=False)
     """The request's further samples, until the step that computes their prompt: then they fork its cache. Where it ends
     before that, they end with it."""
     times_preempted: int = 0
@@ -58,9 +58,9 @@ class Sequence:
     finish_reason: FinishReason | None = None
     """Why it ended; set once, when it ends."""
     stop_reason: str | int | None = None
-    errors: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list, init=False)
     """What went wrong on its way, whether it ended it or not."""
-    logprobs: list[Logprobs | None] = field(default_factory=list)
+    logprobs: list[Logprobs | None] = field(default_factory=list, init=False)
     readout: Readout | None = None
     """The answer to its task, once there is one. It follows from the prompt."""
     partial: Readout = NO_READOUT

@@ -148,17 +148,10 @@ class PlanBuilder:
         return sum(item.num_tokens for item in self.items.values() if item.phase == "prefill")
 
     def build(self) -> StepPlan:
-        return StepPlan(
-            (*self.items.values(), *self.prefill_only),
-            tuple(self.separate),
-            tuple(self.copies),
-            tuple(self.swap_outs),
-            tuple(self.swap_ins),
-            tuple(self.admitted),
-            tuple(self.waiting),
-            tuple(self.preempted),
-            tuple(self.exhausted),
-        )
+        items = (*self.items.values(), *self.prefill_only)
+        moved = tuple(self.copies), tuple(self.swap_outs), tuple(self.swap_ins)
+        queue = tuple(self.admitted), tuple(self.waiting), tuple(self.preempted), tuple(self.exhausted)
+        return StepPlan(items, tuple(self.separate), *moved, *queue)
 
 
 class Outcome(NamedTuple):

@@ -111,8 +111,10 @@ class LeasedModel(Model):
     def __init__(self, model: Model, name: str, clock: Callable[[], float] = time.perf_counter):
         """name: which model this is, `draft` or `target`. clock: seconds."""
         self.lease = Lease(name, model, clock)
-        for attribute in Model.__annotations__:  # its sizes, and what it can do
-            setattr(self, attribute, getattr(model, attribute))
+        self.vocab_size, self.num_layers = model.vocab_size, model.num_layers
+        self.max_position_embeddings = model.max_position_embeddings
+        self.generates, self.embeds, self.labels = model.generates, model.embeds, model.labels
+        self.runs_ahead = model.runs_ahead
 
     def check_available(self) -> None:
         self.lease.model().check_available()

@@ -16,7 +16,7 @@ one or the new one, and both are right.
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from forge.engine.proposer import (
@@ -45,14 +45,6 @@ _SILENCES_PER_TOKEN = 2
 """After this many requests in a row without a proposal, the wait before the next request grows by one output token."""
 _MAX_WAIT = 15
 """Output tokens. A request without a proposal takes a tenth of a small model's step."""
-
-
-@dataclass(eq=False)
-class _Source:
-    """A proposer with its costs."""
-
-    proposer: Proposer
-    meter: CostMeter
 
 
 class _State(NamedTuple):
@@ -95,19 +87,16 @@ class Speculator:
         self.vocab_size = vocab_size
         self.fixed = fixed
         self.acceptance: Acceptance = acceptance
-        if len({proposer.name for proposer, _ in proposers}) < len(proposers):
+        self.proposers: tuple[Proposer, ...] = tuple(proposer for proposer, _ in proposers)
+        """Those that have not failed."""
+        self._meters = {proposer.name: CostMeter(assumed) for proposer, assumed in proposers}
+        if len(self._meters) < len(proposers):
             raise ValueError("two proposers have the same name")
-        self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
         self._states: dict[int, _State] = {}
         self._undrafted: dict[int, Undrafted] = {}
         """By sequence id: why it wants no draft token in its next step."""
         self._batch = 1
         """Sequences in the last step."""
-
-    @property
-    def proposers(self) -> tuple[Proposer, ...]:
-        """The proposers that have not failed."""
-        return tuple(source.proposer for source in self._sources)
 
     def fix(self, k: int) -> None:
         """Request `k` tokens in every cycle from now on, for study. Every sequence begins anew."""
@@ -141,13 +130,13 @@ class Speculator:
     def _wish(self, sequence: Sequence) -> int | Undrafted:
         """Return how many draft tokens to request, at least one, or why none."""
         seq_id = sequence.seq_id
-        if not self._sources_of(sequence):
+        if not self._proposers_of(sequence):
             return Undrafted(seq_id, "not_wanted")
         state, length = self._states.get(seq_id), len(sequence.token_ids)
         if state is None:
-            wish = sequence.params.num_speculative_tokens
-            most = self.max_k if wish is None else min(wish, self.max_k)
-            control = SpeculationControl.begin(most, self._costs(sequence), fixed=self.fixed)
+            most = sequence.params.num_speculative_tokens
+            max_k = self.max_k if most is None else min(most, self.max_k)
+            control = SpeculationControl.begin(max_k, self._costs(sequence), fixed=self.fixed)
             state = self._states[seq_id] = _State.after(control, length)
         if length < state.until:
             left = state.until - length
@@ -157,12 +146,12 @@ class Speculator:
         if not state.control.k:
             state = self._states[seq_id] = _State.after(state.control.probing(self._costs(sequence)), length)
         # The first steps have no draft tokens: they show what a plain one costs.
-        left = 0 if self.fixed else self._sources[0].meter.plain_forwards_left
+        left = 0 if self.fixed else self._meters[self.proposers[0].name].plain_forwards_left
         return Undrafted(seq_id, "measures", left) if left else state.control.k
 
     def wanted_forks(self, sequence: Sequence) -> int:
         """Return the number of drafts beyond the first: one for each further proposer."""
-        return max(0, len(self._sources_of(sequence)) - 1)
+        return max(0, len(self._proposers_of(sequence)) - 1)
 
     def propose(self, plan: StepPlan) -> StepDrafts:
         """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error."""
@@ -170,31 +159,31 @@ class Speculator:
         if not items:
             return NO_DRAFTS
         drafts = StepDrafts()
-        for source in self._sources:
+        for proposer in self.proposers:
             # As many of a sequence's proposers as the plan has slots for.
-            mine = [item for item in items if source in self._sources_of(item.sequence)[: 1 + len(item.forks)]]
+            mine = [item for item in items if proposer in self._proposers_of(item.sequence)[: 1 + len(item.forks)]]
             if mine:
-                self.ask(source, mine, drafts)
+                self.ask(proposer, mine, drafts)
         drafts.total_ms = sum(drafts.ms.values())
         return drafts
 
-    def _sources_of(self, sequence: Sequence) -> tuple[_Source, ...]:
+    def _proposers_of(self, sequence: Sequence) -> tuple[Proposer, ...]:
         params = sequence.params
         if params.num_speculative_tokens == 0:
             return ()
         if params.drafts is None:
-            return self._sources
-        return tuple(source for source in self._sources if source.proposer.name in params.drafts)
+            return self.proposers
+        return tuple(proposer for proposer in self.proposers if proposer.name in params.drafts)
 
-    def ask(self, source: _Source, items: list[PlanItem], drafts: StepDrafts) -> None:
+    def ask(self, proposer: Proposer, items: list[PlanItem], drafts: StepDrafts) -> None:
         """Add one proposer's draft tokens for these items. If it fails, go on without it."""
-        name = source.proposer.name
-        requests = [self._request(source, item) for item in items]
+        name, meter = proposer.name, self._meters[proposer.name]
+        requests = [self._request(proposer, item) for item in items]
         started = time.perf_counter()
         try:
-            proposals = source.proposer.propose(requests)
+            proposals = proposer.propose(requests)
         except ForgeError as error:
-            self._sources = tuple(kept for kept in self._sources if kept is not source)
+            self.proposers = tuple(kept for kept in self.proposers if kept is not proposer)
             release_ms = error.release_ms if isinstance(error, LeaseRevoked) else None
             for item in items:
                 item.sequence.add_error(str(error))
@@ -211,10 +200,10 @@ class Speculator:
                 drafts.proposals[item.seq_id] = (*drafts.proposals.get(item.seq_id, ()), proposal)
         if longest:
             follows = all(self._states[item.seq_id].follows for item in items)  # else it read a text as well
-            (source.meter.add_proposal if follows else source.meter.add_bound)(len(items), longest, ms)
+            (meter.add_proposal if follows else meter.add_bound)(len(items), longest, ms)
 
-    def _request(self, source: _Source, item: PlanItem) -> ProposalRequest:
-        branch, independent = self._sources_of(item.sequence).index(source), self.acceptance == "rejection"
+    def _request(self, proposer: Proposer, item: PlanItem) -> ProposalRequest:
+        branch, independent = self._proposers_of(item.sequence).index(proposer), self.acceptance == "rejection"
         return ProposalRequest(item.seq_id, item.sequence.draw, item.num_draft_slots, branch, independent)
 
     # After the forward
@@ -255,8 +244,8 @@ class Speculator:
         is_decode = num_rows == len(plan.items) if drafts is NO_DRAFTS else plan.execution_class == "decode"
         if is_decode and num_rows:
             step_ms = (seconds + time.perf_counter() - started) * 1e3 - drafts.total_ms
-            for source in self._sources:
-                source.meter.add_forward(num_rows, step_ms)
+            for proposer in self.proposers:
+                self._meters[proposer.name].add_forward(num_rows, step_ms)
         return SpeculationFacts(tuple(cycles), self._without_drafts(plan, drafts))
 
     def _next_state(self, item: PlanItem, outcome: Outcome, drafts: StepDrafts, verification: Verification) -> _State:
@@ -277,7 +266,7 @@ class Speculator:
 
     def _costs(self, sequence: Sequence) -> Costs:
         """Return what a draft token costs, by all of the sequence's proposers together."""
-        costs = [source.meter.costs(self._batch) for source in self._sources_of(sequence)]
+        costs = [self._meters[proposer.name].costs(self._batch) for proposer in self._proposers_of(sequence)]
         return Costs(sum(cost.token for cost in costs), sum(cost.row for cost in costs))
 
 

@@ -64,7 +64,7 @@ def metered(*proposers: Proposer, **options) -> tuple[Speculator, Mock]:
     """A speculator and the meter of its first proposer, which knows what a plain step takes."""
     speculation, meter = speculator(*proposers, **options), Mock(plain_forwards_left=0)
     meter.costs.return_value = FREE
-    speculation._sources[0].meter = meter
+    speculation._meters[proposers[0].name] = meter
     return speculation, meter
 
 
@@ -300,7 +300,7 @@ def test_a_proposal_is_measured_and_one_that_read_a_text_as_well_is_a_bound():
 
 def test_a_step_of_decodes_is_measured_and_no_other():
     speculation, meter = metered(Told("told", 1), Told("other"))
-    other = speculation._sources[1].meter = Mock(costs=meter.costs)
+    other = speculation._meters["other"] = Mock(costs=meter.costs)
     plan = plan_of(speculation, long(0), long(1))
     drafts = speculation.propose(plan)
 
@@ -324,7 +324,7 @@ def test_costs_are_those_of_a_batch_as_large_as_the_last_and_of_all_proposers_to
     speculation, meter = metered(Told("a", 1), Told("b", 1), fixed=False)
     meter.costs.return_value = Costs(0.2, 0.1)
     other = Mock(costs=Mock(return_value=Costs(0.4, 0.3)))
-    speculation._sources[1].meter = other
+    speculation._meters["b"] = other
     assert speculation._costs(long()) == Costs(pytest.approx(0.6), pytest.approx(0.4))
     assert speculation._costs(long(params=SamplingParams(drafts=("b",)))) == Costs(0.4, 0.3)
     step(speculation, long(0), long(1), long(2))
