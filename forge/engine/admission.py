@@ -198,9 +198,9 @@ def generation_item(cache: KvCache, sequence: Sequence, start: int, num_tokens: 
     # A decode: nothing but the last output token has to be computed (with the cache off: again).
     decodes = sequence.num_output_tokens and (num_tokens + remaining == 1 or not cache.persistent)
     phase: Phase = "decode" if decodes else "prefill"
-    chooses = not remaining and sequence.max_output_tokens > 0
-    rows = range(num_tokens - chooses, num_tokens)
+    chooses_token = not remaining and sequence.max_output_tokens > 0
+    rows = range(num_tokens - chooses_token, num_tokens)
     if sequence.task is not GENERATE:
         rows = sequence.pending_task.chunk_rows(start, num_tokens, length)
     table = cache.block_table(seq_id)
-    return PlanItem(seq_id, sequence, start, num_tokens, rows, chooses, phase, table, remaining)
+    return PlanItem(seq_id, sequence, start, num_tokens, rows, chooses_token, phase, table, remaining)

@@ -22,7 +22,7 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.batch_builder import BatchBuilder
 from forge.engine.draft_slots import DraftSlots
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import NO_DRAFTS, NO_FACTS, Speculation, SpeculationFacts
+from forge.engine.proposer import NO_DRAFTS, Speculation
 from forge.engine.readout import max_logit_rows, run_separate_forwards
 from forge.engine.registry import RequestRegistry
 from forge.engine.requests import PromptLimits
@@ -141,13 +141,12 @@ class Engine(RequestRegistry):
                 results = sampler.sample(step.plan, StepLogits.of(step.logits), step.drafts, step.separate)
                 ended = time.perf_counter()
                 step.sample_ms = (ended - sampling_started) * 1e3
-                facts = self._commit(step, results, ended - started)
+                self._commit(step, results, ended - started)
             except ModelUnavailable as error:
                 if self.waits_for_model:
                     raise
-                step, results, facts = _NO_STEP, self._end_all(error), NO_FACTS
-                ended = time.perf_counter()
-            record = self._records.build(step, results, facts, started, ended)
+                step, results, ended = _NO_STEP, self._end_all(error), time.perf_counter()
+            record = self._records.build(step, results, started, ended)
             self.timeline.journal.append(record)
             if self.checks_invariants:
                 self.scheduler.check_invariants()
@@ -175,20 +174,18 @@ class Engine(RequestRegistry):
         schedule_ms, forward_ms = (launched - started) * 1e3, (time.perf_counter() - launched) * 1e3
         return LaunchedStep(plan, drafts, batch, logits, separate, schedule_ms - drafts.total_ms, forward_ms)
 
-    def _commit(self, step: LaunchedStep, results: StepResults, seconds: float) -> SpeculationFacts:
+    def _commit(self, step: LaunchedStep, results: StepResults, seconds: float) -> None:
         """Commit a step: append its tokens to their sequences, and its keys and values to the cache. seconds: what it
         took until its tokens were known."""
-        facts, speculation = NO_FACTS, self._speculation
         self._decided = results.outcomes  # from here on the step has happened
-        if speculation is not None:
-            facts = speculation.learn(step, results, seconds)
+        if self._speculation is not None:
+            self._speculation.learn(step, results, seconds)
         copies = self.scheduler.commit(step.plan, results.outcomes)
         if copies:
             self.storage.copy_blocks(copies)
         self._decided = ()
         for finish in results.finished:
             self._drop_state(finish.seq_id)
-        return facts
 
     def _drop_state(self, seq_id: int) -> None:
         self._batch_builder.forget(seq_id)

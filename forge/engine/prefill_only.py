@@ -119,8 +119,8 @@ class PrefillOnly:
         num_scratch = -(-length // size) - len(table)
         table += tuple(self.scratch[plan.num_scratch_blocks : plan.num_scratch_blocks + num_scratch])
         plan.num_scratch_blocks += num_scratch
-        samples = sequence.task.sample and sequence.max_output_tokens > 0
-        rows = (start, length - start, logit_rows, samples)
+        chooses_token = sequence.task.sample and sequence.max_output_tokens > 0
+        rows = (start, length - start, logit_rows, chooses_token)
         item = PlanItem(sequence.seq_id, sequence, *rows, "prefill_only", table, num_published=end)
         plan.prefill_only.append(item)
         plan.needs_hidden |= sequence.task.needs_hidden

@@ -21,7 +21,7 @@ from forge.engine.sampling import Distribution, SampledToken
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import StepPlan
 from forge.model.model import Draw
-from forge.trace.records import SpecCycle, TokenVerdict, Undrafted
+from forge.trace.records import TokenVerdict
 
 if TYPE_CHECKING:  # they use what is defined here
     from forge.engine.sampler import StepLogits, StepResults
@@ -69,8 +69,6 @@ class Proposal:
 
     def first(self, num_tokens: int) -> "Proposal":
         """Return the first `num_tokens` tokens at most."""
-        if num_tokens >= len(self):
-            return self
         distributions = self.distributions and self.distributions[:num_tokens]
         return replace(self, token_ids=self.token_ids[:num_tokens], distributions=distributions)
 
@@ -141,21 +139,6 @@ class Verification:
     def num_accepted(self) -> int:
         return len(self.sampled) - 1
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token.token_id for token in self.sampled)
-
-
-class SpeculationFacts(NamedTuple):
-    """What a step's record says of its draft tokens."""
-
-    cycles: tuple[SpecCycle, ...] = ()
-    undrafted: tuple[Undrafted, ...] = ()
-    """Who had no draft tokens, and why."""
-
-
-NO_FACTS = SpeculationFacts()
-
 
 class Speculation(Protocol):
     """What the scheduler and the engine need of speculation. `forge.speculation.speculator` implements it."""
@@ -189,9 +172,9 @@ class Speculation(Protocol):
         Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity.
         """
 
-    def learn(self, step: "LaunchedStep", results: "StepResults", seconds: float) -> SpeculationFacts:
-        """Take over what a step's verifications and times teach. Called once the step's tokens are decided, `seconds`
-        after it began, before the sequences have them."""
+    def learn(self, step: "LaunchedStep", results: "StepResults", seconds: float) -> None:
+        """Take over what a step's verifications and times teach, and note in `results` the cycles, and who had no draft
+        tokens. Called once the step's tokens are decided, `seconds` after it began, before the sequences have them."""
 
     def forget(self, seq_id: int) -> None:
         """Drop the state of a sequence, which has ended. After an exception from this, call it again."""

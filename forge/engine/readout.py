@@ -29,8 +29,8 @@ class SeparateResult(NamedTuple):
     """The results of one item's separate forwards."""
 
     readout: Readout = Readout()
-    last_row: np.ndarray | None = None
-    """The logits after the last token, float32 `[vocab]`, where the item samples."""
+    last_row: np.ndarray = np.empty((0, 1), np.float32)
+    """The logits after the last token, float32 `[1, vocab]`, where the item chooses a token; else `[0, …]`."""
     error: BrokenLogits | None = None
 
 
@@ -92,7 +92,7 @@ def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> Sep
             readout = read_out(part, rows, readout)
     except BrokenLogits as error:
         return SeparateResult(error=error)
-    return SeparateResult(readout, rows[-1] if item.chooses_token else None)
+    return SeparateResult(readout, rows[-1:] if item.chooses_token else rows[:0])
 
 
 def _rows_of(item: PlanItem) -> SequenceRows:

@@ -144,8 +144,13 @@ class RequestRegistry(ABC):
                 continues_from=continues_from,
             )
             sequences = self._sequence_builder.complete(first, grammar, begins_computed=computed is not None)
-            self._register(RequestState(request_id, prompt, seed, sequences), computed)
-            return self._requests[request_id].seq_ids
+            first.waiting_samples = [*sequences[1:]]
+            request = self._requests[request_id] = RequestState(request_id, prompt, seed, sequences)
+            # From here on the request exists.
+            self._issued = self._issued._replace(seq_ids=first.seq_id + len(sequences))
+            self.scheduler.add(first, computed)
+            self._announce(request)
+            return request.seq_ids
 
     def append_emitted(self, request_id: str, emitted: Items[tuple[Items[int], Items[Logprobs]]]) -> None:
         """Append output tokens, with their log probabilities, that another engine has chosen to each sample of a
@@ -159,14 +164,6 @@ class RequestRegistry(ABC):
             samples, sequences[0].waiting_samples = sequences[0].waiting_samples, []
             for sample in samples:
                 self.scheduler.queue.add(sample)
-
-    def _register(self, request: RequestState, computed: HostEntry | None) -> None:
-        """Make a request known, and queue its sequences."""
-        first, *first.waiting_samples = request.sequences
-        self._requests[request.request_id] = request  # from here on the request exists
-        self._issued = _Issued(first.seq_id + len(request.sequences), self._issued.retained_forks)
-        self.scheduler.add(first, computed)
-        self._announce(request)
 
     def _announce(self, request: RequestState) -> None:
         """Put an arrival into the timeline and the next record, unless it is there."""

@@ -20,7 +20,7 @@ from forge.engine.structured_output import MatcherError
 from forge.engine.task import GENERATE, Readout
 from forge.model.model import Logits
 from forge.reasons import FinishReason
-from forge.trace.records import FinishRecord, TokenRecord
+from forge.trace.records import FinishRecord, SpecCycle, TokenRecord, Undrafted
 
 OnLogits = Callable[[int, np.ndarray], None]
 """Called with (sequence id, logits float32 `[vocab]`) before a token is chosen. The callee owns the array."""
@@ -44,13 +44,19 @@ class StepLogits:
 
 @dataclass
 class StepResults:
-    """The results of one step. Until `commit()` neither scheduler nor cache sees them, and no `token_ids` grow."""
+    """The results of one step: `outcomes` for the scheduler, the rest for the record, which says each token once more.
+
+    Until `commit()` neither scheduler nor cache sees them, and no `token_ids` grow.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     tokens: list[TokenRecord] = field(default_factory=list)
     finished: list[FinishRecord] = field(default_factory=list)
     verified: dict[int, Verification] = field(default_factory=dict)
     """By sequence id: the decision about its draft tokens."""
+    cycles: tuple[SpecCycle, ...] = ()
+    undrafted: tuple[Undrafted, ...] = ()
+    """Who had no draft tokens, and why."""
 
 
 @dataclass
@@ -122,8 +128,7 @@ class Sampler:
         """Compute the outcomes of an item from its separate forwards."""
         if result.error is not None:
             return self._all_ended(item.sequence, "error", result.error)
-        rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
-        return self._outcomes(item, (), StepLogits.of(rows), range(1), result.readout)
+        return self._outcomes(item, (), StepLogits.of(result.last_row), range(1), result.readout)
 
     def _next_token(self, sequence: Sequence, logits: StepLogits, row: int) -> Outcome:
         """Choose a sequence's next token from one row."""

@@ -74,60 +74,6 @@ class Scheduler:
         self._max_logit_rows = max_logit_rows
         self._num_arrived = 0
 
-    # Between steps
-
-    def add(self, sequence: Sequence, computed: HostEntry | None = None) -> None:
-        """Queue a new sequence, and its waiting samples with it.
-
-        computed: keys and values of its beginning; dropped where the host pool has no room for them.
-        """
-        for sample in (sequence, *sequence.waiting_samples):
-            sample.arrival = self._num_arrived
-        self._num_arrived += 1
-        if self.config.prefix_planning:
-            cacheable = sequence.token_ids[: sequence.max_cacheable_tokens]
-            sequence.prefix_keys = self.cache.prefix_keys(cacheable, sequence.salt)
-        self.queue.add(sequence)
-        if computed is None or sequence.prefill_only:
-            return
-        if computed.num_blocks <= self.host_pool.num_free and 0 < computed.num_tokens <= sequence.max_cacheable_tokens:
-            self.host_pool.add(sequence.seq_id, computed)
-
-    def has_unfinished(self) -> bool:
-        return bool(self.queue.sequences or self.running)
-
-    def unfinished(self) -> Iterator[Sequence]:
-        """Yield every sequence that has not ended, whichever container holds it."""
-        for sequence in [*self.queue, *self.running.values()]:
-            yield sequence
-            yield from sequence.waiting_samples
-
-    @property
-    def queues(self) -> Queues:
-        num_swapped = len(self.host_pool.entries)
-        return Queues(len(self.queue.sequences) - num_swapped, len(self.running), num_swapped, self.num_finished)
-
-    def restart(self, sequences: Items[Sequence], num_finished: int) -> None:
-        """Begin again from the tokens of these unfinished sequences, whatever state everything else is in.
-
-        The cache is emptied and every sequence waits, as after a preemption. May itself be interrupted and repeated.
-        """
-        for container in (self.queue, self.running, self.retained.sequences, self.host_pool.entries):
-            container.clear()
-        self.cache.clear()
-        first_samples: dict[str, Sequence] = {}
-        for sequence in sequences:
-            sequence.waiting_samples = []
-            parent = sequence
-            if not sequence.num_output_tokens:  # it begins with the prompt, which the first such sample computes
-                parent = first_samples.setdefault(sequence.request_id, sequence)
-            if parent is sequence:
-                self.queue.add(sequence)
-            else:
-                parent.waiting_samples.append(sequence)
-        self.num_finished = num_finished
-        self.stats = self.cache.stats()
-
     # Deciding a step
 
     def schedule(self) -> StepPlan:
@@ -247,6 +193,60 @@ class Scheduler:
                 pass
             self.queue.add(child)
         return copies
+
+    # Between steps
+
+    def add(self, sequence: Sequence, computed: HostEntry | None = None) -> None:
+        """Queue a new sequence, and its waiting samples with it.
+
+        computed: keys and values of its beginning; dropped where the host pool has no room for them.
+        """
+        for sample in (sequence, *sequence.waiting_samples):
+            sample.arrival = self._num_arrived
+        self._num_arrived += 1
+        if self.config.prefix_planning:
+            cacheable = sequence.token_ids[: sequence.max_cacheable_tokens]
+            sequence.prefix_keys = self.cache.prefix_keys(cacheable, sequence.salt)
+        self.queue.add(sequence)
+        if computed is None or sequence.prefill_only:
+            return
+        if computed.num_blocks <= self.host_pool.num_free and 0 < computed.num_tokens <= sequence.max_cacheable_tokens:
+            self.host_pool.add(sequence.seq_id, computed)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.queue.sequences or self.running)
+
+    def unfinished(self) -> Iterator[Sequence]:
+        """Yield every sequence that has not ended, whichever container holds it."""
+        for sequence in [*self.queue, *self.running.values()]:
+            yield sequence
+            yield from sequence.waiting_samples
+
+    @property
+    def queues(self) -> Queues:
+        num_swapped = len(self.host_pool.entries)
+        return Queues(len(self.queue.sequences) - num_swapped, len(self.running), num_swapped, self.num_finished)
+
+    def restart(self, sequences: Items[Sequence], num_finished: int) -> None:
+        """Begin again from the tokens of these unfinished sequences, whatever state everything else is in.
+
+        The cache is emptied and every sequence waits, as after a preemption. May itself be interrupted and repeated.
+        """
+        for container in (self.queue, self.running, self.retained.sequences, self.host_pool.entries):
+            container.clear()
+        self.cache.clear()
+        first_samples: dict[str, Sequence] = {}
+        for sequence in sequences:
+            sequence.waiting_samples = []
+            parent = sequence
+            if not sequence.num_output_tokens:  # it begins with the prompt, which the first such sample computes
+                parent = first_samples.setdefault(sequence.request_id, sequence)
+            if parent is sequence:
+                self.queue.add(sequence)
+            else:
+                parent.waiting_samples.append(sequence)
+        self.num_finished = num_finished
+        self.stats = self.cache.stats()
 
     # Containers
 

@@ -28,14 +28,17 @@ class ForkSlots(NamedTuple):
 
 
 class PlanItem(NamedTuple):
-    """Compute `num_tokens` known rows of a sequence, the first of which stands at position `start`."""
+    """Compute `num_tokens` known rows of a sequence, the first of which stands at position `start`.
+
+    Known are the tokens that have been chosen, unlike draft tokens.
+    """
 
     seq_id: int
     sequence: Sequence
     start: int
     num_tokens: int
     logit_rows: range
-    """The rows that need logits, counted from 0: some of the known ones, then one for every draft slot."""
+    """The rows that need logits, counted from its first: some of the known ones, then one for every draft slot."""
     chooses_token: bool
     """True if the last row's logits choose a token."""
     phase: Phase
@@ -149,9 +152,9 @@ class PlanBuilder:
 
     def build(self) -> StepPlan:
         items = (*self.items.values(), *self.prefill_only)
-        moved = tuple(self.copies), tuple(self.swap_outs), tuple(self.swap_ins)
+        separate, copies = tuple(self.separate), tuple(self.copies)
         queue = tuple(self.admitted), tuple(self.waiting), tuple(self.preempted), tuple(self.exhausted)
-        return StepPlan(items, tuple(self.separate), *moved, *queue)
+        return StepPlan(items, separate, copies, tuple(self.swap_outs), tuple(self.swap_ins), *queue)
 
 
 class Outcome(NamedTuple):

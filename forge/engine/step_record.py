@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forge.engine.proposer import SpeculationFacts, StepDrafts
+from forge.engine.proposer import StepDrafts
 from forge.engine.readout import SeparateResult
 from forge.engine.sampler import StepResults
 from forge.engine.scheduler import Scheduler
@@ -47,9 +47,7 @@ class RecordBuilder:
         self.discarded = 0
         """Async scheduling: wasted rows that are not yet in a record."""
 
-    def build(
-        self, step: LaunchedStep, results: StepResults, facts: SpeculationFacts, started: float, ended: float
-    ) -> StepRecord:
+    def build(self, step: LaunchedStep, results: StepResults, started: float, ended: float) -> StepRecord:
         """Build the record of a committed step, from its start until its tokens were known, before the commit: in
         seconds on the engine's clock."""
         self._num_steps += 1
@@ -88,8 +86,8 @@ class RecordBuilder:
             temporary_bytes=temporary_bytes(len(batch.token_ids), len(batch.logit_rows)) if batch else 0,
             events=cache.take_events(),
             blocks=scheduler.block_map and _with_written(scheduler.block_map, batch, cache.block_size),
-            cycles=facts.cycles,
-            undrafted=facts.undrafted,
+            cycles=results.cycles,
+            undrafted=results.undrafted,
             execution=getattr(step.logits, "execution", None),
             planned_ahead=plan.ahead,
             discarded=discarded,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from forge.backends.devices import create_backend
 from forge.engine.proposer import Proposer
@@ -58,10 +58,9 @@ def checked_mode(mode: str | Proposer | None, k: int) -> str | Proposer:
 
 def checked_acceptance(rule: str) -> Acceptance:
     """Return the acceptance rule. Raises `UsageError` for an unknown one."""
-    for known in ACCEPTANCE_RULES:
-        if rule == known:
-            return known
-    raise UsageError(f"unknown --acceptance {rule!r}; supported: {', '.join(ACCEPTANCE_RULES)}")
+    if rule not in ACCEPTANCE_RULES:
+        raise UsageError(f"unknown --acceptance {rule!r}; supported: {', '.join(ACCEPTANCE_RULES)}")
+    return cast(Acceptance, rule)
 
 
 def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: Target) -> list[tuple[Proposer, Costs]]:

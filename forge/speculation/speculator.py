@@ -25,7 +25,6 @@ from forge.engine.proposer import (
     ProposalRequest,
     Proposer,
     ProposerFailure,
-    SpeculationFacts,
     StepDrafts,
     Verification,
 )
@@ -83,9 +82,7 @@ class Speculator:
     ):
         """proposers: each with its assumed costs, which hold until they are measured. max_k: draft tokens per cycle at
         most. vocab_size: the target's. fixed: always ask for `max_k`. acceptance: the rule of `verification`."""
-        self.max_k = max_k
-        self.vocab_size = vocab_size
-        self.fixed = fixed
+        self.max_k, self.vocab_size, self.fixed = max_k, vocab_size, fixed
         self.acceptance: Acceptance = acceptance
         self.proposers: tuple[Proposer, ...] = tuple(proposer for proposer, _ in proposers)
         """Those that have not failed."""
@@ -223,7 +220,7 @@ class Speculator:
         rows = [logits.rows[span] for span in spans]
         return verify_drafts(rows, proposals, sequence.draw, wants_probabilities, self.acceptance)
 
-    def learn(self, step: LaunchedStep, results: StepResults, seconds: float) -> SpeculationFacts:
+    def learn(self, step: LaunchedStep, results: StepResults, seconds: float) -> None:
         """Take over what a step's verifications and times teach. The sequences must not have their new tokens yet."""
         started, plan, drafts = time.perf_counter(), step.plan, step.drafts
         cycles: list[SpecCycle] = []
@@ -234,8 +231,11 @@ class Speculator:
             decision = self.decision(seq_id)
             verification = results.verified.get(seq_id)
             if verification is not None:
-                state = self._states[seq_id] = self._next_state(item, outcome, drafts, verification)
-                cycles += _cycles(outcome, step, verification, decision, state.control.decision)
+                proposed, accepted = max(map(len, drafts.proposals[seq_id])), verification.num_accepted
+                control = self._states[seq_id].control.after_cycle(proposed, accepted, self._costs(item.sequence))
+                end = outcome.position + len(outcome.token_ids)
+                self._states[seq_id] = _State.after(control, end, follows=True)
+                cycles += _cycles(outcome, step, verification, decision, control.decision)
             elif item.num_draft_slots and seq_id not in drafts.proposals:
                 self._states[seq_id] = self._states[seq_id].after_silence(outcome.position)
             if seq_id in drafts.failures:
@@ -246,22 +246,14 @@ class Speculator:
             step_ms = (seconds + time.perf_counter() - started) * 1e3 - drafts.total_ms
             for proposer in self.proposers:
                 self._meters[proposer.name].add_forward(num_rows, step_ms)
-        return SpeculationFacts(tuple(cycles), self._without_drafts(plan, drafts))
-
-    def _next_state(self, item: PlanItem, outcome: Outcome, drafts: StepDrafts, verification: Verification) -> _State:
-        proposed = max(map(len, drafts.proposals[item.seq_id]))
-        control = self._states[item.seq_id].control
-        control = control.after_cycle(proposed, verification.num_accepted, self._costs(item.sequence))
-        return _State.after(control, outcome.position + len(outcome.token_ids), follows=True)
+        results.cycles, results.undrafted = tuple(cycles), self._without_drafts(plan, drafts)
 
     def _without_drafts(self, plan: StepPlan, drafts: StepDrafts) -> tuple[Undrafted, ...]:
         """Return why sequences of this step were decoded without draft tokens."""
         return tuple(
-            [
-                self._undrafted.get(item.seq_id) or Undrafted(item.seq_id, _no_drafts(item))
-                for item in plan.items
-                if item.phase == "decode" and item.seq_id not in drafts.proposals and item.seq_id not in drafts.failures
-            ]
+            self._undrafted.get(item.seq_id) or Undrafted(item.seq_id, _no_drafts(item))
+            for item in plan.items
+            if item.phase == "decode" and item.seq_id not in drafts.proposals and item.seq_id not in drafts.failures
         )
 
     def _costs(self, sequence: Sequence) -> Costs:

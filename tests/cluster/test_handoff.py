@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from forge import LLM, SamplingParams
+from forge.cache.block_pool import blocks_for
 from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
 from forge.engine.task import Task
 from forge.errors import UsageError
@@ -129,6 +130,7 @@ def test_a_sequence_that_is_aborted_before_it_begins_frees_its_room():
 
 def test_the_bytes_are_those_of_its_blocks():
     handoff = prefilled("tales", PROMPT)
-    blocks = handoff.num_blocks * handoff.layout.block_size * handoff.layout.bytes_per_token
-    assert handoff.position == len(PROMPT) - 1 and handoff.num_bytes == blocks
+    layout = handoff.layout
+    num_slots = blocks_for(len(PROMPT) - 1, layout.block_size) * layout.block_size
+    assert handoff.position == len(PROMPT) - 1 and handoff.num_bytes == num_slots * layout.bytes_per_token
     assert all(isinstance(part, np.ndarray) for part in handoff.data)

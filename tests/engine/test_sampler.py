@@ -120,7 +120,7 @@ def test_a_task_is_answered_once_and_its_samples_begin_from_its_last_row(is_sepa
     first, second = one_sequence(1, task=Task(sample=True, score_from=1)), one_sequence(2)
     first.waiting_samples = [second]
     rows, answer = saying(4, 5, 3), Readout(scores=(((1, -1.0),),))
-    separate = SeparateResult(answer, rows[2]) if is_separate else None
+    separate = SeparateResult(answer, rows[2:]) if is_separate else None
     results = sampled(item(first, 3), rows, separate=separate)
 
     assert results.outcomes == [Outcome(1, 3, (3,), None), Outcome(2, 3, (3,), None)]

@@ -94,13 +94,6 @@ def with_samples(scheduler: Scheduler, number: int) -> list[Sequence]:
     return [first, *samples]
 
 
-def test_samples_with_output_of_their_own_wait_apart():
-    scheduler = basic()
-    samples = with_samples(scheduler, 3)
-    scheduler.queue_samples_apart(samples[0])
-    assert (waiting(scheduler), samples[0].waiting_samples) == (samples, [])
-
-
 def test_samples_begin_with_their_prompt_but_for_those_that_end_with_their_first_token():
     scheduler = basic()
     first, second, *_ = with_samples(scheduler, 4)

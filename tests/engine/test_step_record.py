@@ -5,7 +5,7 @@ from typing import Any
 
 from forge.cache.factory import CacheSize, create_kv_cache
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import NO_DRAFTS, Proposal, SpeculationFacts, StepDrafts
+from forge.engine.proposer import NO_DRAFTS, Proposal, StepDrafts
 from forge.engine.sampler import StepResults
 from forge.engine.scheduler import Scheduler
 from forge.engine.step_plan import PlanItem, StepPlan
@@ -16,7 +16,6 @@ from tests.engine.schedules import outcomes_of, sequence
 
 BYTES = 10
 TIMES = 3.0, 5.25
-FACTS: Any = SpeculationFacts(("cycle",), ("undrafted",))
 
 
 def launched(plan: StepPlan, drafts: StepDrafts = NO_DRAFTS, has_batch: bool = True) -> LaunchedStep:
@@ -42,8 +41,8 @@ def test_a_record_says_what_the_step_did_and_what_came_between():
     scheduler, plan, builder = ran()
     names: Any = {name: [name] for name in ("arrived", "rejected")}
     builder.arrived, builder.rejected, builder.discarded = names["arrived"], names["rejected"], 4
-    results: Any = StepResults(tokens=["token"], finished=["finished"])
-    record = builder.build(launched(plan), results, FACTS, *TIMES)
+    results: Any = StepResults(tokens=["token"], finished=["finished"], cycles=("cycle",), undrafted=("undrafted",))
+    record = builder.build(launched(plan), results, *TIMES)
 
     assert (record.step, record.tokens, record.finished) == (1, ("token",), ("finished",))
     assert (record.arrived, record.rejected, record.discarded) == (("arrived",), ("rejected",), 4)
@@ -57,11 +56,11 @@ def test_a_record_says_what_the_step_did_and_what_came_between():
     assert (record.cycles, record.undrafted, record.events) == (("cycle",), ("undrafted",), ())
     assert record.blocks is not None and record.blocks.written == (0, 1, 8)
 
-    again = builder.build(launched(plan, has_batch=False), StepResults(), FACTS, *TIMES)
+    again = builder.build(launched(plan, has_batch=False), StepResults(), *TIMES)
     assert (again.step, again.arrived, again.rejected, again.discarded) == (2, (), (), 0)
     assert again.temporary_bytes == 0 and again.blocks == scheduler.block_map
     scheduler.block_map = None
-    assert builder.build(launched(plan), StepResults(), FACTS, *TIMES).blocks is None
+    assert builder.build(launched(plan), StepResults(), *TIMES).blocks is None
 
 
 def test_draft_rows_are_one_for_each_token_and_the_known_ones_again_in_each_further_draft():
@@ -70,7 +69,7 @@ def test_draft_rows_are_one_for_each_token_and_the_known_ones_again_in_each_furt
     plan = StepPlan((*items[:2], items[2]._replace(num_draft_slots=0)), separate=(items[0]._replace(seq_id=3),))
     drafts = StepDrafts({0: (Proposal((1, 2)),), 1: (Proposal((1, 2, 3)), Proposal((4,)), Proposal((5,)))})
     drafts.proposals[2] = drafts.proposals[0]
-    record = RecordBuilder(ran()[0], BYTES).build(launched(plan, drafts), StepResults(), FACTS, *TIMES)
+    record = RecordBuilder(ran()[0], BYTES).build(launched(plan, drafts), StepResults(), *TIMES)
     assert [item.num_draft_tokens for item in record.items] == [2, 5 + 2 * 2, 0, 0] and record.discarded == 0
 
 
@@ -79,5 +78,5 @@ def test_padding_is_not_written():
     step = launched(plan)
     assert step.batch is not None
     step.batch.slot_mapping[:] = [-1] * 8 + [3]
-    record = builder.build(step, StepResults(), FACTS, *TIMES)
+    record = builder.build(step, StepResults(), *TIMES)
     assert record.blocks is not None and record.blocks.written == (0,)

@@ -17,7 +17,7 @@ from forge.speculation.lookup import NgramProposer, ReplayProposer
 from forge.speculation.verification import verify_drafts
 from forge.tokenizer import Tokenizer
 from tests.small_models import write_small_qwen3
-from tests.speculation.requests import request
+from tests.speculation.requests import request, tokens_of
 
 BLOCK_SIZE, LENGTH = 8, 96
 NUM_TOKENS = 40
@@ -67,7 +67,7 @@ def speculate(model: Qwen3, proposer, k: int, prompt=PROMPT, params=GREEDY, seed
         (proposal,) = proposer.propose([request(tokens, k, params=params, seed=seed)])
         logits = target.logits([*tokens, *proposal.token_ids], len(proposal) + 1)
         result = verify_drafts([logits], [proposal], Draw(params, seed, 0, tokens))
-        tokens += result.token_ids
+        tokens += tokens_of(result)
         target.cache.truncate(0, len(tokens) - 1)
         assert target.cache.computed_length(0) == len(tokens) - 1
         cycles.append((len(proposal), result.num_accepted))

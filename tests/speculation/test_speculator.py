@@ -8,7 +8,7 @@ from unittest.mock import ANY, MagicMock, Mock, call
 import numpy as np
 import pytest
 
-from forge.engine.proposer import NO_DRAFTS, Proposal, Proposer, SpeculationFacts, StepDrafts, Verification
+from forge.engine.proposer import NO_DRAFTS, Proposal, Proposer, StepDrafts, Verification
 from forge.engine.sampler import StepLogits, StepResults
 from forge.engine.sampling import SampledToken
 from forge.engine.sampling_params import SamplingParams
@@ -85,7 +85,7 @@ def plan_of(speculation: Speculator, *sequences: Sequence) -> StepPlan:
 
 def learn(
     speculation: Speculator, plan: StepPlan, drafts: StepDrafts, num_rows: int, accepted: int = 0, winner: int = 0
-) -> SpeculationFacts:
+) -> StepResults:
     """Learn from a step of 10 ms in which `accepted` tokens of each sequence's draft number `winner` were accepted."""
     sampled, verified, outcomes = (SampledToken(7, None, None),) * (accepted + 1), {}, []
     for item in plan.items:
@@ -96,13 +96,14 @@ def learn(
         outcomes.append(Outcome(item.seq_id, len(item.sequence.token_ids), tokens, None))
     batch, logits = Mock(num_rows=num_rows) if num_rows else None, np.empty((0, 1), np.float32)
     launched = LaunchedStep(plan, drafts, batch, logits, [], 0.0, forward_ms=5.0)
-    facts = speculation.learn(launched, StepResults(outcomes, verified=verified), 0.01 + drafts.total_ms / 1e3)
+    results = StepResults(outcomes, verified=verified)
+    speculation.learn(launched, results, 0.01 + drafts.total_ms / 1e3)
     for item, outcome in zip(plan.items, outcomes, strict=True):
         item.sequence.token_ids += outcome.token_ids
-    return facts
+    return results
 
 
-def step(speculation: Speculator, *sequences: Sequence, num_rows: int | None = None, **learned) -> SpeculationFacts:
+def step(speculation: Speculator, *sequences: Sequence, num_rows: int | None = None, **learned) -> StepResults:
     plan = plan_of(speculation, *sequences)
     rows = len(sequences) if num_rows is None else num_rows
     return learn(speculation, plan, speculation.propose(plan), rows, **learned)
@@ -272,15 +273,14 @@ def test_a_proposer_that_fails_is_left_out_and_the_others_go_on():
 
 def test_of_each_draft_a_record_says_what_it_cost_and_which_won():
     speculation, one = speculator(Told("a", 1, 2), Told("b", 3)), long()
-    facts = step(speculation, one, accepted=1, winner=1)
-    decision, then = facts.cycles[0].decision, speculation.decision(0)
+    results = step(speculation, one, accepted=1, winner=1)
+    decision, then = results.cycles[0].decision, speculation.decision(0)
     assert decision.accept_rate is None and then.accept_rate == 0.5, "of the longest draft"
     common: dict[str, Any] = {"target_ms": 5.0, "decision": decision, "then": then, "draft_cached": (3, 4)}
-    assert facts == SpeculationFacts(
-        (
-            SpecCycle(0, "a", 3, (1, 2), (), (), 1000.0, won=False, **common),
-            SpecCycle(0, "b", 3, (3,), (), (7, 7), 1000.0, won=True, **common),
-        )
+    assert results.undrafted == ()
+    assert results.cycles == (
+        SpecCycle(0, "a", 3, (1, 2), (), (), 1000.0, won=False, **common),
+        SpecCycle(0, "b", 3, (3,), (), (7, 7), 1000.0, won=True, **common),
     )
 
 
