@@ -30,9 +30,8 @@ from dataclasses import replace
 import numpy as np
 
 from forge.engine.engine import Engine
-from forge.engine.sampler import StepResults
+from forge.engine.sampler import LaunchedStep, StepResults
 from forge.engine.step_plan import PlanItem, StepPlan
-from forge.engine.step_record import LaunchedStep
 from forge.engine.structured_output import MatcherError
 from forge.reasons import MaxNumSeqs, NoBlocks
 

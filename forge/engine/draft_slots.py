@@ -9,8 +9,8 @@ from itertools import count
 
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
-from forge.engine.proposer import Speculation
 from forge.engine.sequence import Sequence
+from forge.engine.speculation import Speculation
 from forge.engine.step_plan import ForkSlots, PlanBuilder, PlanItem
 
 

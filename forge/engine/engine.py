@@ -22,14 +22,15 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.batch_builder import BatchBuilder
 from forge.engine.draft_slots import DraftSlots
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import NO_DRAFTS, Speculation
+from forge.engine.proposer import NO_DRAFTS
 from forge.engine.readout import max_logit_rows, run_separate_forwards
-from forge.engine.registry import RequestRegistry
+from forge.engine.registry import Operation, RequestRegistry
 from forge.engine.requests import PromptLimits
-from forge.engine.sampler import OnLogits, Sampler, StepLogits, StepResults
+from forge.engine.sampler import LaunchedStep, OnLogits, Sampler, StepResults
 from forge.engine.scheduler import Scheduler
+from forge.engine.speculation import Speculation
 from forge.engine.step_plan import StepPlan
-from forge.engine.step_record import LaunchedStep, RecordBuilder
+from forge.engine.step_record import RecordBuilder
 from forge.errors import UsageError
 from forge.model.model import Model, ModelUnavailable
 from forge.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ _NO_LOGITS = np.empty((0, 1), np.float32)
 _NO_STEP = LaunchedStep(StepPlan(()), NO_DRAFTS, None, _NO_LOGITS, [], 0.0, 0.0)
 
 
-class Interruptible:
+class Interruptible(Operation):
     """Guards each change of its owner: if the one before never ended (Ctrl-C, a full memory), entering calls `recover`.
 
     An engine recovers by rebuilding everything from its sequences' tokens; a step whose tokens were decided stands, any
@@ -51,7 +52,6 @@ class Interruptible:
 
     def __init__(self, recover: Callable[[], None]):
         self._recover = WeakMethod(recover)  # its owner has this guard: a cycle would keep arrays alive
-        self.unfinished = False
 
     def __enter__(self) -> None:
         if self.unfinished and (recover := self._recover()) is not None:
@@ -137,8 +137,9 @@ class Engine(RequestRegistry):
             try:
                 step = self._next_step(started)
                 sampling_started = time.perf_counter()
-                sampler = Sampler(self._eos_token_ids, self._speculation, self.on_logits, self.report_probabilities)
-                results = sampler.sample(step.plan, StepLogits.of(step.logits), step.drafts, step.separate)
+                verify = self._speculation.verify if self._speculation is not None else None
+                sampler = Sampler(self._eos_token_ids, verify, self.on_logits, self.report_probabilities)
+                results = sampler.sample(step)
                 ended = time.perf_counter()
                 step.sample_ms = (ended - sampling_started) * 1e3
                 self._commit(step, results, ended - started)

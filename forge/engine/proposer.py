@@ -1,4 +1,4 @@
-"""The interface of speculation: what the engine asks of proposers, and of the `Speculation` that manages them.
+"""The interface of proposers.
 
 A proposer proposes draft tokens: what a sequence may say next. The target model verifies them in its next forward, so a
 wrong draft token costs time and never changes the output. A proposer may be wrong, and may propose fewer tokens than it
@@ -6,26 +6,16 @@ was asked for, or none.
 
 A proposer is never told what became of its proposals. Each request brings the sequence's tokens, and a proposer trusts
 its own state only as far as that agrees with them. So a rejection, a preemption or an exception needs no message.
-
-A step calls `Speculation` in this order:
-
-    schedule() with wanted() ─▶ propose() ─▶ forward ─▶ verify() ─▶ learn() ─▶ commit()
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 from forge.engine.sampling import Distribution, SampledToken
-from forge.engine.sequence import Sequence
-from forge.engine.step_plan import StepPlan
 from forge.model.model import Draw
 from forge.trace.records import TokenVerdict
-
-if TYPE_CHECKING:  # they use what is defined here
-    from forge.engine.sampler import StepLogits, StepResults
-    from forge.engine.step_record import LaunchedStep
 
 
 @dataclass(frozen=True)
@@ -138,43 +128,3 @@ class Verification:
     @property
     def num_accepted(self) -> int:
         return len(self.sampled) - 1
-
-
-class Speculation(Protocol):
-    """What the scheduler and the engine need of speculation. `forge.speculation.speculator` implements it."""
-
-    @property
-    def proposers(self) -> tuple[Proposer, ...]:
-        """The proposers in use."""
-
-    def wanted(self, sequence: Sequence) -> int:
-        """Return how many draft tokens the sequence should have verified in its next step, at most."""
-
-    def wanted_forks(self, sequence: Sequence) -> int:
-        """Return the number of drafts beyond the first: one for each further proposer."""
-
-    def propose(self, plan: StepPlan) -> StepDrafts:
-        """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error: a
-        sequence that loses its proposer notes why (`Sequence.add_error`)."""
-
-    def verify(
-        self,
-        sequence: Sequence,
-        proposals: Items[Proposal],
-        logits: "StepLogits",
-        spans: Items[slice],
-        wants_probabilities: bool,
-    ) -> Verification:
-        """Decide which draft tokens of a sequence stand. It must not have its new tokens yet.
-
-        spans: for each proposal of K tokens the K + 1 rows of `logits` after the sequence's last token and after each
-        draft token; they are not read where the argmax decides. wants_probabilities: fill in the tokens' probabilities.
-        Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity.
-        """
-
-    def learn(self, step: "LaunchedStep", results: "StepResults", seconds: float) -> None:
-        """Take over what a step's verifications and times teach, and note in `results` the cycles, and who had no draft
-        tokens. Called once the step's tokens are decided, `seconds` after it began, before the sequences have them."""
-
-    def forget(self, seq_id: int) -> None:
-        """Drop the state of a sequence, which has ended. After an exception from this, call it again."""

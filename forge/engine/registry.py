@@ -9,18 +9,20 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from forge.cache.host_pool import HostEntry
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
 from forge.engine.outputs import RequestOutput
-from forge.engine.proposer import Proposer, Speculation
+from forge.engine.proposer import Proposer
 from forge.engine.requests import PromptLimits, RequestState, SequenceBuilder, check_answerable, check_drafts
 from forge.engine.sampler import StepResults
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
+from forge.engine.speculation import Speculation
 from forge.engine.step_plan import Outcome, StepPlan
 from forge.engine.step_record import RecordBuilder
 from forge.engine.structured_output import CompileGrammar, Grammar
@@ -33,8 +35,12 @@ from forge.tokenizer import Tokenizer
 from forge.trace.records import ArriveRecord, FinishRecord, RejectRecord
 from forge.trace.timeline import Timeline
 
-if TYPE_CHECKING:  # it derives from what is defined here
-    from forge.engine.engine import Interruptible
+
+class Operation(AbstractContextManager[None]):
+    """A change of an owner. `forge.engine.engine.Interruptible` is the one of an engine."""
+
+    unfinished = False
+    """It began and never ended (Ctrl-C, a full memory): the next one recovers."""
 
 
 class _Issued(NamedTuple):
@@ -57,7 +63,7 @@ class RequestRegistry(ABC):
     cache: KvCache
     storage: KvStorage
     speculation: Speculation | None
-    operation: "Interruptible"
+    operation: Operation
     """What changes the engine runs inside."""
     compile_grammar: CompileGrammar | None = None
     """For requests with structured output; without it they are refused."""

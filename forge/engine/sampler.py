@@ -11,19 +11,37 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forge.engine.proposer import Proposal, Speculation, StepDrafts, Verification
+from forge.engine.proposer import Proposal, StepDrafts, Verification
 from forge.engine.readout import SeparateResult, read_out, store_readout
 from forge.engine.sampling import BrokenLogits, SampledToken, check_max_logit, choose
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.structured_output import MatcherError
 from forge.engine.task import GENERATE, Readout
+from forge.model.forward_batch import ForwardBatch
 from forge.model.model import Logits
 from forge.reasons import FinishReason
 from forge.trace.records import FinishRecord, SpecCycle, TokenRecord, Undrafted
 
 OnLogits = Callable[[int, np.ndarray], None]
 """Called with (sequence id, logits float32 `[vocab]`) before a token is chosen. The callee owns the array."""
+
+
+@dataclass
+class LaunchedStep:
+    """A step from the launch of its forward pass until its logits are read."""
+
+    plan: StepPlan
+    drafts: StepDrafts
+    batch: ForwardBatch | None
+    logits: Logits
+    separate: list[SeparateResult]
+    schedule_ms: float
+    """Until the forward began, building the batch and moving blocks included, without the time of proposers."""
+    forward_ms: float
+    """Until the model returned. Async scheduling adds the time that the host then waited for the device."""
+    sample_ms: float = 0.0
+    """Until all tokens were known."""
 
 
 @dataclass
@@ -64,24 +82,19 @@ class Sampler:
     """Chooses the next tokens of one step, and reads out what prefill-only sequences asked for. Made for each step."""
 
     _eos_token_ids: frozenset[int]
-    _speculation: Speculation | None
+    _verify: Callable[[Sequence, tuple[Proposal, ...], StepLogits, Items[slice], bool], Verification] | None
+    """`Speculation.verify`."""
     _on_logits: Items[OnLogits] = ()
     _report_probabilities: bool = False
     """Fill in every token's probability, which takes longer than a greedy choice."""
     _results: StepResults = field(default_factory=StepResults)
 
-    def sample(
-        self,
-        plan: StepPlan,
-        logits: StepLogits,
-        drafts: StepDrafts,
-        separate: Items[SeparateResult],
-    ) -> StepResults:
+    def sample(self, step: LaunchedStep) -> StepResults:
         """Choose the next tokens of every item that needs some, and end the plan's exhausted sequences.
 
-        logits: the rows of all items, in order: of an item those of its known tokens, then those of its drafts.
+        The logits are the rows of all items, in order: of an item those of its known tokens, then those of its drafts.
         """
-        results, first_row = self._results, 0
+        plan, logits, drafts, results, first_row = step.plan, StepLogits.of(step.logits), step.drafts, self._results, 0
         for item in plan.items:
             rows = range(first_row, first_row + len(item.logit_rows) - item.num_draft_slots)  # of its known tokens
             proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
@@ -90,7 +103,7 @@ class Sampler:
             first_row = rows.stop
             if proposals:  # the rows of each begin with the last known token's, and the first has the one of `rows`
                 first_row += sum([len(proposal) + 1 for proposal in proposals]) - 1
-        for item, result in zip(plan.separate, separate, strict=True):
+        for item, result in zip(plan.separate, step.separate, strict=True):
             results.outcomes += self._separate_outcomes(item, result)
         for sequence in plan.exhausted:
             results.outcomes += self._all_ended(sequence, "length")
@@ -142,12 +155,12 @@ class Sampler:
 
     def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, row: int) -> Outcome:
         """Decide which draft tokens of an item stand; the rows of its drafts begin at that of its last known token."""
-        assert self._speculation is not None, "what has draft tokens has proposers"
+        assert self._verify is not None, "what has draft tokens has proposers"
         sequence, spans = item.sequence, []
         for proposal in proposals:
             spans.append(slice(row, row + len(proposal) + 1))
             row = spans[-1].stop
-        verification = self._speculation.verify(sequence, proposals, logits, spans, self._report_probabilities)
+        verification = self._verify(sequence, proposals, logits, spans, self._report_probabilities)
         self._results.verified[item.seq_id] = verification
         outcome = self._emit(sequence, verification.sampled, logits, spans[verification.winner].start)
         # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.

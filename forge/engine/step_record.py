@@ -4,35 +4,16 @@ Everything is copied out, so a record holds nothing of the engine. Arrivals and 
 record names them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from forge.engine.proposer import StepDrafts
-from forge.engine.readout import SeparateResult
-from forge.engine.sampler import StepResults
+from forge.engine.sampler import LaunchedStep, StepResults
 from forge.engine.scheduler import Scheduler
 from forge.engine.step_plan import StepPlan
 from forge.model.forward_batch import ForwardBatch
-from forge.model.model import Logits
 from forge.trace.records import ArriveRecord, BlockMap, CacheRecord, ItemRecord, RejectRecord, StepRecord
-
-
-@dataclass
-class LaunchedStep:
-    """A step from the launch of its forward pass until its logits are read."""
-
-    plan: StepPlan
-    drafts: StepDrafts
-    batch: ForwardBatch | None
-    logits: Logits
-    separate: list[SeparateResult]
-    schedule_ms: float
-    """Until the forward began, building the batch and moving blocks included, without the time of proposers."""
-    forward_ms: float
-    """Until the model returned. Async scheduling adds the time that the host then waited for the device."""
-    sample_ms: float = 0.0
-    """Until all tokens were known."""
 
 
 class RecordBuilder:

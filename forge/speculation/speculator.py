@@ -28,10 +28,9 @@ from forge.engine.proposer import (
     StepDrafts,
     Verification,
 )
-from forge.engine.sampler import StepLogits, StepResults
+from forge.engine.sampler import LaunchedStep, StepLogits, StepResults
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
-from forge.engine.step_record import LaunchedStep
 from forge.engine.structured_output import Matcher
 from forge.errors import ForgeError
 from forge.reasons import UndraftedReason

@@ -6,10 +6,10 @@ from typing import Any
 from forge.cache.factory import CacheSize, create_kv_cache
 from forge.engine.policies import SchedulerConfig
 from forge.engine.proposer import NO_DRAFTS, Proposal, StepDrafts
-from forge.engine.sampler import StepResults
+from forge.engine.sampler import LaunchedStep, StepResults
 from forge.engine.scheduler import Scheduler
 from forge.engine.step_plan import PlanItem, StepPlan
-from forge.engine.step_record import LaunchedStep, RecordBuilder
+from forge.engine.step_record import RecordBuilder
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.trace.records import CacheRecord, ItemRecord
 from tests.engine.schedules import outcomes_of, sequence

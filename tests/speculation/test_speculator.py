@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from forge.engine.proposer import NO_DRAFTS, Proposal, Proposer, StepDrafts, Verification
-from forge.engine.sampler import StepLogits, StepResults
+from forge.engine.sampler import LaunchedStep, StepLogits, StepResults
 from forge.engine.sampling import SampledToken
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import ForkSlots, Outcome, PlanItem, StepPlan
-from forge.engine.step_record import LaunchedStep
 from forge.errors import ForgeError
 from forge.speculation.controller import Costs
 from forge.speculation.leases import LeaseRevoked
