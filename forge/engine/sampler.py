@@ -96,12 +96,12 @@ class Sampler:
         """
         plan, logits, drafts, results, first_row = step.plan, StepLogits.of(step.logits), step.drafts, self._results, 0
         for item in plan.items:
-            rows = range(first_row, first_row + len(item.logit_rows) - item.num_draft_slots)  # of its known tokens
+            end = first_row + len(item.logit_rows) - item.num_draft_slots  # of the rows of its known tokens
             proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
             if item.sequence.finish_reason is None:  # else it ended after this step was planned ahead
-                results.outcomes += self._outcomes(item, proposals, logits, rows)
-            first_row = rows.stop
-            if proposals:  # the rows of each begin with the last known token's, and the first has the one of `rows`
+                results.outcomes += self._outcomes(item, proposals, logits, first_row, end)
+            first_row = end
+            if proposals:  # the rows of each begin with the last known token's, and the first's are behind that one
                 first_row += sum([len(proposal) + 1 for proposal in proposals]) - 1
         for item, result in zip(plan.separate, step.separate, strict=True):
             results.outcomes += self._separate_outcomes(item, result)
@@ -114,22 +114,25 @@ class Sampler:
         item: PlanItem,
         proposals: tuple[Proposal, ...],
         logits: StepLogits,
-        rows: range,
+        first_row: int,
+        end: int,
         readout: Readout | None = None,
-    ) -> list[Outcome]:
+    ) -> Items[Outcome]:
         """Compute an item's outcome: its next tokens, the answer to its task, or neither while its prompt goes on. The
         outcomes of the samples whose prompt it has computed follow.
 
-        rows: those of its known tokens in `logits`; the rows of its draft tokens follow. readout: the answer to its
-        task, where separate forwards gave it.
+        The rows of its known tokens in `logits` go from `first_row` up to `end`, and those of its draft tokens follow.
+        readout: the answer to its task, where separate forwards gave it.
         """
-        sequence, row = item.sequence, rows.stop - 1
+        sequence, row = item.sequence, end - 1
         try:
             if proposals:
                 return [self.verify(item, proposals, logits, row)]
             if sequence.task is not GENERATE and sequence.readout is None:
-                store_readout(item, readout or read_out(item, np.asarray(logits.rows[rows.start : rows.stop])))
+                store_readout(item, readout or read_out(item, np.asarray(logits.rows[first_row:end])))
             if item.chooses_token:
+                if not sequence.waiting_samples:
+                    return (self._next_token(sequence, logits, row),)
                 return [self._next_token(sample, logits, row) for sample in (sequence, *sequence.waiting_samples)]
             if item.remaining:
                 return [Outcome(item.seq_id, len(sequence.token_ids), (), None)]
@@ -137,11 +140,11 @@ class Sampler:
         except (BrokenLogits, MatcherError) as error:
             return self._all_ended(sequence, "error", error)
 
-    def _separate_outcomes(self, item: PlanItem, result: SeparateResult) -> list[Outcome]:
+    def _separate_outcomes(self, item: PlanItem, result: SeparateResult) -> Items[Outcome]:
         """Compute the outcomes of an item from its separate forwards."""
         if result.error is not None:
             return self._all_ended(item.sequence, "error", result.error)
-        return self._outcomes(item, (), StepLogits.of(result.last_row), range(1), result.readout)
+        return self._outcomes(item, (), StepLogits.of(result.last_row), 0, len(result.last_row), result.readout)
 
     def _next_token(self, sequence: Sequence, logits: StepLogits, row: int) -> Outcome:
         """Choose a sequence's next token from one row."""
