@@ -243,8 +243,8 @@ class Speculator:
         is_decode = num_rows == len(plan.items) if drafts is NO_DRAFTS else plan.execution_class == "decode"
         if is_decode and num_rows:
             step_ms = (seconds + time.perf_counter() - started) * 1e3 - drafts.total_ms
-            for proposer in self.proposers:
-                self._meters[proposer.name].add_forward(num_rows, step_ms)
+            for meter in [self._meters[proposer.name] for proposer in self.proposers]:
+                meter.add_forward(num_rows, step_ms)
         results.cycles, results.undrafted = tuple(cycles), self._without_drafts(plan, drafts)
 
     def _without_drafts(self, plan: StepPlan, drafts: StepDrafts) -> tuple[Undrafted, ...]:
