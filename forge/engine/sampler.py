@@ -101,7 +101,7 @@ class Sampler:
             if item.sequence.finish_reason is None:  # else it ended after this step was planned ahead
                 results.outcomes += self._outcomes(item, proposals, logits, first_row, end)
             first_row = end
-            if proposals:  # the rows of each begin with the last known token's, and the first's are behind that one
+            if proposals:  # each draft's rows begin with one for the last known token; the first's is counted above
                 first_row += sum([len(proposal) + 1 for proposal in proposals]) - 1
         for item, result in zip(plan.separate, step.separate, strict=True):
             results.outcomes += self._separate_outcomes(item, result)

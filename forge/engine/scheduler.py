@@ -154,7 +154,7 @@ class Scheduler:
                 copies += self._begin_samples(sequence, outcome_of)
         for sequence in plan.exhausted:
             outcome = outcome_of[sequence.seq_id]
-            ended.append((sequence, "length", outcome))
+            ended.append((sequence, outcome.finish_reason or "length", outcome))
             self._begin_samples(sequence, outcome_of)  # they end too
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None

@@ -1,6 +1,8 @@
-"""The interface of speculation: what the scheduler and the engine ask of it, in this order in a step:
+"""The interface of speculation: what the scheduler and the engine ask of it, in this order in a step.
 
-schedule() with wanted() ─▶ propose() ─▶ forward ─▶ verify() ─▶ learn() ─▶ commit()
+    schedule() with wanted() ─▶ propose() ─▶ forward ─▶ verify() ─▶ learn() ─▶ commit()
+
+`forge.speculation` implements it; the engine imports nothing of that.
 """
 
 from collections.abc import Sequence as Items
@@ -13,7 +15,7 @@ from forge.engine.step_plan import StepPlan
 
 
 class Speculation(Protocol):
-    """What the scheduler and the engine need of speculation. `forge.speculation.speculator` implements it."""
+    """What the scheduler and the engine need of speculation: `forge.speculation.speculator.Speculator`."""
 
     @property
     def proposers(self) -> tuple[Proposer, ...]:

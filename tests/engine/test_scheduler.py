@@ -13,7 +13,7 @@ from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import ForkSlots, Outcome
+from forge.engine.step_plan import ForkSlots, Outcome, StepPlan
 from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget
 from forge.trace.records import WaitRecord
 from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step, waiting
@@ -92,6 +92,14 @@ def with_samples(scheduler: Scheduler, number: int) -> list[Sequence]:
     first.waiting_samples = list(samples)
     scheduler.add(first)
     return [first, *samples]
+
+
+def test_an_exhausted_sequence_whose_last_text_was_a_stop_string_ends_as_stop():
+    scheduler, (one,) = basic(), [sequence(0)]
+    scheduler.add(one)
+    step(scheduler)
+    scheduler.commit(StepPlan((), exhausted=(one,)), [Outcome(0, 4, (), "stop", "x")])
+    assert (one.finish_reason, one.stop_reason, scheduler.running) == ("stop", "x", {})
 
 
 def test_samples_begin_with_their_prompt_but_for_those_that_end_with_their_first_token():
