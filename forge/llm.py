@@ -24,8 +24,9 @@ from forge.engine.async_scheduling import AsyncEngine
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import Proposer, Speculation
+from forge.engine.proposer import Proposer
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.speculation import Speculation
 from forge.engine.task import Readout, Task
 from forge.engine_args import EngineArgs, keywords_of
 from forge.errors import ForgeError, UsageError

@@ -80,7 +80,7 @@ class ReplicaEngine(EngineServer):
         """Of ended requests the seed, and the tokens of each sample."""
         self._resumed: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         """Of requests that went on here, the tokens of each sample that came from other engines."""
-        host = self.engine.scheduler.host
+        host = self.engine.scheduler.host_pool
         host.num_blocks = max(host.num_blocks, _HANDOFF_BLOCKS)
         self._meter = LoadMeter(self.engine.scheduler)
         self._events, self._held = EventLog(), set[int]()

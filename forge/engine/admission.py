@@ -18,7 +18,7 @@ from forge.engine.prefill_only import PrefillOnly
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, PlanItem
 from forge.engine.task import GENERATE
-from forge.reasons import Deferred, MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, WaitReason
+from forge.reasons import Deferred, MaxNumSeqs, NoBlocks, NoBudget, Phase, PoolExhausted, WaitReason
 from forge.trace.records import AdmitRecord, WaitRecord
 
 MAX_DEFERRED = 256
@@ -42,7 +42,9 @@ class Admission:
     """Moves sequences from the queue to the running ones, as far as slots, tokens and blocks allow."""
 
     def __init__(self, containers: Containers, prefill_only: PrefillOnly):
-        self._cache, self._config, self._planner, self._queue, self._running, self._host, self._retained = containers
+        self._cache, self._config, self._planner, self._queue, self._running, self._host_pool, self._retained = (
+            containers
+        )
         self._prefill_only = prefill_only
 
     def admit(self, plan: PlanBuilder) -> None:
@@ -127,7 +129,7 @@ class Admission:
         """Admit a generation with blocks for all its tokens, or say why it has to wait."""
         if self._num_slots <= 0:
             return MaxNumSeqs(self._config.max_num_seqs)
-        is_swapped = sequence.seq_id in self._host.entries
+        is_swapped = sequence.seq_id in self._host_pool.entries
         retained = self._retained.trim_to_common(sequence) if self._retained.sequences and not is_swapped else None
         while True:
             cost = self.cost(sequence, retained)
@@ -156,8 +158,8 @@ class Admission:
         if retained is not None:
             more = length - cache.reserved_length(retained)
             return AdmissionCost(cache.computed_length(retained), cache.blocks_needed(retained, more))
-        if sequence.seq_id in self._host.entries:
-            num_swapped = self._host.entries[sequence.seq_id].num_tokens
+        if sequence.seq_id in self._host_pool.entries:
+            num_swapped = self._host_pool.entries[sequence.seq_id].num_tokens
             return AdmissionCost(num_swapped, cache.blocks_to_begin(NO_HIT, length))
         hit = cache.lookup(sequence.token_ids, sequence.salt, sequence.max_cacheable_tokens)
         return AdmissionCost(hit.num_tokens, cache.blocks_to_begin(hit, length), hit.num_unreferenced)
@@ -168,7 +170,7 @@ class Admission:
         available = cache.num_available
         begun_before = sequence.num_output_tokens or sequence.times_preempted
         how: Literal["new", "recompute", "swap", "handoff"] = "recompute" if begun_before else "new"
-        swapped = self._host.entries.get(seq_id)
+        swapped = self._host_pool.entries.get(seq_id)
         if swapped is not None:
             how, start = "swap" if sequence.times_preempted else "handoff", swapped.num_tokens
             cache.add(seq_id, (), sequence.salt)
@@ -191,22 +193,14 @@ class Admission:
 def generation_item(cache: KvCache, sequence: Sequence, start: int, num_tokens: int) -> PlanItem:
     """Build the item that computes `num_tokens` rows of a generation from position `start` on; its slots are
     reserved."""
-    length, num_output = len(sequence.token_ids), sequence.num_output_tokens
+    seq_id, length = sequence.seq_id, len(sequence.token_ids)
     remaining = length - start - num_tokens
-    # Nothing but the last output token has to be computed (with the cache off: again).
-    decodes = num_output and (num_tokens + remaining == 1 or not cache.persistent)
-    samples = not remaining and sequence.max_output_tokens > 0
-    rows = range(num_tokens - samples, num_tokens)
+    # A decode: nothing but the last output token has to be computed (with the cache off: again).
+    decodes = sequence.num_output_tokens and (num_tokens + remaining == 1 or not cache.persistent)
+    phase: Phase = "decode" if decodes else "prefill"
+    chooses_token = not remaining and sequence.max_output_tokens > 0
+    rows = range(num_tokens - chooses_token, num_tokens)
     if sequence.task is not GENERATE:
         rows = sequence.pending_task.chunk_rows(start, num_tokens, length)
-    return PlanItem(
-        sequence.seq_id,
-        sequence,
-        start,
-        num_tokens,
-        rows,
-        samples,
-        "decode" if decodes else "prefill",
-        cache.block_table(sequence.seq_id),
-        remaining,
-    )
+    table = cache.block_table(seq_id)
+    return PlanItem(seq_id, sequence, start, num_tokens, rows, chooses_token, phase, table, remaining)

@@ -30,10 +30,8 @@ from dataclasses import replace
 import numpy as np
 
 from forge.engine.engine import Engine
-from forge.engine.proposer import SpeculationFacts
-from forge.engine.sampler import StepResults
+from forge.engine.sampler import LaunchedStep, StepResults
 from forge.engine.step_plan import PlanItem, StepPlan
-from forge.engine.step_record import LaunchedStep, StepTimes
 from forge.engine.structured_output import MatcherError
 from forge.reasons import MaxNumSeqs, NoBlocks
 
@@ -80,12 +78,12 @@ class AsyncEngine(Engine):
             on_device.release()  # nothing but its tokens will be read
         self._in_flight = self._launch(plan, started)
 
-    def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationFacts:
+    def _commit(self, step: LaunchedStep, results: StepResults, seconds: float) -> None:
         """Commit a step without the sequences that have ended since it was planned ahead."""
         items = tuple([item for item in step.plan.items if item.sequence.finish_reason is None])
         self._records.discarded += len(step.plan.items) - len(items)
         step.plan = replace(step.plan, items=items)
-        return super()._commit(step, results, times)
+        super()._commit(step, results, seconds)
 
     def _drop_state(self, seq_id: int) -> None:
         """Drop a sequence's state, and the step in flight if none of its sequences is left."""

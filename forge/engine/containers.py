@@ -160,7 +160,7 @@ class Containers(NamedTuple):
     queue: RequestQueue
     running: dict[int, Sequence]
     """Generations that hold slots and blocks, in the order of their admission."""
-    host: HostPool
+    host_pool: HostPool
     retained: RetainedCaches
 
     @classmethod

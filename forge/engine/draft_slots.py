@@ -9,8 +9,8 @@ from itertools import count
 
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
-from forge.engine.proposer import Speculation
 from forge.engine.sequence import Sequence
+from forge.engine.speculation import Speculation
 from forge.engine.step_plan import ForkSlots, PlanBuilder, PlanItem
 
 
@@ -35,9 +35,8 @@ class DraftSlots:
             plan.copies += self._cache.reserve(item.seq_id, num_draft_slots)
             plan.budget -= num_draft_slots
             rows = range(item.logit_rows.start, item.logit_rows.stop + num_draft_slots)
-            item = item._replace(
-                logit_rows=rows, num_draft_slots=num_draft_slots, block_table=self._cache.block_table(item.seq_id)
-            )
+            table = self._cache.block_table(item.seq_id)
+            item = item._replace(logit_rows=rows, num_draft_slots=num_draft_slots, block_table=table)
             # What is being swapped in cannot be forked yet.
             if item.phase == "decode" and item.seq_id not in swapped_in:
                 item = item._replace(forks=self._forks(item, plan))
@@ -75,12 +74,10 @@ class DraftSlots:
             fork_id = next(self._fork_ids)
             try:
                 copies = cache.fork(item.seq_id, fork_id)
-            except OutOfBlocks:
-                break
-            try:
                 plan.copies += (*copies, *cache.reserve(fork_id, num_rows))
             except OutOfBlocks:
-                cache.remove(fork_id)
+                if fork_id in cache:
+                    cache.remove(fork_id)
                 break
             plan.budget -= num_rows
             forks.append(ForkSlots(fork_id, cache.block_table(fork_id)))

@@ -22,14 +22,15 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.batch_builder import BatchBuilder
 from forge.engine.draft_slots import DraftSlots
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import NO_DRAFTS, NO_FACTS, Speculation, SpeculationFacts
+from forge.engine.proposer import NO_DRAFTS
 from forge.engine.readout import max_logit_rows, run_separate_forwards
-from forge.engine.registry import RequestRegistry
+from forge.engine.registry import Operation, RequestRegistry
 from forge.engine.requests import PromptLimits
-from forge.engine.sampler import OnLogits, Sampler, StepLogits, StepResults
+from forge.engine.sampler import LaunchedStep, OnLogits, Sampler, StepResults
 from forge.engine.scheduler import Scheduler
+from forge.engine.speculation import Speculation
 from forge.engine.step_plan import StepPlan
-from forge.engine.step_record import LaunchedStep, RecordBuilder, StepTimes
+from forge.engine.step_record import RecordBuilder
 from forge.errors import UsageError
 from forge.model.model import Model, ModelUnavailable
 from forge.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ _NO_LOGITS = np.empty((0, 1), np.float32)
 _NO_STEP = LaunchedStep(StepPlan(()), NO_DRAFTS, None, _NO_LOGITS, [], 0.0, 0.0)
 
 
-class Operation:
+class Interruptible(Operation):
     """Guards each change of its owner: if the one before never ended (Ctrl-C, a full memory), entering calls `recover`.
 
     An engine recovers by rebuilding everything from its sequences' tokens; a step whose tokens were decided stands, any
@@ -50,8 +51,7 @@ class Operation:
     """
 
     def __init__(self, recover: Callable[[], None]):
-        self._recover = WeakMethod(recover)  # its owner has this operation: a cycle would keep arrays alive
-        self.unfinished = False
+        self._recover = WeakMethod(recover)  # its owner has this guard: a cycle would keep arrays alive
 
     def __enter__(self) -> None:
         if self.unfinished and (recover := self._recover()) is not None:
@@ -65,10 +65,9 @@ class Operation:
 class Engine(RequestRegistry):
     """A model, a cache and a scheduler, advanced one step at a time by `step()`.
 
-    Requests are added, aborted, read and forgotten between steps. Callers in several threads hold `lock`.
+    Requests are added, aborted, read and forgotten between steps; what that takes, and each attribute that is not set
+    here, is `RequestRegistry`'s. Callers in several threads hold `lock`.
     """
-
-    operation: Operation
 
     def __init__(
         self,
@@ -85,11 +84,11 @@ class Engine(RequestRegistry):
         """scratch: blocks of the storage past the cache's own, for prefill-only requests. speculation: proposes and
         verifies draft tokens; None for no speculation. new_scheduler: makes the scheduler."""
         limits = PromptLimits(model.vocab_size, max_model_len, cache.max_sequence_length, cache.block_size)
-        scheduler = new_scheduler(cache, config, scratch, model.temporary_bytes, max_logit_rows(model.vocab_size))
+        scheduler = new_scheduler(cache, config, scratch, max_logit_rows(model.vocab_size))
         super().__init__(tokenizer, limits, scheduler, RecordBuilder(scheduler, storage.layout.bytes_per_token))
         self.lock = RLock()
         """For callers in several threads; the engine itself never takes it."""
-        self.operation = Operation(self._recover)
+        self.operation = Interruptible(self._recover)
         self.cache = cache
         self.storage = storage
         self.on_logits: list[OnLogits] = []
@@ -125,10 +124,6 @@ class Engine(RequestRegistry):
         self._speculation = speculation
         self.scheduler.draft_slots = DraftSlots(self.cache, speculation) if speculation is not None else None
 
-    @property
-    def _is_interrupted(self) -> bool:
-        return self.operation.unfinished
-
     # A step
 
     def step(self) -> StepRecord:
@@ -142,16 +137,17 @@ class Engine(RequestRegistry):
             try:
                 step = self._next_step(started)
                 sampling_started = time.perf_counter()
-                sampler = Sampler(self._eos_token_ids, self._speculation, self.on_logits, self.report_probabilities)
-                results = sampler.sample(step.plan, StepLogits.of(step.logits), step.drafts, step.separate)
-                times = StepTimes(started, sampling_started, time.perf_counter())
-                facts = self._commit(step, results, times)
+                verify = self._speculation.verify if self._speculation is not None else None
+                sampler = Sampler(self._eos_token_ids, verify, self.on_logits, self.report_probabilities)
+                results = sampler.sample(step)
+                ended = time.perf_counter()
+                step.sample_ms = (ended - sampling_started) * 1e3
+                self._commit(step, results, ended - started)
             except ModelUnavailable as error:
                 if self.waits_for_model:
                     raise
-                step, results, facts = _NO_STEP, self._end_all(error), NO_FACTS
-                times = StepTimes(started, started, time.perf_counter())
-            record = self._records.build(step, results, facts, times)
+                step, results, ended = _NO_STEP, self._end_all(error), time.perf_counter()
+            record = self._records.build(step, results, started, ended)
             self.timeline.journal.append(record)
             if self.checks_invariants:
                 self.scheduler.check_invariants()
@@ -160,7 +156,8 @@ class Engine(RequestRegistry):
         return record
 
     def _next_step(self, started: float) -> LaunchedStep:
-        """Schedule and launch the step that began at `started`, in seconds on the engine's clock."""
+        """Schedule and launch the step that began at `started`, in seconds on the engine's clock. The `AsyncEngine`
+        launches the next one, too."""
         return self._launch(self.scheduler.schedule(), started)
 
     def _launch(self, plan: StepPlan, started: float) -> LaunchedStep:
@@ -171,27 +168,25 @@ class Engine(RequestRegistry):
         drafts = speculation.propose(plan) if speculation is not None else NO_DRAFTS
         batch = self._batch_builder.build(plan.items, drafts.proposals) if plan.items else None
         if plan.copies or plan.swap_outs or plan.swap_ins:
-            self.scheduler.host.move(self.storage, plan.swap_outs, plan.copies, plan.swap_ins)
+            self.scheduler.host_pool.move(self.storage, plan.swap_outs, plan.copies, plan.swap_ins)
         launched = time.perf_counter()
         logits = self._model.forward(batch, self.storage) if batch is not None else _NO_LOGITS
         separate = run_separate_forwards(plan.separate, self._model, self.storage) if plan.separate else []
         schedule_ms, forward_ms = (launched - started) * 1e3, (time.perf_counter() - launched) * 1e3
         return LaunchedStep(plan, drafts, batch, logits, separate, schedule_ms - drafts.total_ms, forward_ms)
 
-    def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationFacts:
-        """Commit a step: append its tokens to their sequences, and its keys and values to the cache."""
-        facts, speculation = NO_FACTS, self._speculation
+    def _commit(self, step: LaunchedStep, results: StepResults, seconds: float) -> None:
+        """Commit a step: append its tokens to their sequences, and its keys and values to the cache. seconds: what it
+        took until its tokens were known."""
         self._decided = results.outcomes  # from here on the step has happened
-        if speculation is not None:
-            cost = step.cost(times.ended - times.started)
-            facts = speculation.learn(step.plan, step.drafts, results.verified, results.outcomes, cost)
+        if self._speculation is not None:
+            self._speculation.learn(step, results, seconds)
         copies = self.scheduler.commit(step.plan, results.outcomes)
         if copies:
             self.storage.copy_blocks(copies)
         self._decided = ()
         for finish in results.finished:
             self._drop_state(finish.seq_id)
-        return facts
 
     def _drop_state(self, seq_id: int) -> None:
         self._batch_builder.forget(seq_id)

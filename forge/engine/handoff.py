@@ -43,10 +43,6 @@ class KvHandoff:
         return len(self.token_ids)
 
     @property
-    def num_blocks(self) -> int:
-        return blocks_for(self.position, self.layout.block_size)
-
-    @property
     def num_bytes(self) -> int:
         """The size of the blocks, as the storage holds them."""
         parts = self.data if isinstance(self.data, tuple) else (self.data,)
@@ -85,7 +81,8 @@ def add_handed_over(
     if not engine.cache.persistent:
         raise UsageError("a hand-over is continued in a KV cache: give this engine --kv basic, paged or prefix")
     handoff.check(engine.storage.layout, prompt_token_ids, salt)
-    computed = HostEntry(handoff.num_blocks, handoff.position, handoff.data)
+    num_blocks = blocks_for(handoff.position, handoff.layout.block_size)
+    computed = HostEntry(num_blocks, handoff.position, handoff.data)
     return engine.add_request(request_id, prompt_token_ids, params, salt=salt, computed=computed, **options)
 
 

@@ -130,19 +130,14 @@ class SchedulerConfig:
     """Prefill-only: bytes of temporary arrays in one step."""
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("order", ADMISSION_ORDERS),
-            ("preempt", VICTIM_POLICIES),
-            ("preemption", PREEMPTION_MODES),
-        ):
+        names = {"order": tuple(ADMISSION_ORDERS), "preempt": tuple(VICTIM_POLICIES), "preemption": PREEMPTION_MODES}
+        for name, supported in names.items():
             chosen = getattr(self, name)
-            if chosen not in choices and (name == "preemption" or not callable(chosen)):
-                raise UsageError(f"unknown --{name} {chosen!r}; supported: {', '.join(choices)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_only_tokens", "prefill_only_memory"):
-            value = getattr(self, name)
-            if name == "max_num_batched_tokens" and value is None:
-                continue
-            _require_whole(name, value, 1)
+            if chosen not in supported and (name == "preemption" or not callable(chosen)):
+                raise UsageError(f"unknown --{name} {chosen!r}; supported: {', '.join(supported)}")
+        for name in ("max_num_seqs", "prefill_only_tokens", "prefill_only_memory"):
+            _require_whole(name, getattr(self, name), 1)
+        _require_whole("max_num_batched_tokens", self.token_budget, 1)
         _require_whole("num_host_blocks", self.num_host_blocks, 0)
         if self.token_budget < self.max_num_seqs:
             raise UsageError(

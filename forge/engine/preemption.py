@@ -12,7 +12,7 @@ from forge.cache.kv_cache import OutOfBlocks
 from forge.engine.containers import Containers
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder
-from forge.reasons import HostPoolFull, NoBlocks, PoolExhausted
+from forge.reasons import HostPoolFull, NoBlocks, PoolExhausted, PreemptionMode
 from forge.trace.records import PreemptRecord
 
 
@@ -20,7 +20,7 @@ class Preemption:
     """Frees blocks for running sequences. Retained caches go first, then victims."""
 
     def __init__(self, containers: Containers):
-        self._cache, config, _, self._queue, self._running, self._host, self._retained = containers
+        self._cache, config, _, self._queue, self._running, self._host_pool, self._retained = containers
         self._policy_name, self._choose_victim = config.victim_policy
         self._swaps = config.preemption == "swap"
 
@@ -47,32 +47,27 @@ class Preemption:
         """Take a running sequence's blocks and put it back into the queue."""
         cache, seq_id = self._cache, victim.seq_id
         table, computed, available = cache.block_table(seq_id), cache.computed_length(seq_id), cache.num_available
-        swapped, fallback = self._swap_out(victim, computed, plan) if self._swaps and computed else (False, None)
+        swaps = self._swaps and computed > 0
+        fallback = self._swap_out(victim, computed, plan) if swaps else None
         plan.drop(seq_id, table)
         del self._running[seq_id]
         cache.remove(seq_id)
         victim.times_preempted += 1
         self._queue.add(victim)
-        plan.preempted.append(
-            PreemptRecord(
-                seq_id,
-                requester.seq_id,
-                shortage.needed,
-                shortage.free,
-                self._policy_name,
-                "swap" if swapped else "recompute",
-                0 if swapped else computed,
-                cache.num_available - available,
-                fallback,
-            )
-        )
+        how: PreemptionMode = "swap" if swaps and fallback is None else "recompute"
+        lost, freed = 0 if how == "swap" else computed, cache.num_available - available
+        numbers = requester.seq_id, shortage.needed, shortage.free
+        plan.preempted.append(PreemptRecord(seq_id, *numbers, self._policy_name, how, lost, freed, fallback))
 
-    def _swap_out(self, victim: Sequence, computed: int, plan: PlanBuilder) -> tuple[bool, HostPoolFull | None]:
+    def _swap_out(self, victim: Sequence, computed: int, plan: PlanBuilder) -> HostPoolFull | None:
         """Move a victim's computed blocks to the host pool, or say why they cannot go there."""
         blocks = self._cache.block_table(victim.seq_id)[: blocks_for(computed, self._cache.block_size)]
-        if len(blocks) > self._host.num_free:
-            return False, HostPoolFull(len(blocks), self._host.num_free)
-        self._host.add(victim.seq_id, HostEntry(len(blocks), computed))
-        # Swap-outs run before copies: what this step was to copy for the victim is read from where it still is.
-        plan.swap_outs.append(Swap(victim.seq_id, plan.before_copies(blocks)))
-        return True, None
+        if len(blocks) > self._host_pool.num_free:
+            return HostPoolFull(len(blocks), self._host_pool.num_free)
+        self._host_pool.add(victim.seq_id, HostEntry(len(blocks), computed))
+        for copy in reversed(
+            plan.copies
+        ):  # swap-outs run before them: what the step was to copy is at its source still
+            blocks = tuple([copy.source if block == copy.destination else block for block in blocks])
+        plan.swap_outs.append(Swap(victim.seq_id, blocks))
+        return None

@@ -22,12 +22,12 @@ from forge.reasons import NoBlocks, NoBudget, WaitReason
 class PrefillOnly:
     """Reserves the transient blocks of prefill-only sequences, and releases them when their step is committed."""
 
-    def __init__(self, containers: Containers, scratch: range, temporary_bytes: Callable[[int, int], int]):
-        """scratch: blocks past the cache's own. temporary_bytes: what a forward of so many rows, so many of them with
-        logits, needs for itself."""
+    def __init__(self, containers: Containers, scratch: range):
+        """scratch: blocks past the cache's own."""
         self._cache, self._config, self._planner, self._queue, *_ = containers
         self.scratch = scratch
-        self.temporary_bytes = temporary_bytes
+        self.temporary_bytes: Callable[[int, int], int] = lambda rows, logit_rows: 0
+        """What a forward of so many rows, so many of them with logits, needs for itself. The engine sets it."""
         self._in_chunks = self._config.chunked_prefill and self._cache.persistent
         """Whether a prompt that exceeds a step's tokens can be computed in several steps."""
 
@@ -119,8 +119,8 @@ class PrefillOnly:
         num_scratch = -(-length // size) - len(table)
         table += tuple(self.scratch[plan.num_scratch_blocks : plan.num_scratch_blocks + num_scratch])
         plan.num_scratch_blocks += num_scratch
-        samples = sequence.task.sample and sequence.max_output_tokens > 0
-        rows = (start, length - start, logit_rows, samples)
+        chooses_token = sequence.task.sample and sequence.max_output_tokens > 0
+        rows = (start, length - start, logit_rows, chooses_token)
         item = PlanItem(sequence.seq_id, sequence, *rows, "prefill_only", table, num_published=end)
         plan.prefill_only.append(item)
         plan.needs_hidden |= sequence.task.needs_hidden

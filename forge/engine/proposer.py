@@ -1,4 +1,4 @@
-"""The interface of speculation: what the engine asks of proposers, and of the `Speculation` that manages them.
+"""The interface of proposers.
 
 A proposer proposes draft tokens: what a sequence may say next. The target model verifies them in its next forward, so a
 wrong draft token costs time and never changes the output. A proposer may be wrong, and may propose fewer tokens than it
@@ -6,25 +6,16 @@ was asked for, or none.
 
 A proposer is never told what became of its proposals. Each request brings the sequence's tokens, and a proposer trusts
 its own state only as far as that agrees with them. So a rejection, a preemption or an exception needs no message.
-
-A step calls `Speculation` in this order:
-
-    schedule() with wanted() ─▶ propose() ─▶ forward ─▶ verify() ─▶ learn() ─▶ commit()
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from typing import NamedTuple
 
 from forge.engine.sampling import Distribution, SampledToken
-from forge.engine.sequence import Sequence
-from forge.engine.step_plan import Outcome, StepPlan
 from forge.model.model import Draw
-from forge.trace.records import SpecCycle, TokenVerdict, Undrafted
+from forge.trace.records import TokenVerdict
 
 
 @dataclass(frozen=True)
@@ -68,8 +59,6 @@ class Proposal:
 
     def first(self, num_tokens: int) -> "Proposal":
         """Return the first `num_tokens` tokens at most."""
-        if num_tokens >= len(self):
-            return self
         distributions = self.distributions and self.distributions[:num_tokens]
         return replace(self, token_ids=self.token_ids[:num_tokens], distributions=distributions)
 
@@ -137,91 +126,5 @@ class Verification:
     """The draft whose rows hold the accepted tokens: its keys and values are kept."""
 
     @property
-    def verdicts(self) -> tuple[TokenVerdict, ...]:
-        """The verdicts on the winning draft."""
-        return self.by_draft[self.winner]
-
-    @property
     def num_accepted(self) -> int:
         return len(self.sampled) - 1
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token.token_id for token in self.sampled)
-
-
-class StepCost(NamedTuple):
-    """The rows and milliseconds of a step."""
-
-    num_rows: int
-    """Of the target's forward."""
-    forward_ms: float
-    step_ms: float
-    """The whole step without the proposers' time."""
-
-
-class SpeculationFacts(NamedTuple):
-    """What a step's record says of its draft tokens."""
-
-    cycles: tuple[SpecCycle, ...] = ()
-    undrafted: tuple[Undrafted, ...] = ()
-    """Who had no draft tokens, and why."""
-
-
-NO_FACTS = SpeculationFacts()
-
-
-class Speculation(Protocol):
-    """What the scheduler and the engine need of speculation. `forge.speculation.speculator` implements it."""
-
-    @property
-    def proposers(self) -> tuple[Proposer, ...]:
-        """The proposers in use."""
-        ...
-
-    def wanted(self, sequence: Sequence) -> int:
-        """Return how many draft tokens the sequence should have verified in its next step, at most."""
-        ...
-
-    def wanted_forks(self, sequence: Sequence) -> int:
-        """Return the number of drafts beyond the first: one for each further proposer."""
-        ...
-
-    def propose(self, plan: StepPlan) -> StepDrafts:
-        """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error: a
-        sequence that loses its proposer notes why (`Sequence.add_error`)."""
-        ...
-
-    def verify(
-        self,
-        sequence: Sequence,
-        proposals: Items[Proposal],
-        logits_of_draft: Callable[[int], np.ndarray],
-        argmax_of_drafts: Items[Items[int]],
-        max_logits_of_drafts: Items[Items[float]],
-        wants_probabilities: bool,
-    ) -> Verification:
-        """Decide which draft tokens of a sequence stand. It must not have its new tokens yet.
-
-        logits_of_draft: the target's logits after the sequence's last token and after each of the draft's K tokens,
-        float32 `[K + 1, vocab]`; not called where the argmax decides. argmax_of_drafts, max_logits_of_drafts: of each
-        of these rows the token with the greatest logit (or the first NaN), and that logit. wants_probabilities: fill in
-        the tokens' probabilities. Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity.
-        """
-        ...
-
-    def learn(
-        self,
-        plan: StepPlan,
-        drafts: StepDrafts,
-        verified: Mapping[int, Verification],
-        outcomes: Items[Outcome],
-        cost: StepCost,
-    ) -> SpeculationFacts:
-        """Take over what a step's verifications teach. Called once the step's tokens are decided, before the sequences
-        have them."""
-        ...
-
-    def forget(self, seq_id: int) -> None:
-        """Drop the state of a sequence, which has ended. After an exception from this, call it again."""
-        ...

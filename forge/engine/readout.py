@@ -29,8 +29,8 @@ class SeparateResult(NamedTuple):
     """The results of one item's separate forwards."""
 
     readout: Readout = Readout()
-    last_row: np.ndarray | None = None
-    """The logits after the last token, float32 `[vocab]`, where the item samples."""
+    last_row: np.ndarray = np.empty((0, 1), np.float32)
+    """The logits after the last token, float32 `[1, vocab]`, where the item chooses a token; else `[0, …]`."""
     error: BrokenLogits | None = None
 
 
@@ -46,6 +46,15 @@ def read_out(item: PlanItem, rows: np.ndarray, before: Readout | None = None) ->
     scores = score_tokens(sequence, item.start + item.logit_rows.start + 1, rows) if task.score_from is not None else ()
     candidates = _candidates(sequence, rows[-1]) if task.candidates and not item.remaining else ()
     return Readout(candidates, (*(before or _before(item)).scores, *scores))
+
+
+def store_readout(item: PlanItem, readout: Readout) -> None:
+    """Store the answer to an item's task with all samples of its prompt; of a prompt in chunks, the answer so far."""
+    if item.remaining:
+        item.sequence.partial = readout
+    else:
+        for sample in (item.sequence, *item.sequence.waiting_samples):
+            sample.readout = readout
 
 
 def _before(item: PlanItem) -> Readout:
@@ -83,7 +92,7 @@ def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> Sep
             readout = read_out(part, rows, readout)
     except BrokenLogits as error:
         return SeparateResult(error=error)
-    return SeparateResult(readout, rows[-1] if item.chooses_token else None)
+    return SeparateResult(readout, rows[-1:] if item.chooses_token else rows[:0])
 
 
 def _rows_of(item: PlanItem) -> SequenceRows:

@@ -16,13 +16,14 @@ from forge.cache.host_pool import HostEntry
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
 from forge.engine.outputs import RequestOutput
-from forge.engine.proposer import Proposer, Speculation
+from forge.engine.proposer import Proposer
 from forge.engine.requests import PromptLimits, RequestState, SequenceBuilder, check_answerable, check_drafts
 from forge.engine.sampler import StepResults
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import Outcome, StepPlan, flat
+from forge.engine.speculation import Speculation
+from forge.engine.step_plan import Outcome, StepPlan
 from forge.engine.step_record import RecordBuilder
 from forge.engine.structured_output import CompileGrammar, Grammar
 from forge.engine.task import GENERATE, Logprobs, Task
@@ -33,6 +34,13 @@ from forge.reasons import FinishReason
 from forge.tokenizer import Tokenizer
 from forge.trace.records import ArriveRecord, FinishRecord, RejectRecord
 from forge.trace.timeline import Timeline
+
+
+class Operation(AbstractContextManager[None]):
+    """A change of an owner. `forge.engine.engine.Interruptible` is the one of an engine."""
+
+    unfinished = False
+    """It began and never ended (Ctrl-C, a full memory): the next one recovers."""
 
 
 class _Issued(NamedTuple):
@@ -54,9 +62,8 @@ class RequestRegistry(ABC):
     model: Model
     cache: KvCache
     storage: KvStorage
-    tokenizer: Tokenizer
     speculation: Speculation | None
-    operation: AbstractContextManager[None]
+    operation: Operation
     """What changes the engine runs inside."""
     compile_grammar: CompileGrammar | None = None
     """For requests with structured output; without it they are refused."""
@@ -81,11 +88,6 @@ class RequestRegistry(ABC):
     def proposers(self) -> tuple[Proposer, ...]:
         """The proposers in use; none without speculation."""
         return self.speculation.proposers if self.speculation is not None else ()
-
-    @property
-    @abstractmethod
-    def _is_interrupted(self) -> bool:
-        """True after an operation that has begun and never ended, until the next one recovers."""
 
     @abstractmethod
     def _drop_state(self, seq_id: int) -> None:
@@ -148,8 +150,13 @@ class RequestRegistry(ABC):
                 continues_from=continues_from,
             )
             sequences = self._sequence_builder.complete(first, grammar, begins_computed=computed is not None)
-            self._register(RequestState(request_id, prompt, seed, sequences), computed)
-            return self._requests[request_id].seq_ids
+            first.waiting_samples = [*sequences[1:]]
+            request = self._requests[request_id] = RequestState(request_id, prompt, seed, sequences)
+            # From here on the request exists.
+            self._issued = self._issued._replace(seq_ids=first.seq_id + len(sequences))
+            self.scheduler.add(first, computed)
+            self._announce(request)
+            return request.seq_ids
 
     def append_emitted(self, request_id: str, emitted: Items[tuple[Items[int], Items[Logprobs]]]) -> None:
         """Append output tokens, with their log probabilities, that another engine has chosen to each sample of a
@@ -160,15 +167,9 @@ class RequestRegistry(ABC):
                 sequence.token_ids += token_ids
                 sequence.logprobs += logprobs
                 self._sequence_builder.rebuild_text(sequence)
-            self.scheduler.queue_samples_apart(sequences[0])
-
-    def _register(self, request: RequestState, computed: HostEntry | None) -> None:
-        """Make a request known, and queue its sequences."""
-        first, *first.waiting_samples = request.sequences
-        self._requests[request.request_id] = request  # from here on the request exists
-        self._issued = _Issued(first.seq_id + len(request.sequences), self._issued.retained_forks)
-        self.scheduler.add(first, computed)
-        self._announce(request)
+            samples, sequences[0].waiting_samples = sequences[0].waiting_samples, []
+            for sample in samples:
+                self.scheduler.queue.add(sample)
 
     def _announce(self, request: RequestState) -> None:
         """Put an arrival into the timeline and the next record, unless it is there."""
@@ -204,13 +205,13 @@ class RequestRegistry(ABC):
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
-        if self._is_interrupted:
+        if self.operation.unfinished:
             return any(map(self.is_unfinished, self._requests))
         return self.scheduler.has_unfinished()
 
     def is_unfinished(self, request_id: str) -> bool:
         """True while a sequence of a request has yet to end. Raises `KeyError` for a request that is not known."""
-        decided = {outcome.seq_id for outcome in flat(self._decided) if outcome.finish_reason is not None}
+        decided = {outcome.seq_id for outcome in self._decided if outcome.finish_reason is not None}
         sequences = self._requests[request_id].sequences
         return any(sequence.finish_reason is None and sequence.seq_id not in decided for sequence in sequences)
 
@@ -278,7 +279,7 @@ class RequestRegistry(ABC):
 
     def is_retained(self, seq_id: int) -> bool:
         """True if an ended sequence's cache can be continued. It is released when others need its blocks."""
-        return not self._is_interrupted and seq_id in self.scheduler.retained.sequences
+        return not self.operation.unfinished and seq_id in self.scheduler.retained.sequences
 
     def release(self, seq_id: int) -> None:
         """Release the retained cache of an ended sequence, if it still has one."""
@@ -306,7 +307,7 @@ class RequestRegistry(ABC):
         """Recover from an operation that never ended: apply the outcomes that were decided, and begin again from the
         tokens. If this is interrupted, the next operation repeats it."""
         sequences = {sequence.seq_id: sequence for state in self._requests.values() for sequence in state.sequences}
-        for outcome in flat(self._decided):
+        for outcome in self._decided:
             sequence = sequences[outcome.seq_id]
             if len(sequence.token_ids) == outcome.position:
                 sequence.token_ids += outcome.token_ids

@@ -160,26 +160,34 @@ class SequenceBuilder:
         return min(params.max_tokens, room)
 
     def complete(self, first: Sequence, grammar: Grammar | None, begins_computed: bool) -> tuple[Sequence, ...]:
-        """Classify a request's first sequence, and return it with the request's further samples.
+        """Decide whether one forward pass answers a request's first sequence, and note whether the pool limits its
+        length. Return it with the request's further samples.
 
         begins_computed: another engine has computed its beginning.
         """
-        self._classify(first, first.retain_cache or first.continues_from is not None or begins_computed)
+        params, pool_size = first.params, self._limits.max_cached_len
+        if first.task is not GENERATE:
+            first.prefill_only, first.max_output_tokens = True, int(first.task.sample)
+            return (first,)
+        if first.max_output_tokens < params.max_tokens and self._limits.longest == pool_size:
+            first.length_limit = PoolExhausted(pool_size)
+        if params.prompt_logprobs is not None:
+            first.task = Task(first.max_output_tokens > 0, score_from=1, top=params.prompt_logprobs)
+        uses_cache = first.retain_cache or first.continues_from is not None or begins_computed
+        if self._prefill_only and not uses_cache:
+            first.prefill_only = first.max_output_tokens <= 1 and params.n == 1
         samples = (
             replace(
                 first,
                 seq_id=first.seq_id + index,
                 sample_index=index,
                 token_ids=list(first.token_ids),
-                output_text=self.new_text(first.params),
+                output_text=self.new_text(params),
                 matcher=grammar.new_matcher() if grammar is not None else None,
-                waiting_samples=[],
-                errors=[],
-                logprobs=[],
             )
-            for index in range(1, first.params.n)
+            for index in range(1, params.n)
         )
-        return (first,) if first.prefill_only else (first, *samples)
+        return (first, *samples)
 
     def new_text(self, params: SamplingParams) -> OutputText:
         """Return the empty text of a new output."""
@@ -193,20 +201,3 @@ class SequenceBuilder:
         for token_id in sequence.output_token_ids:
             output_text.push(token_id)
         sequence.output_text = output_text
-
-    def _classify(self, sequence: Sequence, uses_cache: bool) -> None:
-        """Decide whether one forward pass answers it, and note whether the pool limits its length.
-
-        uses_cache: it leaves its cache in place, or begins with one.
-        """
-        params, pool_size = sequence.params, self._limits.max_cached_len
-        if sequence.max_output_tokens < params.max_tokens and self._limits.longest == pool_size:
-            sequence.length_limit = PoolExhausted(pool_size)
-        if sequence.task is not GENERATE:
-            sequence.length_limit = None
-            sequence.prefill_only, sequence.max_output_tokens = True, int(sequence.task.sample)
-            return
-        if params.prompt_logprobs is not None:
-            sequence.task = Task(sequence.max_output_tokens > 0, score_from=1, top=params.prompt_logprobs)
-        if self._prefill_only and not uses_cache:
-            sequence.prefill_only = sequence.max_output_tokens <= 1 and params.n == 1

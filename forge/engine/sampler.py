@@ -11,19 +11,37 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forge.engine.proposer import Proposal, Speculation, StepDrafts, Verification
-from forge.engine.readout import SeparateResult, read_out
+from forge.engine.proposer import Proposal, StepDrafts, Verification
+from forge.engine.readout import SeparateResult, read_out, store_readout
 from forge.engine.sampling import BrokenLogits, SampledToken, check_max_logit, choose
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.structured_output import MatcherError
 from forge.engine.task import GENERATE, Readout
+from forge.model.forward_batch import ForwardBatch
 from forge.model.model import Logits
 from forge.reasons import FinishReason
-from forge.trace.records import FinishRecord, TokenRecord
+from forge.trace.records import FinishRecord, SpecCycle, TokenRecord, Undrafted
 
 OnLogits = Callable[[int, np.ndarray], None]
 """Called with (sequence id, logits float32 `[vocab]`) before a token is chosen. The callee owns the array."""
+
+
+@dataclass
+class LaunchedStep:
+    """A step from the launch of its forward pass until its logits are read."""
+
+    plan: StepPlan
+    drafts: StepDrafts
+    batch: ForwardBatch | None
+    logits: Logits
+    separate: list[SeparateResult]
+    schedule_ms: float
+    """Until the forward began, building the batch and moving blocks included, without the time of proposers."""
+    forward_ms: float
+    """Until the model returned. Async scheduling adds the time that the host then waited for the device."""
+    sample_ms: float = 0.0
+    """Until all tokens were known."""
 
 
 @dataclass
@@ -44,13 +62,19 @@ class StepLogits:
 
 @dataclass
 class StepResults:
-    """The results of one step. Until `commit()` neither scheduler nor cache sees them, and no `token_ids` grow."""
+    """The results of one step: `outcomes` for the scheduler, the rest for the record, which says each token once more.
+
+    Until `commit()` neither scheduler nor cache sees them, and no `token_ids` grow.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     tokens: list[TokenRecord] = field(default_factory=list)
     finished: list[FinishRecord] = field(default_factory=list)
     verified: dict[int, Verification] = field(default_factory=dict)
     """By sequence id: the decision about its draft tokens."""
+    cycles: tuple[SpecCycle, ...] = ()
+    undrafted: tuple[Undrafted, ...] = ()
+    """Who had no draft tokens, and why."""
 
 
 @dataclass
@@ -58,103 +82,89 @@ class Sampler:
     """Chooses the next tokens of one step, and reads out what prefill-only sequences asked for. Made for each step."""
 
     _eos_token_ids: frozenset[int]
-    _speculation: Speculation | None
+    _verify: Callable[[Sequence, tuple[Proposal, ...], StepLogits, Items[slice], bool], Verification] | None
+    """`Speculation.verify`."""
     _on_logits: Items[OnLogits] = ()
     _report_probabilities: bool = False
     """Fill in every token's probability, which takes longer than a greedy choice."""
     _results: StepResults = field(default_factory=StepResults)
 
-    def sample(
-        self,
-        plan: StepPlan,
-        logits: StepLogits,
-        drafts: StepDrafts,
-        separate: Items[SeparateResult],
-    ) -> StepResults:
+    def sample(self, step: LaunchedStep) -> StepResults:
         """Choose the next tokens of every item that needs some, and end the plan's exhausted sequences.
 
-        logits: the rows of all items, in order: of an item those of its known tokens, then those of its drafts.
+        The logits are the rows of all items, in order: of an item those of its known tokens, then those of its drafts.
         """
-        results, first_row = self._results, 0
+        plan, logits, drafts, results, first_row = step.plan, StepLogits.of(step.logits), step.drafts, self._results, 0
         for item in plan.items:
-            sequence = item.sequence
-            num_known = len(item.logit_rows) - item.num_draft_slots
-            row = first_row + num_known - 1  # that of the last known token
+            end = first_row + len(item.logit_rows) - item.num_draft_slots  # of the rows of its known tokens
             proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
-            if sequence.finish_reason is None:  # else it ended after this step was planned ahead
-                results.outcomes.append(self._outcome(item, proposals, logits, first_row, row))
-            # The first draft's rows begin at `row`, and every further one's at its last known token, computed again.
-            first_row = row + sum([len(proposal) + 1 for proposal in proposals]) if proposals else row + 1
-        for item, result in zip(plan.separate, separate, strict=True):
-            results.outcomes.append(self._separate_outcome(item, result))
-        results.outcomes += [self._ended_with_samples(sequence, "length") for sequence in plan.exhausted]
+            if item.sequence.finish_reason is None:  # else it ended after this step was planned ahead
+                results.outcomes += self._outcomes(item, proposals, logits, first_row, end)
+            first_row = end
+            if proposals:  # each draft's rows begin with one for the last known token; the first's is counted above
+                first_row += sum([len(proposal) + 1 for proposal in proposals]) - 1
+        for item, result in zip(plan.separate, step.separate, strict=True):
+            results.outcomes += self._separate_outcomes(item, result)
+        for sequence in plan.exhausted:
+            results.outcomes += self._all_ended(sequence, "length")
         return results
 
-    def _outcome(
+    def _outcomes(
         self,
         item: PlanItem,
         proposals: tuple[Proposal, ...],
         logits: StepLogits,
         first_row: int,
-        row: int,
+        end: int,
         readout: Readout | None = None,
-    ) -> Outcome:
-        """Compute an item's outcome: its next tokens, the answer to its task, or neither while its prompt goes on.
+    ) -> Items[Outcome]:
+        """Compute an item's outcome: its next tokens, the answer to its task, or neither while its prompt goes on. The
+        outcomes of the samples whose prompt it has computed follow.
 
-        Its rows of logits go from `first_row` to `row`, and those of its draft tokens follow. readout: the answer to
-        its task, where separate forwards gave it.
+        The rows of its known tokens in `logits` go from `first_row` up to `end`, and those of its draft tokens follow.
+        readout: the answer to its task, where separate forwards gave it.
         """
-        sequence = item.sequence
+        sequence, row = item.sequence, end - 1
         try:
             if proposals:
-                return self.verify(item, proposals, logits, row)
+                return [self.verify(item, proposals, logits, row)]
             if sequence.task is not GENERATE and sequence.readout is None:
-                _store_readout(item, readout or read_out(item, np.asarray(logits.rows[first_row : row + 1])))
+                store_readout(item, readout or read_out(item, np.asarray(logits.rows[first_row:end])))
             if item.chooses_token:
                 if not sequence.waiting_samples:
-                    return self._next_token(sequence, logits, row)
-                outcome = self._next_token(sequence, logits, row)  # all samples draw from the same row
-                samples = tuple([self._next_token(sample, logits, row) for sample in sequence.waiting_samples])
-                return outcome._replace(samples=samples)
+                    return (self._next_token(sequence, logits, row),)
+                return [self._next_token(sample, logits, row) for sample in (sequence, *sequence.waiting_samples)]
             if item.remaining:
-                return Outcome(item.seq_id, len(sequence.token_ids), (), None)
-            return self._ended_with_samples(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
+                return [Outcome(item.seq_id, len(sequence.token_ids), (), None)]
+            return self._all_ended(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
         except (BrokenLogits, MatcherError) as error:
-            return self._broken(sequence, error)
+            return self._all_ended(sequence, "error", error)
 
-    def _separate_outcome(self, item: PlanItem, result: SeparateResult) -> Outcome:
-        """Compute the outcome of an item from its separate forwards."""
+    def _separate_outcomes(self, item: PlanItem, result: SeparateResult) -> Items[Outcome]:
+        """Compute the outcomes of an item from its separate forwards."""
         if result.error is not None:
-            return self._broken(item.sequence, result.error)
-        rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
-        return self._outcome(item, (), StepLogits.of(rows), 0, 0, result.readout)
+            return self._all_ended(item.sequence, "error", result.error)
+        return self._outcomes(item, (), StepLogits.of(result.last_row), 0, len(result.last_row), result.readout)
 
     def _next_token(self, sequence: Sequence, logits: StepLogits, row: int) -> Outcome:
         """Choose a sequence's next token from one row."""
         if logits.sampled or (sequence.params.plain_greedy and not self._report_probabilities):
             if not math.isfinite(logits.max_logit[row]):
                 check_max_logit(logits.max_logit[row])  # raises; the rows may have been released
-            return self._emit(
-                sequence, ((logits.argmax[row], None, None),), logits, row
-            )  # faster than a `SampledToken`
+            chosen = ((logits.argmax[row], None, None),)  # faster than a `SampledToken`
+            return self._emit(sequence, chosen, logits, row)
         token = choose(logits.rows[row], sequence.draw, self._report_probabilities, logits.argmax[row])
         return self._emit(sequence, (token,), logits, row)
 
-    def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
-        """Decide which draft tokens of an item stand; the rows of its drafts begin at `first_row`."""
-        assert self._speculation is not None, "what has draft tokens has proposers"
+    def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, row: int) -> Outcome:
+        """Decide which draft tokens of an item stand; the rows of its drafts begin at that of its last known token."""
+        assert self._verify is not None, "what has draft tokens has proposers"
         sequence, spans = item.sequence, []
         for proposal in proposals:
-            spans.append(slice(first_row, first_row + len(proposal) + 1))
-            first_row = spans[-1].stop
-        verification = self._results.verified[item.seq_id] = self._speculation.verify(
-            sequence,
-            proposals,
-            lambda draft: logits.rows[spans[draft]],
-            [logits.argmax[span] for span in spans],
-            [logits.max_logit[span] for span in spans],
-            self._report_probabilities,
-        )
+            spans.append(slice(row, row + len(proposal) + 1))
+            row = spans[-1].stop
+        verification = self._verify(sequence, proposals, logits, spans, self._report_probabilities)
+        self._results.verified[item.seq_id] = verification
         outcome = self._emit(sequence, verification.sampled, logits, spans[verification.winner].start)
         # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
         num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
@@ -211,29 +221,19 @@ class Sampler:
         self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, message, by_request, why))
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
-    def _ended_with_samples(self, sequence: Sequence, reason: FinishReason) -> Outcome:
-        """End a sequence without another token, and the samples that wait in it."""
-        for sample in sequence.waiting_samples:
+    def _all_ended(
+        self, sequence: Sequence, reason: FinishReason, error: BrokenLogits | MatcherError | None = None
+    ) -> list[Outcome]:
+        """End a sequence without another token, and the samples that wait in it. error: logits that are not numbers, or
+        a grammar that needs too much work."""
+        outcomes = []
+        for sample in (sequence, *sequence.waiting_samples):
             sample.length_limit = sequence.length_limit
-        samples = tuple([self._ended(sample, reason) for sample in sequence.waiting_samples])
-        return self._ended(sequence, reason)._replace(samples=samples)
-
-    def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError) -> Outcome:
-        """End a sequence whose logits are not numbers, or whose grammar needs too much work, and the samples that wait
-        in it."""
-        samples = tuple([self._broken(sample, error) for sample in sequence.waiting_samples])
-        sequence.readout = None
-        sequence.add_error(str(error))
-        return self._ended(sequence, "error", error=error)._replace(samples=samples)
-
-
-def _store_readout(item: PlanItem, readout: Readout) -> None:
-    """Store the answer to an item's task with all samples of its prompt; of a prompt in chunks, the answer so far."""
-    if item.remaining:
-        item.sequence.partial = readout
-    else:
-        for sample in (item.sequence, *item.sequence.waiting_samples):
-            sample.readout = readout
+            if error is not None:
+                sample.readout = None
+                sample.add_error(str(error))
+            outcomes.append(self._ended(sample, reason, error=error))
+        return outcomes
 
 
 def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:

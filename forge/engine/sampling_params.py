@@ -93,9 +93,13 @@ class SamplingParams:
         _check(all(isinstance(name, str) for name in self.drafts or ()), f"drafts are names, got {self.drafts!r}")
         for name in ("max_tokens", "top_k", "n", "min_tokens"):
             _require_int(name, getattr(self, name))
-        for name in ("seed", "logprobs", "prompt_logprobs", "num_speculative_tokens"):
-            if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name))
+        if self.seed is not None:
+            _require_int("seed", self.seed)
+        for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                _require_int(name, value)
+                _check(value >= 0, f"{name} must not be negative, got {value}")
         _check(self.max_tokens >= 0, f"max_tokens must not be negative, got {self.max_tokens}")
         _check(
             self.max_tokens > 0 or self.prompt_logprobs is not None,
@@ -112,9 +116,6 @@ class SamplingParams:
         _check(self.repetition_penalty > 0, f"repetition_penalty must be above 0, got {self.repetition_penalty:g}")
         _check(self.n >= 1, f"n must be at least 1, got {self.n}")
         _check(self.seed is None or 0 <= self.seed < 2**64, f"seed must be between 0 and 2^64 - 1, got {self.seed}")
-        for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
-            value = getattr(self, name)
-            _check(value is None or value >= 0, f"{name} must not be negative, got {value}")
         _check(_are_texts(self.stop), "a stop string must be text and not empty")
         if self.structured is not None:
             _check(isinstance(self.structured, StructuredOutput), "structured must be a StructuredOutput")

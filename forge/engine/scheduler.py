@@ -18,7 +18,7 @@ A sequence's state is the container that holds it: the queue (waiting; with an e
 `retained`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from forge.cache.host_pool import HostEntry
@@ -48,18 +48,16 @@ class Scheduler:
         cache: KvCache,
         config: SchedulerConfig,
         scratch: range = range(0),
-        temporary_bytes: Callable[[int, int], int] = lambda rows, logit_rows: 0,
         max_logit_rows: int = _UNLIMITED,
         preemption: Callable[..., Preemption] = Preemption,
     ):
-        """scratch: blocks past the cache's own, for prefill-only sequences. temporary_bytes: what a forward of so many
-        rows, so many of them with logits, needs for itself. max_logit_rows: a sequence with more rows of
-        logits gets forwards of its own."""
+        """scratch: blocks past the cache's own, for prefill-only sequences. max_logit_rows: a sequence with logits of
+        more rows gets forwards of its own."""
         self.cache = cache
         self.config = config
         containers = Containers.empty(cache, config)
         self.prefix_planner, self.queue, self.running = containers.planner, containers.queue, containers.running
-        self.host, self.retained = containers.host, containers.retained
+        self.host_pool, self.retained = containers.host_pool, containers.retained
         self.draft_slots: DraftSlots | None = None
         """Set where a proposer proposes draft tokens."""
         self.num_finished = 0
@@ -68,73 +66,13 @@ class Scheduler:
         self.block_map: BlockMap | None = None
         """Every block as the last step left it, where `keep_block_map` is set."""
         self.keep_block_map = False
-        self.prefill_only = PrefillOnly(containers, scratch, temporary_bytes)
+        self.prefill_only = PrefillOnly(containers, scratch)
         self.preemption = preemption(containers)
         self.admission = Admission(containers, self.prefill_only)
         # With the cache off every step computes whole sequences, so no budget can cut one.
         self._token_budget = config.token_budget if cache.persistent else _UNLIMITED
         self._max_logit_rows = max_logit_rows
         self._num_arrived = 0
-
-    # Between steps
-
-    def add(self, sequence: Sequence, computed: HostEntry | None = None) -> None:
-        """Queue a new sequence, and its waiting samples with it.
-
-        computed: keys and values of its beginning; dropped where the host pool has no room for them.
-        """
-        for sample in (sequence, *sequence.waiting_samples):
-            sample.arrival = self._num_arrived
-        self._num_arrived += 1
-        if self.config.prefix_planning:
-            cacheable = sequence.token_ids[: sequence.max_cacheable_tokens]
-            sequence.prefix_keys = self.cache.prefix_keys(cacheable, sequence.salt)
-        self.queue.add(sequence)
-        if computed is None or sequence.prefill_only:
-            return
-        if computed.num_blocks <= self.host.num_free and 0 < computed.num_tokens <= sequence.max_cacheable_tokens:
-            self.host.add(sequence.seq_id, computed)
-
-    def queue_samples_apart(self, sequence: Sequence) -> None:
-        """Queue the samples that wait in a sequence apart from it: each has output of its own (`append_emitted`)."""
-        samples, sequence.waiting_samples = sequence.waiting_samples, []
-        for sample in samples:
-            self.queue.add(sample)
-
-    def has_unfinished(self) -> bool:
-        return bool(self.queue.sequences or self.running)
-
-    def unfinished(self) -> Iterator[Sequence]:
-        """Yield every sequence that has not ended, whichever container holds it."""
-        for sequence in [*self.queue, *self.running.values()]:
-            yield sequence
-            yield from sequence.waiting_samples
-
-    @property
-    def queues(self) -> Queues:
-        num_swapped = len(self.host.entries)
-        return Queues(len(self.queue.sequences) - num_swapped, len(self.running), num_swapped, self.num_finished)
-
-    def restart(self, sequences: Items[Sequence], num_finished: int) -> None:
-        """Begin again from the tokens of these unfinished sequences, whatever state everything else is in.
-
-        The cache is emptied and every sequence waits, as after a preemption. May itself be interrupted and repeated.
-        """
-        for container in (self.queue, self.running, self.retained.sequences, self.host.entries):
-            container.clear()
-        self.cache.clear()
-        first_samples: dict[str, Sequence] = {}
-        for sequence in sequences:
-            sequence.waiting_samples = []
-            parent = sequence
-            if not sequence.num_output_tokens:  # it begins with the prompt, which the first such sample computes
-                parent = first_samples.setdefault(sequence.request_id, sequence)
-            if parent is sequence:
-                self.queue.add(sequence)
-            else:
-                parent.waiting_samples.append(sequence)
-        self.num_finished = num_finished
-        self.stats = self.cache.stats()
 
     # Deciding a step
 
@@ -168,9 +106,7 @@ class Scheduler:
                 prefills.append((sequence, start))  # all of its slots are reserved
                 continue
             try:
-                copies = cache.reserve(seq_id, length - cache.reserved_length(seq_id))
-                if copies:
-                    plan.copies += copies
+                plan.copies += cache.reserve(seq_id, length - cache.reserved_length(seq_id))
             except OutOfBlocks:
                 if not self.preemption.reserve(sequence, length - cache.reserved_length(seq_id), plan):
                     continue
@@ -194,20 +130,17 @@ class Scheduler:
     def commit(self, plan: StepPlan, outcomes: Iterable[Outcome]) -> tuple[BlockCopy, ...]:
         """Take over what a plan's forward pass computed and the outcomes that were chosen from it.
 
-        An outcome belongs to the item or the exhausted sequence with its `seq_id`. An item without an outcome changes
-        nothing: its sequence ended after the step was planned ahead. Returns block copies to perform at once: where a
-        kind of cache cannot share blocks, a fork needs copies.
+        Each item and each exhausted sequence has an outcome, and so has each sample that begins or ends with one of
+        them. Returns block copies to perform at once: where a kind of cache cannot share blocks, a fork needs copies.
         """
         cache, outcome_of = self.cache, {outcome.seq_id: outcome for outcome in outcomes}
         ended: list[tuple[Sequence, FinishReason, Outcome]] = []
         copies: list[BlockCopy] = []
-        if plan.swap_ins:
-            self._commit_swap_ins(plan)
+        for swap in plan.swap_ins:  # also of sequences that sit this step out
+            num_tokens = self.host_pool.entries.pop(swap.seq_id).num_tokens
+            cache.commit(swap.seq_id, self.running[swap.seq_id].token_ids[:num_tokens])
         for item in (*plan.items, *plan.separate) if plan.separate else plan.items:
-            outcome = outcome_of.get(item.seq_id)
-            if outcome is None:
-                continue
-            sequence, token_ids = item.sequence, item.sequence.token_ids
+            outcome, sequence, token_ids = outcome_of[item.seq_id], item.sequence, item.sequence.token_ids
             token_ids += outcome.token_ids  # from here on they are the sequence's
             if outcome.finish_reason is not None:
                 ended.append((sequence, outcome.finish_reason, outcome))
@@ -217,23 +150,17 @@ class Scheduler:
                 copies += self._commit_draft_tokens(item, outcome)
             elif outcome.finish_reason != "error":  # what a broken forward wrote must not serve other sequences
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
-            if outcome.samples:
-                copies += self._begin_samples(sequence, outcome)
+            if sequence.waiting_samples and (outcome.finish_reason or not item.remaining):
+                copies += self._begin_samples(sequence, outcome_of)
         for sequence in plan.exhausted:
             outcome = outcome_of[sequence.seq_id]
             ended.append((sequence, outcome.finish_reason or "length", outcome))
-            self._begin_samples(sequence, outcome)  # they end too
+            self._begin_samples(sequence, outcome_of)  # they end too
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
         for sequence, reason, outcome in ended:
             self.retire(sequence, reason, outcome.stop_reason)
         return tuple(copies)
-
-    def _commit_swap_ins(self, plan: StepPlan) -> None:
-        """Mark what was swapped in as computed, also for sequences that sit this step out."""
-        for swap in plan.swap_ins:
-            num_tokens = self.host.entries.pop(swap.seq_id).num_tokens
-            self.cache.commit(swap.seq_id, self.running[swap.seq_id].token_ids[:num_tokens])
 
     def _commit_draft_tokens(self, item: PlanItem, outcome: Outcome) -> tuple[BlockCopy, ...]:
         """Keep the accepted draft tokens of the winning draft, and roll the rest back."""
@@ -245,16 +172,17 @@ class Scheduler:
             self.cache.truncate(owner, end)
         return self.draft_slots.end_forks(item, owner) if item.forks and self.draft_slots is not None else ()
 
-    def _begin_samples(self, parent: Sequence, outcome: Outcome) -> list[BlockCopy]:
+    def _begin_samples(self, parent: Sequence, outcome_of: Mapping[int, Outcome]) -> list[BlockCopy]:
         """Begin the samples whose prompt is now computed: they fork its cache. Those without a slot wait for one, as
         preempted sequences do, with their first token. One that ended with that token retires, and so do all samples of
         a parent that ended before."""
         copies: list[BlockCopy] = []
         children, parent.waiting_samples = parent.waiting_samples, []
-        for child, of_child in zip(children, outcome.samples, strict=True):
-            child.token_ids += of_child.token_ids
-            if of_child.finish_reason is not None:
-                self.retire(child, of_child.finish_reason, of_child.stop_reason)
+        for child in children:
+            outcome = outcome_of[child.seq_id]
+            child.token_ids += outcome.token_ids
+            if outcome.finish_reason is not None:
+                self.retire(child, outcome.finish_reason, outcome.stop_reason)
                 continue
             try:
                 if len(self.running) < self.config.max_num_seqs:
@@ -265,6 +193,60 @@ class Scheduler:
                 pass
             self.queue.add(child)
         return copies
+
+    # Between steps
+
+    def add(self, sequence: Sequence, computed: HostEntry | None = None) -> None:
+        """Queue a new sequence, and its waiting samples with it.
+
+        computed: keys and values of its beginning; dropped where the host pool has no room for them.
+        """
+        for sample in (sequence, *sequence.waiting_samples):
+            sample.arrival = self._num_arrived
+        self._num_arrived += 1
+        if self.config.prefix_planning:
+            cacheable = sequence.token_ids[: sequence.max_cacheable_tokens]
+            sequence.prefix_keys = self.cache.prefix_keys(cacheable, sequence.salt)
+        self.queue.add(sequence)
+        if computed is None or sequence.prefill_only:
+            return
+        if computed.num_blocks <= self.host_pool.num_free and 0 < computed.num_tokens <= sequence.max_cacheable_tokens:
+            self.host_pool.add(sequence.seq_id, computed)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.queue.sequences or self.running)
+
+    def unfinished(self) -> Iterator[Sequence]:
+        """Yield every sequence that has not ended, whichever container holds it."""
+        for sequence in [*self.queue, *self.running.values()]:
+            yield sequence
+            yield from sequence.waiting_samples
+
+    @property
+    def queues(self) -> Queues:
+        num_swapped = len(self.host_pool.entries)
+        return Queues(len(self.queue.sequences) - num_swapped, len(self.running), num_swapped, self.num_finished)
+
+    def restart(self, sequences: Items[Sequence], num_finished: int) -> None:
+        """Begin again from the tokens of these unfinished sequences, whatever state everything else is in.
+
+        The cache is emptied and every sequence waits, as after a preemption. May itself be interrupted and repeated.
+        """
+        for container in (self.queue, self.running, self.retained.sequences, self.host_pool.entries):
+            container.clear()
+        self.cache.clear()
+        first_samples: dict[str, Sequence] = {}
+        for sequence in sequences:
+            sequence.waiting_samples = []
+            parent = sequence
+            if not sequence.num_output_tokens:  # it begins with the prompt, which the first such sample computes
+                parent = first_samples.setdefault(sequence.request_id, sequence)
+            if parent is sequence:
+                self.queue.add(sequence)
+            else:
+                parent.waiting_samples.append(sequence)
+        self.num_finished = num_finished
+        self.stats = self.cache.stats()
 
     # Containers
 
@@ -281,7 +263,7 @@ class Scheduler:
                 self.cache.remove(seq_id)
         elif seq_id in self.queue.sequences:
             self.queue.remove(sequence)
-            self.host.entries.pop(seq_id, None)
+            self.host_pool.entries.pop(seq_id, None)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sequence is in two containers or the cache disagrees with its tokens."""
@@ -290,10 +272,10 @@ class Scheduler:
         assert len(ids) == len(set(ids)), "a sequence is in two containers"
         assert len(self.running) <= self.config.max_num_seqs, "more sequences run than may"
         self.queue.check_invariants()
-        assert all(seq_id in self.queue.sequences for seq_id in self.host.entries), (
+        assert all(seq_id in self.queue.sequences for seq_id in self.host_pool.entries), (
             "the host pool holds one that does not wait"
         )
-        assert self.host.num_free >= 0, "the host pool holds more than it has room for"
+        assert self.host_pool.num_free >= 0, "the host pool holds more than it has room for"
         for seq_id, sequence in self.running.items():
             computed, reserved = cache.computed_length(seq_id), cache.reserved_length(seq_id)
             assert computed <= reserved <= len(sequence.token_ids), "slots are reserved past the known tokens"

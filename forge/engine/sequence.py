@@ -14,8 +14,8 @@ from forge.reasons import FinishReason, PoolExhausted
 class Sequence:
     """A sequence of tokens, of any kind of request.
 
-    Its state (waiting, running, swapped, retained, finished) is the container that holds it, and no field here. The
-    tokens are the truth: the cache, the text and the position in every queue are rebuilt from them.
+    Where it is (waiting, running, swapped, retained) is the container that holds it, and no field here; that it has
+    ended is its `finish_reason`. The tokens are the truth: cache, text and place in the queue are rebuilt from them.
     """
 
     seq_id: int
@@ -35,8 +35,8 @@ class Sequence:
     matcher: Matcher | None = None
     """Says which tokens may come next, where the output must have a form. It follows from the tokens."""
     prefill_only: bool = False
-    """True if one forward pass answers it: its blocks live for one step, and it never decodes. Beside generations that
-    leave too few tokens of a step for that, it becomes one of them until its prompt is computed."""
+    """True if one forward pass answers it: its blocks live for one step, and it never decodes. Where a step has too few
+    spare tokens for it, it is scheduled as a generation, in chunks, and this becomes False."""
     arrival: int = 0
     """Its place in the order of arrival; a request's samples share one."""
     priority: int = 0
@@ -47,7 +47,7 @@ class Sequence:
     """Retain the cache when the sequence ends, for another to continue from."""
     continues_from: int | None = None
     """The ended sequence whose retained cache this one takes over, if it is still there when this one begins."""
-    waiting_samples: list["Sequence"] = field(default_factory=list)
+    waiting_samples: list["Sequence"] = field(default_factory=list, init=False)
     """The request's further samples, until the step that computes their prompt: then they fork its cache. Where it ends
     before that, they end with it."""
     times_preempted: int = 0
@@ -58,9 +58,9 @@ class Sequence:
     finish_reason: FinishReason | None = None
     """Why it ended; set once, when it ends."""
     stop_reason: str | int | None = None
-    errors: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list, init=False)
     """What went wrong on its way, whether it ended it or not."""
-    logprobs: list[Logprobs | None] = field(default_factory=list)
+    logprobs: list[Logprobs | None] = field(default_factory=list, init=False)
     readout: Readout | None = None
     """The answer to its task, once there is one. It follows from the prompt."""
     partial: Readout = NO_READOUT

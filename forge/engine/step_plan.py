@@ -8,7 +8,6 @@ run, then swap-ins, then the forward pass writes. So a block that a swapped sequ
 same plan, and nothing is overwritten before it has been read.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,14 +28,17 @@ class ForkSlots(NamedTuple):
 
 
 class PlanItem(NamedTuple):
-    """Compute `num_tokens` known rows of a sequence, the first of which stands at position `start`."""
+    """Compute `num_tokens` known rows of a sequence, the first of which stands at position `start`.
+
+    Known are the tokens that have been chosen, unlike draft tokens.
+    """
 
     seq_id: int
     sequence: Sequence
     start: int
     num_tokens: int
     logit_rows: range
-    """The rows that need logits, counted from 0: some of the known ones, then one for every draft slot."""
+    """The rows that need logits, counted from its first: some of the known ones, then one for every draft slot."""
     chooses_token: bool
     """True if the last row's logits choose a token."""
     phase: Phase
@@ -86,12 +88,6 @@ class StepPlan:
             return "prefill_only"
         return "decode" if phases <= {"decode"} else "mixed"
 
-    @property
-    def num_tokens(self) -> int:
-        """The number of rows that the step computes at most: there may be fewer draft tokens than slots for them."""
-        items = (*self.items, *self.separate)
-        return sum((item.num_tokens + item.num_draft_slots) * (1 + len(item.forks)) for item in items)
-
 
 @dataclass
 class PlanBuilder:
@@ -134,13 +130,13 @@ class PlanBuilder:
     def set_apart(self, max_logit_rows: int) -> None:
         """Move the items that take forward passes of their own to `separate`: embeddings, and what has more rows of
         logits than this."""
-
-        def is_apart(item: PlanItem) -> bool:
-            return item.sequence.task.needs_hidden or len(item.logit_rows) > max_logit_rows
-
-        self.separate = [item for item in (*self.items.values(), *self.prefill_only) if is_apart(item)]
-        self.items = {seq_id: item for seq_id, item in self.items.items() if not is_apart(item)}
-        self.prefill_only = [item for item in self.prefill_only if not is_apart(item)]
+        items = [*self.items.values(), *self.prefill_only]
+        self.separate = [
+            item for item in items if item.sequence.task.needs_hidden or len(item.logit_rows) > max_logit_rows
+        ]
+        for item in self.separate:
+            if self.items.pop(item.seq_id, None) is None:
+                self.prefill_only.remove(item)
 
     def drop(self, seq_id: int, blocks: tuple[int, ...] = ()) -> None:
         """Take a sequence out of the plan again, and with it the copies into its `blocks`."""
@@ -149,30 +145,16 @@ class PlanBuilder:
             self.budget += item.num_tokens
         self.copies = [copy for copy in self.copies if copy.destination not in blocks]
 
-    def before_copies(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the blocks that hold the content of `blocks` until the plan's copies have run."""
-        for copy in reversed(self.copies):
-            if copy.destination in blocks:
-                blocks = tuple([copy.source if block == copy.destination else block for block in blocks])
-        return blocks
-
     @property
     def prefill_tokens(self) -> int:
         """The number of rows of generations that do not decode."""
         return sum(item.num_tokens for item in self.items.values() if item.phase == "prefill")
 
     def build(self) -> StepPlan:
-        return StepPlan(
-            (*self.items.values(), *self.prefill_only),
-            tuple(self.separate),
-            tuple(self.copies),
-            tuple(self.swap_outs),
-            tuple(self.swap_ins),
-            tuple(self.admitted),
-            tuple(self.waiting),
-            tuple(self.preempted),
-            tuple(self.exhausted),
-        )
+        items = (*self.items.values(), *self.prefill_only)
+        separate, copies = tuple(self.separate), tuple(self.copies)
+        queue = tuple(self.admitted), tuple(self.waiting), tuple(self.preempted), tuple(self.exhausted)
+        return StepPlan(items, separate, copies, tuple(self.swap_outs), tuple(self.swap_ins), *queue)
 
 
 class Outcome(NamedTuple):
@@ -189,12 +171,3 @@ class Outcome(NamedTuple):
     """Draft tokens whose keys and values are right."""
     winner: int | None = None
     """The fork that computed them, where that was not the item itself."""
-    samples: tuple["Outcome", ...] = ()
-    """The outcomes of the samples whose prompt this sequence has computed."""
-
-
-def flat(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Yield every outcome: those of samples follow that of the sequence that computed their prompt."""
-    for outcome in outcomes:
-        yield outcome
-        yield from outcome.samples

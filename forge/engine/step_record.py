@@ -4,55 +4,16 @@ Everything is copied out, so a record holds nothing of the engine. Arrivals and 
 record names them.
 """
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
-from forge.engine.proposer import SpeculationFacts, StepCost, StepDrafts
-from forge.engine.readout import SeparateResult
-from forge.engine.sampler import StepResults
+from forge.engine.proposer import StepDrafts
+from forge.engine.sampler import LaunchedStep, StepResults
 from forge.engine.scheduler import Scheduler
 from forge.engine.step_plan import StepPlan
 from forge.model.forward_batch import ForwardBatch
-from forge.model.model import Logits
-from forge.trace.records import (
-    ArriveRecord,
-    BlockMap,
-    CacheRecord,
-    ItemRecord,
-    RejectRecord,
-    StepRecord,
-)
-
-
-@dataclass
-class LaunchedStep:
-    """A step from the launch of its forward pass until its logits are read."""
-
-    plan: StepPlan
-    drafts: StepDrafts
-    batch: ForwardBatch | None
-    logits: Logits
-    separate: list[SeparateResult]
-    schedule_ms: float
-    """Until the forward began, building the batch and moving blocks included, without the time of proposers."""
-    forward_ms: float
-    """Until the model returned. Async scheduling adds the time that the host then waited for the device."""
-
-    def cost(self, seconds: float) -> StepCost:
-        """Return what the step took, without the part of the proposers. seconds: until its tokens were known."""
-        num_rows = self.batch.num_rows if self.batch is not None else 0
-        return StepCost(num_rows, self.forward_ms, seconds * 1e3 - self.drafts.total_ms)
-
-
-class StepTimes(NamedTuple):
-    """Moments of a step, in seconds on the engine's clock."""
-
-    started: float
-    sampling_started: float
-    ended: float
-    """When its tokens were known."""
+from forge.trace.records import ArriveRecord, BlockMap, CacheRecord, ItemRecord, RejectRecord, StepRecord
 
 
 class RecordBuilder:
@@ -67,21 +28,15 @@ class RecordBuilder:
         self.discarded = 0
         """Async scheduling: wasted rows that are not yet in a record."""
 
-    def build(
-        self,
-        step: LaunchedStep,
-        results: StepResults,
-        facts: SpeculationFacts,
-        times: StepTimes,
-    ) -> StepRecord:
-        """Build the record of a committed step."""
+    def build(self, step: LaunchedStep, results: StepResults, started: float, ended: float) -> StepRecord:
+        """Build the record of a committed step, from its start until its tokens were known, before the commit: in
+        seconds on the engine's clock."""
         self._num_steps += 1
         arrived, self.arrived = tuple(self.arrived), []
         rejected, self.rejected = tuple(self.rejected), []
         discarded, self.discarded = self.discarded, 0
         plan, batch, scheduler = step.plan, step.batch, self._scheduler
         cache, stats = scheduler.cache, scheduler.stats
-        started, sampling_started, ended = times
         temporary_bytes = scheduler.prefill_only.temporary_bytes
         return StepRecord(
             step=self._num_steps,
@@ -98,7 +53,7 @@ class RecordBuilder:
             ),
             schedule_ms=step.schedule_ms,
             forward_ms=step.forward_ms,
-            sample_ms=(ended - sampling_started) * 1e3,
+            sample_ms=step.sample_ms,
             started=started,
             ended=ended,
             execution_class=plan.execution_class,
@@ -112,8 +67,8 @@ class RecordBuilder:
             temporary_bytes=temporary_bytes(len(batch.token_ids), len(batch.logit_rows)) if batch else 0,
             events=cache.take_events(),
             blocks=scheduler.block_map and _with_written(scheduler.block_map, batch, cache.block_size),
-            cycles=facts.cycles,
-            undrafted=facts.undrafted,
+            cycles=results.cycles,
+            undrafted=results.undrafted,
             execution=getattr(step.logits, "execution", None),
             planned_ahead=plan.ahead,
             discarded=discarded,

@@ -48,8 +48,10 @@ class StructuredOutput:
             raise UsageError(f"structured output takes exactly one of json, regex, choice and grammar, got {named}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
-        if self.choice is not None:
-            object.__setattr__(self, "choice", _checked_choices(self.choice))
+        if (choices := self.choice) is not None:
+            if isinstance(choices, str) or not choices or not all(isinstance(text, str) and text for text in choices):
+                raise UsageError("structured output: choice must be one or more texts, none of them empty")
+            object.__setattr__(self, "choice", tuple(choices))
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise UsageError(f"structured output: {name} must be text")
@@ -76,16 +78,13 @@ class Matcher(Protocol):
     def mask(self, output: Items[int]) -> "np.ndarray":
         """Return True for every token that may come next: bool `[vocab]`, read-only, never all False. Where the output
         may end, that includes the tokens that end it. Raises `MatcherError`."""
-        ...
 
     def num_allowed(self, output: Items[int], token_ids: Items[int]) -> int:
         """Return how many of `token_ids`, from the first on, may follow. Raises nothing."""
-        ...
 
     def forced(self, output: Items[int]) -> tuple[int, ...]:
         """Return the tokens of the text that must come next, as the tokenizer writes it; none if there is a choice.
         Raises nothing."""
-        ...
 
 
 class Grammar(Protocol):
@@ -109,9 +108,3 @@ def _schema_text(schema: object) -> str:
     if not isinstance(parsed, Mapping):
         raise UsageError("a JSON schema is an object, such as {} for any JSON value")
     return text
-
-
-def _checked_choices(choices: Items[str]) -> tuple[str, ...]:
-    if isinstance(choices, str) or not all(isinstance(text, str) and text for text in choices) or not choices:
-        raise UsageError("structured output: choice must be one or more texts, none of them empty")
-    return tuple(choices)

@@ -207,14 +207,12 @@ def _choose(
 
 
 def _classified(names: Sequence[str], logprobs: Sequence[float]) -> Classification:
-    return Classification(_softmax(names, logprobs), dict(zip(names, logprobs, strict=True)))
+    """Make probabilities among the labels of their log probabilities among everything, by softmax."""
+    greatest = max(logprobs)
+    weights = [math.exp(logprob - greatest) for logprob in logprobs]
+    probabilities = [weight / math.fsum(weights) for weight in weights]
+    return Classification(dict(zip(names, probabilities, strict=True)), dict(zip(names, logprobs, strict=True)))
 
 
 def _logprob(scores: Iterable[tuple[int, float]], token_id: int) -> float:
     return next(logprob for scored, logprob in scores if scored == token_id)
-
-
-def _softmax(names: Sequence[str], logprobs: Sequence[float]) -> dict[str, float]:
-    greatest = max(logprobs)
-    weights = [math.exp(logprob - greatest) for logprob in logprobs]
-    return {name: weight / math.fsum(weights) for name, weight in zip(names, weights, strict=True)}

@@ -74,9 +74,8 @@ class TokenFilter:
             for word in self._words:
                 self.allowed[vocabulary.containing(word)] = False
         self._min_tokens, self._unending = params.min_tokens, self.allowed.copy()
-        self._unending[[*(params.stop_token_ids or ()), *(() if params.ignore_eos else tokenizer.eos_token_ids)]] = (
-            False
-        )
+        ending = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else tokenizer.eos_token_ids)]
+        self._unending[ending] = False
         self._tail = max((len(word) - 1 for word in self._words), default=0)
         """Bytes of the output that a word may have begun in."""
 

@@ -186,7 +186,7 @@ class SchedulerTrial(EngineTrial):
     def look(self, scheduler: Any, before: dict[int, Sequence], plan: StepPlan) -> None:
         items, cache = {item.seq_id: item for item in plan.items}, scheduler.cache
         limit = scheduler.config.max_num_batched_tokens
-        left = limit - plan.num_tokens
+        left = limit - sum(item.num_tokens for item in plan.items)
         for seq_id, sequence in before.items():
             if seq_id not in scheduler.running or sequence in plan.exhausted:
                 continue

@@ -224,17 +224,18 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
     verify_forge = Speculator.verify
 
     def verify(self: Speculator, *arguments: Any) -> Verification:
-        sequence, proposals, logits_of_draft, argmax_of_drafts, _, wants_probabilities = arguments
+        sequence, proposals, logits, (span, *_), wants_probabilities = arguments
         params, (proposal, *others) = sequence.params, proposals
         is_drawn = self.acceptance == "rejection" and proposal.distributions is not None
         if others or sequence.matcher is not None or not (params.plain_greedy or is_drawn):
             return verify_forge(self, *arguments)
         draft = list(proposal.token_ids)
         if params.plain_greedy:
-            returned = piece.verify_greedy(list(argmax_of_drafts[0]), draft)
-            decided: list[tuple[Any, ...]] = [(int(token_id),) for token_id in argmax_of_drafts[0]]
+            argmax = logits.argmax[span]
+            returned = piece.verify_greedy(list(argmax), draft)
+            decided: list[tuple[Any, ...]] = [(int(token_id),) for token_id in argmax]
         else:
-            returned, decided = _sampled(piece, sequence, proposal, logits_of_draft(0))
+            returned, decided = _sampled(piece, sequence, proposal, logits.rows[span])
         emitted = [int(token) for token in returned]
         num_accepted = len(emitted) - 1
         _verified[sequence.seq_id] = len(sequence.token_ids) - 1, num_accepted
@@ -245,7 +246,7 @@ def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
         else:
             tokens = [
                 sampling.sampled_token(row, sampling.log_sum_exp(row, float(row.max())), token, params)
-                for row, token in zip(logits_of_draft(0), emitted, strict=False)
+                for row, token in zip(logits.rows[span], emitted, strict=False)
             ]
         return Verification(tuple(tokens), (verdicts,), 0)
 

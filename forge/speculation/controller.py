@@ -24,7 +24,8 @@ its kind, which touches new memory, does not count. The times are given: no cloc
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from itertools import accumulate
+from statistics import fmean, linear_regression
 from typing import NamedTuple
 
 from forge.reasons import SpecReason
@@ -80,23 +81,7 @@ class AcceptanceEstimate(NamedTuple):
         return self.accepted / self.decided
 
 
-class RecentCycles(NamedTuple):
-    """The last 50 cycles of a sequence or of a proposer."""
-
-    cycles: tuple[tuple[int, int], ...] = ()
-    """(proposed, accepted) of each."""
-
-    def add(self, proposed: int, accepted: int) -> "RecentCycles":
-        return RecentCycles((*self.cycles, (proposed, accepted))[-WINDOW:])
-
-    @property
-    def accept_rate(self) -> float | None:
-        """The `recent_accept_rate`: accepted over proposed; None before the first draft token."""
-        proposed, accepted = map(sum, zip(*self.cycles, strict=True)) if self.cycles else (0, 0)
-        return accepted / proposed if proposed else None
-
-
-NO_CYCLES, _PRIOR = RecentCycles(), AcceptanceEstimate()
+_PRIOR = AcceptanceEstimate()
 
 
 @dataclass(frozen=True)
@@ -106,7 +91,8 @@ class SpeculationControl:
     max_k: int
     fixed: bool
     decision: SpecDecision
-    recent: RecentCycles = NO_CYCLES
+    recent: tuple[tuple[int, int], ...] = ()
+    """(proposed, accepted) of each of the last 50 cycles."""
     estimate: AcceptanceEstimate = _PRIOR
     """From the cycles since it was last switched on."""
     num_cycles: int = 0
@@ -130,8 +116,8 @@ class SpeculationControl:
         """Return the control after a cycle. One without draft tokens changes nothing."""
         if proposed == 0:
             return self
-        recent, estimate = self.recent.add(proposed, accepted), self.estimate.after(proposed, accepted)
-        known = replace(self, recent=recent, estimate=estimate, num_cycles=self.num_cycles + 1)
+        recent, estimate = (*self.recent, (proposed, accepted)), self.estimate.after(proposed, accepted)
+        known = replace(self, recent=recent[-WINDOW:], estimate=estimate, num_cycles=self.num_cycles + 1)
         if self.decision.reason == "probes" and accepted == 0 and not self.fixed:
             return known._off(costs)
         if known.num_cycles == _PROVEN:
@@ -166,16 +152,12 @@ class SpeculationControl:
 
     def _predicted(self, costs: Costs) -> list[float]:
         """Return the predicted speed-up of 1, 2, … `max_k` draft tokens."""
-        acceptance, per_row = self.estimate.acceptance, costs.token + costs.row
-        product, accepted, gains = 1.0, 0.0, []
-        for k in range(1, self.max_k + 1):
-            product *= acceptance
-            accepted += product
-            gains.append((accepted + 1) / (1 + k * per_row))
-        return gains
+        accepted = accumulate(self.estimate.acceptance**k for k in range(1, self.max_k + 1))
+        return [speed_up(expected / k, k, costs) for k, expected in enumerate(accepted, start=1)]
 
     def _decision(self, k: int, reason: SpecReason, predicted: float, retry_in: int | None = None) -> SpecDecision:
-        return SpecDecision(k, reason, predicted, self.recent.accept_rate, retry_in)
+        proposed, accepted = map(sum, zip(*self.recent, strict=True)) if self.recent else (0, 0)
+        return SpecDecision(k, reason, predicted, accepted / proposed if proposed else None, retry_in)
 
 
 _RECENT = 15
@@ -258,9 +240,8 @@ class CostMeter:
             if self._seen[rows] >= oldest or rows == least
         ]
         middle_rows, middle_ms = (fmean(values) for values in zip(*points, strict=True))
-        spread = sum((rows - middle_rows) ** 2 for rows, _ in points)
-        if spread:
-            slope = sum((rows - middle_rows) * (ms - middle_ms) for rows, ms in points) / spread
+        if len(points) > 1:
+            slope = linear_regression(*zip(*points, strict=True)).slope
         else:
             slope = self.assumed.row * middle_ms / (1 + self.assumed.row * (middle_rows - 1))
         slope = min(max(slope, 0.0), middle_ms / middle_rows)  # neither part of a forward takes less than no time

@@ -27,7 +27,7 @@ import numpy as np
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, create_kv_cache
 from forge.cache.kv_cache import OutOfBlocks
 from forge.engine.containers import num_common
-from forge.engine.engine import Operation
+from forge.engine.engine import Interruptible
 from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.engine.rng import DrawName, Purpose
 from forge.engine.sampling import Distribution, check_logits, choose_token, distribution, penalized
@@ -63,8 +63,6 @@ def _difference(target: Tokenizer, draft: Tokenizer) -> str:
 class _Draft:
     """The draft of one request under construction."""
 
-    index: int
-    """Of the request."""
     request: ProposalRequest
     num_tokens: int
     """How many it will have: as many as were requested and fit."""
@@ -110,14 +108,14 @@ class DraftProposer(Proposer):
         self.storage = model.new_storage(replace(layout, num_blocks=num_blocks))
         self._held: OrderedDict[int, list[int]] = OrderedDict()
         """Each sequence's tokens whose keys and values are in the cache, least recently requested first."""
-        self._operation = Operation(self._empty)
+        self._operation = Interruptible(self._empty)
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """Propose tokens with the draft model. Raises `ModelUnavailable`, and `BrokenLogits` if its logits are not
         finite."""
         self.model.check_available()
         with self._operation:
-            proposals = [NO_PROPOSAL] * len(requests)
+            proposals: dict[int, Proposal] = {}
             drafts = self._begin(requests)
             self._first_tokens(drafts)
             self._further_tokens(drafts)
@@ -125,8 +123,8 @@ class DraftProposer(Proposer):
                 self._commit(draft)
                 cached = draft.num_cached, len(self._held[draft.request.seq_id])
                 token_ids = tuple(draft.text[draft.length :])
-                proposals[draft.index] = Proposal(token_ids, tuple(draft.distributions) or None, cached)
-        return proposals
+                proposals[draft.request.seq_id] = Proposal(token_ids, tuple(draft.distributions) or None, cached)
+        return [proposals.get(request.seq_id, NO_PROPOSAL) for request in requests]
 
     def forget(self, seq_id: int) -> None:
         """Free a sequence's blocks."""
@@ -149,14 +147,14 @@ class DraftProposer(Proposer):
         """Reserve what this call will write, as far as there is room. Drafts with the most tokens come first."""
         requested = {request.seq_id for request in requests if request.max_tokens > 0}
         drafts = []
-        for index, request in enumerate(requests):
+        for request in requests:
             fits = self.max_model_len - len(request.token_ids) + 1  # the last draft token is never computed
-            draft = self._reserve(index, request, min(request.max_tokens, fits), requested)
+            draft = self._reserve(request, min(request.max_tokens, fits), requested)
             if draft is not None:
                 drafts.append(draft)
         return sorted(drafts, key=lambda draft: -draft.num_tokens)
 
-    def _reserve(self, index: int, request: ProposalRequest, num_tokens: int, requested: set[int]) -> _Draft | None:
+    def _reserve(self, request: ProposalRequest, num_tokens: int, requested: set[int]) -> _Draft | None:
         """Reserve slots for as many of `num_tokens` draft tokens as there is room for; None if that is none."""
         seq_id = request.seq_id
         while num_tokens > 0:
@@ -171,7 +169,7 @@ class DraftProposer(Proposer):
                     num_tokens -= 1
                 continue
             self.storage.copy_blocks(copies)
-            return _Draft(index, request, num_tokens, computed, self.cache.block_table(seq_id), computed)
+            return _Draft(request, num_tokens, computed, self.cache.block_table(seq_id), computed)
         return None
 
     def _matched(self, request: ProposalRequest) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from forge.backends.devices import create_backend
 from forge.engine.proposer import Proposer
@@ -58,10 +58,9 @@ def checked_mode(mode: str | Proposer | None, k: int) -> str | Proposer:
 
 def checked_acceptance(rule: str) -> Acceptance:
     """Return the acceptance rule. Raises `UsageError` for an unknown one."""
-    for known in ACCEPTANCE_RULES:
-        if rule == known:
-            return known
-    raise UsageError(f"unknown --acceptance {rule!r}; supported: {', '.join(ACCEPTANCE_RULES)}")
+    if rule not in ACCEPTANCE_RULES:
+        raise UsageError(f"unknown --acceptance {rule!r}; supported: {', '.join(ACCEPTANCE_RULES)}")
+    return cast(Acceptance, rule)
 
 
 def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: Target) -> list[tuple[Proposer, Costs]]:
@@ -82,28 +81,23 @@ def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: T
         return [(mode, Costs(ASSUMED_LOOKUP, ASSUMED_ROW))]
     if len(drafts) > MAX_BRANCHES:
         raise UsageError(f"--draft is given {len(drafts)} times, and {MAX_BRANCHES} drafts at most can be told apart")
-    names: list[str] = []
     proposers: list[tuple[Proposer, Costs]] = []
     for draft in drafts or [DEFAULT_DRAFT]:
         if is_hash_model(draft):
-            name = _unused(str(draft), names)
-            proposer = _hash_draft(str(draft), name, target)
-            proposers.append((proposer, Costs(1.0 if target.path is None else ASSUMED_LOOKUP, ASSUMED_ROW)))
+            loaded = load_model(draft, lambda: create_backend(target.draft_device, target.threads))
+            check_same_tokenizer(target.tokenizer, loaded.tokenizer)
+            name, model = str(draft), loaded.model
+            costs = Costs(1.0 if target.path is None else ASSUMED_LOOKUP, ASSUMED_ROW)
         else:
             path = resolve_model(draft)
-            name = _unused(model_name(path), names)
-            proposers.append((_load_draft(path, name, target, is_default=not drafts), _assumed_costs(path, target)))
-        names.append(name)
+            name, model = model_name(path), _load_draft(path, target, is_default=not drafts)
+            costs = _assumed_costs(path, target)
+        name = _unused(name, [proposer.name for proposer, _ in proposers])
+        proposers.append((_proposer_of(model, name, target), costs))
     return proposers
 
 
-def _hash_draft(draft: str, name: str, target: Target) -> DraftProposer:
-    loaded = load_model(draft, lambda: create_backend(target.draft_device, target.threads))
-    check_same_tokenizer(target.tokenizer, loaded.tokenizer)
-    return _proposer_of(loaded.model, name, target)
-
-
-def _load_draft(path: Path, name: str, target: Target, is_default: bool) -> DraftProposer:
+def _load_draft(path: Path, target: Target, is_default: bool) -> Model:
     threads = 1 if target.draft_device == "cpu" and _num_bytes(path) < _SMALL_DRAFT_BYTES else target.threads
     with open_weights(path) as weights:
         try:
@@ -111,8 +105,7 @@ def _load_draft(path: Path, name: str, target: Target, is_default: bool) -> Draf
         except UsageError as error:
             hint = "; give one that can with --draft MODEL, or take --speculate ngram" if is_default else ""
             raise UsageError(f"{error}{hint}") from None
-        model = load_qwen3(weights, create_backend(target.draft_device, threads))
-    return _proposer_of(model, name, target)
+        return load_qwen3(weights, create_backend(target.draft_device, threads))
 
 
 def _proposer_of(model: Model, name: str, target: Target) -> DraftProposer:

@@ -14,12 +14,10 @@ one or the new one, and both are right.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
-
-import numpy as np
 
 from forge.engine.proposer import (
     NO_DRAFTS,
@@ -27,11 +25,10 @@ from forge.engine.proposer import (
     ProposalRequest,
     Proposer,
     ProposerFailure,
-    SpeculationFacts,
-    StepCost,
     StepDrafts,
     Verification,
 )
+from forge.engine.sampler import LaunchedStep, StepLogits, StepResults
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.structured_output import Matcher
@@ -46,14 +43,6 @@ _SILENCES_PER_TOKEN = 2
 """After this many requests in a row without a proposal, the wait before the next request grows by one output token."""
 _MAX_WAIT = 15
 """Output tokens. A request without a proposal takes a tenth of a small model's step."""
-
-
-@dataclass(eq=False)
-class _Source:
-    """A proposer with its costs."""
-
-    proposer: Proposer
-    meter: CostMeter
 
 
 class _State(NamedTuple):
@@ -92,23 +81,18 @@ class Speculator:
     ):
         """proposers: each with its assumed costs, which hold until they are measured. max_k: draft tokens per cycle at
         most. vocab_size: the target's. fixed: always ask for `max_k`. acceptance: the rule of `verification`."""
-        self.max_k = max_k
-        self.vocab_size = vocab_size
-        self.fixed = fixed
+        self.max_k, self.vocab_size, self.fixed = max_k, vocab_size, fixed
         self.acceptance: Acceptance = acceptance
-        if len({proposer.name for proposer, _ in proposers}) < len(proposers):
+        self.proposers: tuple[Proposer, ...] = tuple(proposer for proposer, _ in proposers)
+        """Those that have not failed."""
+        self._meters = {proposer.name: CostMeter(assumed) for proposer, assumed in proposers}
+        if len(self._meters) < len(proposers):
             raise ValueError("two proposers have the same name")
-        self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
         self._states: dict[int, _State] = {}
         self._undrafted: dict[int, Undrafted] = {}
         """By sequence id: why it wants no draft token in its next step."""
         self._batch = 1
         """Sequences in the last step."""
-
-    @property
-    def proposers(self) -> tuple[Proposer, ...]:
-        """The proposers that have not failed."""
-        return tuple(source.proposer for source in self._sources)
 
     def fix(self, k: int) -> None:
         """Request `k` tokens in every cycle from now on, for study. Every sequence begins anew."""
@@ -142,10 +126,14 @@ class Speculator:
     def _wish(self, sequence: Sequence) -> int | Undrafted:
         """Return how many draft tokens to request, at least one, or why none."""
         seq_id = sequence.seq_id
-        if not self._sources_of(sequence):
+        if not self._proposers_of(sequence):
             return Undrafted(seq_id, "not_wanted")
-        state = self._states.get(seq_id) or self._begin(sequence)
-        length = len(sequence.token_ids)
+        state, length = self._states.get(seq_id), len(sequence.token_ids)
+        if state is None:
+            most = sequence.params.num_speculative_tokens
+            max_k = self.max_k if most is None else min(most, self.max_k)
+            control = SpeculationControl.begin(max_k, self._costs(sequence), fixed=self.fixed)
+            state = self._states[seq_id] = _State.after(control, length)
         if length < state.until:
             left = state.until - length
             if state.control.k:
@@ -154,12 +142,12 @@ class Speculator:
         if not state.control.k:
             state = self._states[seq_id] = _State.after(state.control.probing(self._costs(sequence)), length)
         # The first steps have no draft tokens: they show what a plain one costs.
-        left = 0 if self.fixed else self._sources[0].meter.plain_forwards_left
+        left = 0 if self.fixed else self._meters[self.proposers[0].name].plain_forwards_left
         return Undrafted(seq_id, "measures", left) if left else state.control.k
 
     def wanted_forks(self, sequence: Sequence) -> int:
         """Return the number of drafts beyond the first: one for each further proposer."""
-        return max(0, len(self._sources_of(sequence)) - 1)
+        return max(0, len(self._proposers_of(sequence)) - 1)
 
     def propose(self, plan: StepPlan) -> StepDrafts:
         """Propose draft tokens for the plan's items that have slots for them. Never raises a proposer's error."""
@@ -167,38 +155,31 @@ class Speculator:
         if not items:
             return NO_DRAFTS
         drafts = StepDrafts()
-        for source in self._sources:
+        for proposer in self.proposers:
             # As many of a sequence's proposers as the plan has slots for.
-            mine = [item for item in items if source in self._sources_of(item.sequence)[: 1 + len(item.forks)]]
+            mine = [item for item in items if proposer in self._proposers_of(item.sequence)[: 1 + len(item.forks)]]
             if mine:
-                self.ask(source, mine, drafts)
+                self.ask(proposer, mine, drafts)
         drafts.total_ms = sum(drafts.ms.values())
         return drafts
 
-    def _begin(self, sequence: Sequence) -> _State:
-        wish = sequence.params.num_speculative_tokens
-        most = self.max_k if wish is None else min(wish, self.max_k)
-        control = SpeculationControl.begin(most, self._costs(sequence), fixed=self.fixed)
-        state = self._states[sequence.seq_id] = _State.after(control, len(sequence.token_ids))
-        return state
-
-    def _sources_of(self, sequence: Sequence) -> tuple[_Source, ...]:
+    def _proposers_of(self, sequence: Sequence) -> tuple[Proposer, ...]:
         params = sequence.params
         if params.num_speculative_tokens == 0:
             return ()
         if params.drafts is None:
-            return self._sources
-        return tuple(source for source in self._sources if source.proposer.name in params.drafts)
+            return self.proposers
+        return tuple(proposer for proposer in self.proposers if proposer.name in params.drafts)
 
-    def ask(self, source: _Source, items: list[PlanItem], drafts: StepDrafts) -> None:
+    def ask(self, proposer: Proposer, items: list[PlanItem], drafts: StepDrafts) -> None:
         """Add one proposer's draft tokens for these items. If it fails, go on without it."""
-        name = source.proposer.name
-        requests = [self._request(source, item) for item in items]
+        name, meter = proposer.name, self._meters[proposer.name]
+        requests = [self._request(proposer, item) for item in items]
         started = time.perf_counter()
         try:
-            proposals = source.proposer.propose(requests)
+            proposals = proposer.propose(requests)
         except ForgeError as error:
-            self._sources = tuple(kept for kept in self._sources if kept is not source)
+            self.proposers = tuple(kept for kept in self.proposers if kept is not proposer)
             release_ms = error.release_ms if isinstance(error, LeaseRevoked) else None
             for item in items:
                 item.sequence.add_error(str(error))
@@ -215,10 +196,10 @@ class Speculator:
                 drafts.proposals[item.seq_id] = (*drafts.proposals.get(item.seq_id, ()), proposal)
         if longest:
             follows = all(self._states[item.seq_id].follows for item in items)  # else it read a text as well
-            (source.meter.add_proposal if follows else source.meter.add_bound)(len(items), longest, ms)
+            (meter.add_proposal if follows else meter.add_bound)(len(items), longest, ms)
 
-    def _request(self, source: _Source, item: PlanItem) -> ProposalRequest:
-        branch, independent = self._sources_of(item.sequence).index(source), self.acceptance == "rejection"
+    def _request(self, proposer: Proposer, item: PlanItem) -> ProposalRequest:
+        branch, independent = self._proposers_of(item.sequence).index(proposer), self.acceptance == "rejection"
         return ProposalRequest(item.seq_id, item.sequence.draw, item.num_draft_slots, branch, independent)
 
     # After the forward
@@ -227,121 +208,82 @@ class Speculator:
         self,
         sequence: Sequence,
         proposals: Items[Proposal],
-        logits_of_draft: Callable[[int], np.ndarray],
-        argmax_of_drafts: Items[Items[int]],
-        max_logits_of_drafts: Items[Items[float]],
+        logits: StepLogits,
+        spans: Items[slice],
         wants_probabilities: bool,
     ) -> Verification:
         """Decide which draft tokens of a sequence stand; see `Speculation.verify`."""
         if sequence.params.plain_greedy and not wants_probabilities:
-            return verify_argmax(argmax_of_drafts, max_logits_of_drafts, proposals)
-        rows = [logits_of_draft(draft) for draft in range(len(proposals))]
+            max_logits = [logits.max_logit[span] for span in spans]
+            return verify_argmax([logits.argmax[span] for span in spans], max_logits, proposals)
+        rows = [logits.rows[span] for span in spans]
         return verify_drafts(rows, proposals, sequence.draw, wants_probabilities, self.acceptance)
 
-    def learn(
-        self,
-        plan: StepPlan,
-        drafts: StepDrafts,
-        verified: Mapping[int, Verification],
-        outcomes: Items[Outcome],
-        cost: StepCost,
-    ) -> SpeculationFacts:
+    def learn(self, step: LaunchedStep, results: StepResults, seconds: float) -> None:
         """Take over what a step's verifications and times teach. The sequences must not have their new tokens yet."""
-        undrafted = self._without_drafts(plan, drafts)
-        self._batch = len(plan.items) or self._batch
-        if drafts is NO_DRAFTS:
-            if cost.num_rows == len(plan.items):
-                self._add_forward(cost.num_rows, cost.step_ms)
-            return SpeculationFacts(undrafted=undrafted)
-        started = time.perf_counter()
+        started, plan, drafts = time.perf_counter(), step.plan, step.drafts
         cycles: list[SpecCycle] = []
-        outcome_of = {outcome.seq_id: outcome for outcome in outcomes}
-        for item in plan.items:
+        self._batch = len(plan.items) or self._batch
+        outcome_of = {outcome.seq_id: outcome for outcome in results.outcomes}
+        for item in plan.items if drafts is not NO_DRAFTS else ():
             seq_id, outcome = item.seq_id, outcome_of[item.seq_id]
             decision = self.decision(seq_id)
-            if seq_id in verified:
-                state = self._states[seq_id] = self._next_state(item, outcome, drafts, verified[seq_id])
-                cycles += _cycles(outcome, drafts, verified[seq_id], cost.forward_ms, decision, state.control.decision)
+            verification = results.verified.get(seq_id)
+            if verification is not None:
+                proposed, accepted = max(map(len, drafts.proposals[seq_id])), verification.num_accepted
+                control = self._states[seq_id].control.after_cycle(proposed, accepted, self._costs(item.sequence))
+                end = outcome.position + len(outcome.token_ids)
+                self._states[seq_id] = _State.after(control, end, follows=True)
+                cycles += _cycles(outcome, step, verification, decision, control.decision)
             elif item.num_draft_slots and seq_id not in drafts.proposals:
                 self._states[seq_id] = self._states[seq_id].after_silence(outcome.position)
             if seq_id in drafts.failures:
-                cycles.append(_failed(outcome, drafts, cost.forward_ms, decision))
-        if plan.execution_class == "decode":
-            self._add_forward(cost.num_rows, cost.step_ms + (time.perf_counter() - started) * 1e3)
-        return SpeculationFacts(tuple(cycles), undrafted)
-
-    def _add_forward(self, num_rows: int, step_ms: float) -> None:
-        for source in self._sources if num_rows else ():
-            source.meter.add_forward(num_rows, step_ms)
-
-    def _next_state(self, item: PlanItem, outcome: Outcome, drafts: StepDrafts, verification: Verification) -> _State:
-        proposed = max(map(len, drafts.proposals[item.seq_id]))
-        control = self._states[item.seq_id].control
-        control = control.after_cycle(proposed, verification.num_accepted, self._costs(item.sequence))
-        return _State.after(control, outcome.position + len(outcome.token_ids), follows=True)
+                cycles.append(_failed(outcome, step, decision))
+        num_rows = step.batch.num_rows if step.batch is not None else 0
+        is_decode = num_rows == len(plan.items) if drafts is NO_DRAFTS else plan.execution_class == "decode"
+        if is_decode and num_rows:
+            step_ms = (seconds + time.perf_counter() - started) * 1e3 - drafts.total_ms
+            for meter in [self._meters[proposer.name] for proposer in self.proposers]:
+                meter.add_forward(num_rows, step_ms)
+        results.cycles, results.undrafted = tuple(cycles), self._without_drafts(plan, drafts)
 
     def _without_drafts(self, plan: StepPlan, drafts: StepDrafts) -> tuple[Undrafted, ...]:
         """Return why sequences of this step were decoded without draft tokens."""
         return tuple(
-            [
-                self._undrafted.get(item.seq_id) or Undrafted(item.seq_id, _no_drafts(item))
-                for item in plan.items
-                if item.phase == "decode" and item.seq_id not in drafts.proposals and item.seq_id not in drafts.failures
-            ]
+            self._undrafted.get(item.seq_id) or Undrafted(item.seq_id, _no_drafts(item))
+            for item in plan.items
+            if item.phase == "decode" and item.seq_id not in drafts.proposals and item.seq_id not in drafts.failures
         )
 
     def _costs(self, sequence: Sequence) -> Costs:
         """Return what a draft token costs, by all of the sequence's proposers together."""
-        costs = [source.meter.costs(self._batch) for source in self._sources_of(sequence)]
+        costs = [self._meters[proposer.name].costs(self._batch) for proposer in self._proposers_of(sequence)]
         return Costs(sum(cost.token for cost in costs), sum(cost.row for cost in costs))
 
 
 def _cycles(
     outcome: Outcome,
-    drafts: StepDrafts,
+    step: LaunchedStep,
     verification: Verification,
-    target_ms: float,
     decision: SpecDecision | None,
     then: SpecDecision,
-) -> list[SpecCycle]:
-    """Return a record for each draft of a sequence."""
-    judged = zip(drafts.proposals[outcome.seq_id], verification.by_draft, strict=True)
-    return [
-        SpecCycle(
-            outcome.seq_id,
-            proposal.proposer,
-            outcome.position,
-            proposal.token_ids,
-            verdicts,
-            outcome.token_ids if draft == verification.winner else (),
-            drafts.ms[proposal.proposer],
-            target_ms,
-            decision,
-            then,
-            won=draft == verification.winner,
-            draft_cached=proposal.cached,
-        )
-        for draft, (proposal, verdicts) in enumerate(judged)
-    ]
+) -> Iterator[SpecCycle]:
+    """Yield a record for each draft of a sequence."""
+    proposals = step.drafts.proposals[outcome.seq_id]
+    seq_id, start = outcome.seq_id, outcome.position
+    for draft, (proposal, verdicts) in enumerate(zip(proposals, verification.by_draft, strict=True)):
+        name, won = proposal.proposer, draft == verification.winner
+        emitted, ms = outcome.token_ids if won else (), (step.drafts.ms[name], step.forward_ms)
+        cycle = SpecCycle(seq_id, name, start, proposal.token_ids, verdicts, emitted, *ms, decision, then, won)
+        yield replace(cycle, draft_cached=proposal.cached)
 
 
-def _failed(outcome: Outcome, drafts: StepDrafts, target_ms: float, decision: SpecDecision | None) -> SpecCycle:
+def _failed(outcome: Outcome, step: LaunchedStep, decision: SpecDecision | None) -> SpecCycle:
     """Record a proposer's failure. What was emitted may be in another proposer's record."""
-    failure = drafts.failures[outcome.seq_id]
-    return SpecCycle(
-        outcome.seq_id,
-        failure.proposer,
-        outcome.position,
-        proposed=(),
-        verdicts=(),
-        emitted=() if outcome.seq_id in drafts.proposals else outcome.token_ids,
-        draft_ms=0.0,
-        target_ms=target_ms,
-        decision=decision,
-        won=False,
-        error=failure.message,
-        release_ms=failure.release_ms,
-    )
+    name, message, release_ms = step.drafts.failures[outcome.seq_id]
+    emitted = () if outcome.seq_id in step.drafts.proposals else outcome.token_ids
+    cycle = SpecCycle(outcome.seq_id, name, outcome.position, (), (), emitted, 0.0, step.forward_ms, decision)
+    return replace(cycle, won=False, error=message, release_ms=release_ms)
 
 
 def _no_drafts(item: PlanItem) -> UndraftedReason:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from forge import LLM, SamplingParams
+from forge.cache.block_pool import blocks_for
 from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
 from forge.engine.task import Task
 from forge.errors import UsageError
@@ -58,7 +59,7 @@ def test_the_tokens_and_logits_are_those_of_one_engine(model: str, kv_dtype: str
     assert (tokens, logits) == alone[:2]
     assert rows == alone[2] - (len(PROMPT) - 1)
     assert admitted == [AdmitRecord(admitted[0].seq_id, "handoff", len(PROMPT) - 1, admitted[0].num_blocks)]
-    assert engine.cache.stats().used_blocks == 0 and not engine.scheduler.host.entries
+    assert engine.cache.stats().used_blocks == 0 and not engine.scheduler.host_pool.entries
 
 
 def test_several_samples_share_what_was_handed_over():
@@ -101,7 +102,7 @@ def test_a_request_for_one_token_computes_nothing_but_the_last_row(kv: str):
 def test_a_task_takes_no_room_in_the_host_pool(task: Task):
     engine = engine_of("hash")
     add_handed_over(engine, prefilled("hash", PROMPT), "r", PROMPT, PARAMS, task=task)
-    assert not engine.scheduler.host.entries
+    assert not engine.scheduler.host_pool.entries
     record = engine.step()
     assert record.queues == Queues(waiting=0, running=0, swapped=0, finished=1)
 
@@ -122,13 +123,14 @@ def test_an_engine_without_a_cache_hands_nothing_over_and_the_prompt_is_computed
 def test_a_sequence_that_is_aborted_before_it_begins_frees_its_room():
     engine = engine_of("hash")
     add_handed_over(engine, prefilled("hash", PROMPT), "r", PROMPT, PARAMS)
-    assert engine.scheduler.host.entries
+    assert engine.scheduler.host_pool.entries
     engine.abort("r")
-    assert not engine.scheduler.host.entries
+    assert not engine.scheduler.host_pool.entries
 
 
 def test_the_bytes_are_those_of_its_blocks():
     handoff = prefilled("tales", PROMPT)
-    blocks = handoff.num_blocks * handoff.layout.block_size * handoff.layout.bytes_per_token
-    assert handoff.position == len(PROMPT) - 1 and handoff.num_bytes == blocks
+    layout = handoff.layout
+    num_slots = blocks_for(len(PROMPT) - 1, layout.block_size) * layout.block_size
+    assert handoff.position == len(PROMPT) - 1 and handoff.num_bytes == num_slots * layout.bytes_per_token
     assert all(isinstance(part, np.ndarray) for part in handoff.data)

@@ -181,6 +181,12 @@ class TrialGrammar:
         return tuple(only) if len(only) == 1 else ()
 
 
+def num_rows(plan: StepPlan) -> int:
+    """The rows that a step computes at most: there may be fewer draft tokens than slots for them."""
+    items = (*plan.items, *plan.separate)
+    return sum((item.num_tokens + item.num_draft_slots) * (1 + len(item.forks)) for item in items)
+
+
 def new_model(agreement: float = 1.0, runs_ahead: bool = False) -> HashModel:
     kind = LateEmbeddingModel if runs_ahead else EmbeddingModel
     said = range(1, len(PIECES))
@@ -509,9 +515,9 @@ class Play:
         plan = replace(plan, items=tuple(generations), separate=(), exhausted=plan.exhausted)
         largest = max((item.num_tokens for item in generations), default=0)
         limit = scheduler._token_budget if case.chunked_prefill else max(scheduler._token_budget, largest)
-        assert plan.num_tokens <= limit, "more tokens than the budget"
+        assert num_rows(plan) <= limit, "more tokens than the budget"
         if generations and case.chunked_prefill:
-            assert whole.num_tokens <= limit, "prefill-only requests beside generations exceed the budget"
+            assert num_rows(whole) <= limit, "prefill-only requests beside generations exceed the budget"
         undeferred = [one for one in plan.waiting if not isinstance(one.reason, Deferred)]
         assert len(undeferred) <= 2, "more than the heads of the two queues wait for lack of something"
         admitted = [one.seq_id for one in plan.admitted]
@@ -561,7 +567,7 @@ class Play:
         scheduler, seen = self.scheduler, self.seen
         queues = record.queues
         assert (queues.waiting, queues.running, queues.swapped) == tuple(
-            map(len, (waiting(scheduler), scheduler.running, scheduler.host.entries))
+            map(len, (waiting(scheduler), scheduler.running, scheduler.host_pool.entries))
         )
         for token in record.tokens:
             said = self.said[token.seq_id]
@@ -627,9 +633,12 @@ class Play:
         scheduler, stats = self.scheduler, self.engine.cache.stats()
         assert (stats.used_blocks, stats.tokens_held) == (0, 0), "blocks are still held"
         assert not (
-            scheduler.queue.sequences or scheduler.running or scheduler.host.entries or scheduler.retained.sequences
+            scheduler.queue.sequences
+            or scheduler.running
+            or scheduler.host_pool.entries
+            or scheduler.retained.sequences
         )
-        assert scheduler.host.num_free == scheduler.host.num_blocks, "the host's pool is not empty"
+        assert scheduler.host_pool.num_free == scheduler.host_pool.num_blocks, "the host's pool is not empty"
         assert not (self.engine._requests or self.engine.timeline.requests() or self.engine._batch_builder._tables)
         for draft in self.engine.proposers[: len(self.case.drafts)]:
             assert draft.cache.stats().used_blocks == 0, "a draft still holds blocks"

@@ -43,14 +43,14 @@ def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = 
 
     outcomes = []
     for item in plan.items:
-        samples = tuple(outcome(sample, True) for sample in item.sequence.waiting_samples if item.chooses_token)
-        outcomes.append(outcome(item.sequence, item.chooses_token)._replace(samples=samples))
+        outcomes.append(outcome(item.sequence, item.chooses_token))
+        outcomes += [outcome(sample, True) for sample in item.sequence.waiting_samples if item.chooses_token]
     return outcomes + [outcome(one, False)._replace(finish_reason="length") for one in plan.exhausted]
 
 
 def waiting(scheduler: Scheduler) -> list[Sequence]:
     """The sequences in the queue, in order, but for those whose blocks are in the host pool."""
-    return [one for one in scheduler.queue if one.seq_id not in scheduler.host.entries]
+    return [one for one in scheduler.queue if one.seq_id not in scheduler.host_pool.entries]
 
 
 def admitted(plan: StepPlan) -> tuple[int, ...]:

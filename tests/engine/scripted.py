@@ -14,8 +14,8 @@ from forge.engine.async_scheduling import AsyncEngine
 from forge.engine.engine import Engine
 from forge.engine.outputs import CompletionOutput
 from forge.engine.policies import SchedulerConfig
-from forge.engine.proposer import Speculation
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.speculation import Speculation
 from forge.model.model import Model
 from forge.trace.records import StepRecord
 

@@ -17,7 +17,9 @@ from tests.engine.test_scheduler import behind_long_prompts
 def both_lanes(num_blocks: int, kv: str = "paged", **config) -> Scheduler:
     """A scheduler with scratch blocks, so that there are prefill-only sequences."""
     cache, _ = create_kv_cache(kv, CacheSize(64, 4, 4, 8, num_blocks))
-    return Scheduler(cache, SchedulerConfig(**config), range(num_blocks, num_blocks + 20), lambda *rows: sum(rows))
+    scheduler = Scheduler(cache, SchedulerConfig(**config), range(num_blocks, num_blocks + 20))
+    scheduler.prefill_only.temporary_bytes = lambda *rows: sum(rows)
+    return scheduler
 
 
 def one_pass(seq_id: int, tokens: int = 3, **options):
@@ -57,9 +59,9 @@ def test_after_a_preemption_the_first_generation_that_is_no_victim_waits_and_the
 
 def test_what_is_on_the_host_or_retained_costs_its_blocks_and_no_computing():
     scheduler = both_lanes(8, "prefix")
-    scheduler.host.add(3, HostEntry(2, 6))
+    scheduler.host_pool.add(3, HostEntry(2, 6))
     assert scheduler.admission.cost(sequence(3, tokens=9), None) == AdmissionCost(6, 3, 0)
-    del scheduler.host.entries[3]
+    del scheduler.host_pool.entries[3]
     scheduler.add(sequence(0, tokens=8, retain_cache=True))
     step(scheduler, ending=(0,))
     assert scheduler.admission.cost(sequence(4, tokens=18, token_ids=[9] * 18), 0) == AdmissionCost(8, 3, 0)

@@ -136,4 +136,4 @@ def test_containers_are_of_one_cache_and_one_configuration():
         containers.queue.add(sequence(seq_id, priority=-seq_id, prefix_keys=(4,)))
     assert [one.seq_id for one in containers.queue] == [1, 0]
     assert containers.planner.num_worth_caching(sequence(2, prefix_keys=(4, 5))) == 1
-    assert (containers.host.num_free, containers.cache, containers.running) == (7, cache, {})
+    assert (containers.host_pool.num_free, containers.cache, containers.running) == (7, cache, {})

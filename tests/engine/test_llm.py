@@ -472,7 +472,7 @@ def test_sizes_are_whole_numbers_of_at_least_one(path, name, value):
 def test_a_host_pool_may_be_empty_and_no_less(path, value):
     with pytest.raises(UsageError, match="--num-host-blocks must be a whole number of at least 0"):
         load(path, num_host_blocks=value)
-    assert load(path, kv="paged", preemption="swap", num_host_blocks=0).engine.scheduler.host.num_free == 0
+    assert load(path, kv="paged", preemption="swap", num_host_blocks=0).engine.scheduler.host_pool.num_free == 0
 
 
 def test_more_context_than_the_model_has_is_refused(path):

@@ -13,9 +13,9 @@ import pytest
 from forge.cache.host_pool import Swap
 from forge.engine.async_scheduling import AsyncEngine, _ends_with, _is_plain, _prepare_masks
 from forge.engine.engine import Engine
+from forge.engine.sampler import LaunchedStep
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.step_plan import PlanItem, StepPlan
-from forge.engine.step_record import LaunchedStep
 from forge.engine.structured_output import MatcherError
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.hash_model import HashModel

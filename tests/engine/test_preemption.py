@@ -197,7 +197,7 @@ def is_before_its_last_step(engine: Engine) -> bool:
 
 def is_swapped(engine: Engine) -> bool:
     scheduler = engine.scheduler
-    return any(scheduler.queue.sequences[seq_id].request_id == "it" for seq_id in scheduler.host.entries)
+    return any(scheduler.queue.sequences[seq_id].request_id == "it" for seq_id in scheduler.host_pool.entries)
 
 
 def is_preempted(engine: Engine) -> bool:

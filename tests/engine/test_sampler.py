@@ -11,7 +11,7 @@ from forge.engine import sampler as module
 from forge.engine.output_text import OutputText
 from forge.engine.proposer import NO_DRAFTS, Proposal, StepDrafts, Verification
 from forge.engine.readout import SeparateResult
-from forge.engine.sampler import Sampler, StepLogits, argmax_rows
+from forge.engine.sampler import LaunchedStep, Sampler, StepLogits, argmax_rows
 from forge.engine.sampling import BrokenLogits, SampledToken
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence
@@ -43,6 +43,10 @@ def saying(*token_ids: int, top: float = 5.0) -> np.ndarray:
     return np.where(np.arange(VOCAB) == np.array(token_ids)[:, None], top, 0).astype(np.float32)
 
 
+def launched(plan: StepPlan, rows: Any, drafts: StepDrafts, separate: Any) -> LaunchedStep:
+    return LaunchedStep(plan, drafts, None, rows, separate, 0.0, 0.0)
+
+
 def test_each_item_has_its_own_rows_and_drafts_are_judged_by_those_behind_the_last_known_token():
     items = [item(one_sequence(seq_id)) for seq_id in range(3)]
     items[0] = items[0]._replace(logit_rows=range(2, 4))
@@ -51,17 +55,16 @@ def test_each_item_has_its_own_rows_and_drafts_are_judged_by_those_behind_the_la
     tokens = tuple(SampledToken(token_id, None, None) for token_id in (6, 2))
     speculation = Mock(verify=Mock(return_value=Verification(tokens, ((), ()), 1)))
     drafts = StepDrafts({1: proposals, 2: proposals})
-    found = Sampler(frozenset([EOS]), speculation, [lambda *row: seen.append(row), Mock()])
-    results = found.sample(StepPlan(tuple(items)), StepLogits.of(rows), drafts, ())
+    found = Sampler(frozenset([EOS]), speculation.verify, [lambda *row: seen.append(row), Mock()])
+    results = found.sample(launched(StepPlan(tuple(items)), rows, drafts, ()))
 
     assert [outcome[:3] for outcome in results.outcomes] == [(0, 3, (1,)), (1, 3, (6, 2)), (2, 3, (1,))]
     assert [(outcome.num_accepted, outcome.winner) for outcome in results.outcomes] == [(0, None), (1, -7), (0, None)]
     placed = ((0, 3, 1), (1, 3, 6), (1, 4, 2), (2, 3, 1))
     assert results.tokens == [TokenRecord(i, position, token, LETTERS[token]) for i, position, token in placed]
-    one, given, rows_of, argmax, greatest, wants = speculation.verify.call_args.args
-    assert (one, given, argmax, wants) == (items[1].sequence, proposals, [[2, 3, 4], [5, 6]], False)
-    assert greatest == [[5.0] * 3, [5.0] * 2]
-    assert [rows_of(draft).tolist() for draft in (0, 1)] == [rows[3:6].tolist(), rows[6:8].tolist()]
+    one, given, logits, spans, wants = speculation.verify.call_args.args
+    assert (one, given, spans, wants) == (items[1].sequence, proposals, [slice(3, 6), slice(6, 8)], False)
+    assert (logits.rows is rows, logits.argmax) == (True, [8, 1, 7, 2, 3, 4, 5, 6, 1])
     assert results.verified == {1: speculation.verify.return_value}
     assert [(seq_id, row.argmax()) for seq_id, row in seen] == [(0, 1), (1, 5), (1, 6), (2, 1)]
     assert not any(np.shares_memory(row, rows) for _, row in seen)
@@ -93,8 +96,8 @@ def test_tokens_are_emitted_until_one_ends_the_sequence(params, most, kept, reas
     speculation = Mock(verify=Mock(return_value=Verification(sampled, ((),), 0)))
     planned = item(one, 4, num_draft_slots=3)
     drafts = StepDrafts({1: (Proposal((1, 3, 0)),)})
-    results = Sampler(frozenset([eos]), speculation).sample(
-        StepPlan((planned,)), StepLogits.of(saying(*token_ids)), drafts, ()
+    results = Sampler(frozenset([eos]), speculation.verify).sample(
+        launched(StepPlan((planned,)), saying(*token_ids), drafts, ())
     )
 
     outcome = Outcome(1, 3, token_ids[:kept], reason, stop, num_accepted=kept - 1)
@@ -113,7 +116,7 @@ def sampled(planned: PlanItem, rows: np.ndarray, **options: Any):
     separate = options.pop("separate", None)
     found = Sampler(frozenset([EOS]), None, **options)
     plan = StepPlan((), separate=(planned,)) if separate else StepPlan((planned,))
-    return found.sample(plan, StepLogits.of(rows), NO_DRAFTS, [separate] if separate else [])
+    return found.sample(launched(plan, rows, NO_DRAFTS, [separate] if separate else []))
 
 
 @pytest.mark.parametrize("is_separate", [False, True])
@@ -121,10 +124,10 @@ def test_a_task_is_answered_once_and_its_samples_begin_from_its_last_row(is_sepa
     first, second = one_sequence(1, task=Task(sample=True, score_from=1)), one_sequence(2)
     first.waiting_samples = [second]
     rows, answer = saying(4, 5, 3), Readout(scores=(((1, -1.0),),))
-    separate = SeparateResult(answer, rows[2]) if is_separate else None
+    separate = SeparateResult(answer, rows[2:]) if is_separate else None
     results = sampled(item(first, 3), rows, separate=separate)
 
-    assert results.outcomes == [Outcome(1, 3, (3,), None, samples=(Outcome(2, 3, (3,), None),))]
+    assert results.outcomes == [Outcome(1, 3, (3,), None), Outcome(2, 3, (3,), None)]
     assert first.readout is second.readout is not None and (first.readout is answer) == is_separate
     assert len(first.readout.scores) == (1 if is_separate else 2)
     known = first.readout
@@ -156,13 +159,15 @@ def test_logits_that_are_no_numbers_and_a_matcher_that_fails_end_a_sequence_with
             first, second = one_sequence(1, params=params, matcher=matcher, task=task), one_sequence(2)
             first.waiting_samples, first.readout = [second], Readout() if by_request else None
             results = sampled(item(first, chooses_token=samples or by_request), rows, separate=separate)
-            assert [record.seq_id for record in results.finished] == [2, 1]
+            assert [record.seq_id for record in results.finished] == [1, 2]
             assert {(record.reason, record.by_request, record.text) for record in results.finished} == {
                 ("error", by_request, ".")
             }
             assert {record.error for record in results.finished} == {first.errors[0]} and first.readout is None
-            (outcome,) = results.outcomes
-            assert (outcome.finish_reason, len(outcome.samples)) == ("error", 1)
+            assert [(outcome.seq_id, outcome.finish_reason) for outcome in results.outcomes] == [
+                (1, "error"),
+                (2, "error"),
+            ]
 
 
 def test_what_has_ended_gets_no_token_and_the_pool_ends_what_it_exhausts():
@@ -170,7 +175,7 @@ def test_what_has_ended_gets_no_token_and_the_pool_ends_what_it_exhausts():
     gone.finish_reason = "stop"
     found = Sampler(frozenset([EOS]), None)
     results = found.sample(
-        StepPlan((item(gone), item(alive)), exhausted=(exhausted,)), StepLogits.of(saying(4, 5)), NO_DRAFTS, ()
+        launched(StepPlan((item(gone), item(alive)), exhausted=(exhausted,)), saying(4, 5), NO_DRAFTS, ())
     )
     assert results.outcomes == [Outcome(1, 3, (5,), None), Outcome(2, 3, (), "length")]
     assert alive.readout is None
@@ -189,8 +194,6 @@ def test_a_token_is_chosen_here_unless_the_device_or_the_argmax_has(params, repo
         row, draw, wants, argmax = choose.call_args.args
         assert (row.tolist(), draw, wants, argmax) == (rows[0].tolist(), one.draw, reports, 4)
     device: Any = SimpleNamespace(sampled=True, argmax_rows=lambda: ([6], [1.0]))
-    results = Sampler(frozenset(), None, (), reports).sample(
-        StepPlan((item(one),)), StepLogits.of(device), NO_DRAFTS, ()
-    )
+    results = Sampler(frozenset(), None, (), reports).sample(launched(StepPlan((item(one),)), device, NO_DRAFTS, ()))
     assert results.outcomes[0].token_ids == (6,) and not StepLogits.of(rows).sampled
     assert argmax_rows(saying(3, 2)) == ([3, 2], [5.0, 5.0])

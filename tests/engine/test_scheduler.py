@@ -13,7 +13,7 @@ from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import ForkSlots, Outcome
+from forge.engine.step_plan import ForkSlots, Outcome, StepPlan
 from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget
 from forge.trace.records import WaitRecord
 from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step, waiting
@@ -94,11 +94,12 @@ def with_samples(scheduler: Scheduler, number: int) -> list[Sequence]:
     return [first, *samples]
 
 
-def test_samples_with_output_of_their_own_wait_apart():
-    scheduler = basic()
-    samples = with_samples(scheduler, 3)
-    scheduler.queue_samples_apart(samples[0])
-    assert (waiting(scheduler), samples[0].waiting_samples) == (samples, [])
+def test_an_exhausted_sequence_whose_last_text_was_a_stop_string_ends_as_stop():
+    scheduler, (one,) = basic(), [sequence(0)]
+    scheduler.add(one)
+    step(scheduler)
+    scheduler.commit(StepPlan((), exhausted=(one,)), [Outcome(0, 4, (), "stop", "x")])
+    assert (one.finish_reason, one.stop_reason, scheduler.running) == ("stop", "x", {})
 
 
 def test_samples_begin_with_their_prompt_but_for_those_that_end_with_their_first_token():
@@ -117,9 +118,9 @@ def test_what_another_engine_has_computed_waits_on_the_host_if_it_fits_and_is_us
     for num_tokens, prefill_only, is_used in ((5, False, True), (6, False, False), (0, False, False), (5, True, False)):
         scheduler = new_scheduler(8, num_host_blocks=2)
         scheduler.add(sequence(0, tokens=6, prefill_only=prefill_only), HostEntry(2, num_tokens))
-        assert list(scheduler.host.entries) == [0] * is_used
+        assert list(scheduler.host_pool.entries) == [0] * is_used
         scheduler.add(sequence(1, tokens=6), HostEntry(1 if not is_used else 3, 5))
-        assert (1 in scheduler.host.entries) != is_used
+        assert (1 in scheduler.host_pool.entries) != is_used
 
 
 @pytest.mark.parametrize(("num_accepted", "reason", "computed"), [(1, None, 5), (3, None, 7), (1, "error", 3)])
@@ -179,21 +180,6 @@ def test_what_stands_behind_a_victim_gets_its_token():
 def test_a_scheduler_begins_with_what_its_cache_has_and_without_scratch_blocks():
     scheduler = basic()
     assert (scheduler.stats, len(scheduler.prefill_only.scratch)) == (scheduler.cache.stats(), 0)
-
-
-def test_an_item_without_an_outcome_changes_nothing():
-    scheduler = basic()
-    for seq_id in range(2):
-        scheduler.add(sequence(seq_id, tokens=3))
-    step(scheduler)
-    plan = scheduler.schedule()
-    scheduler.commit(plan, outcomes_of(scheduler, plan)[:1])
-
-    assert [len(scheduler.running[seq_id].token_ids) for seq_id in range(2)] == [5, 4]
-    assert [scheduler.cache.computed_length(seq_id) for seq_id in range(2)] == [4, 3]
-    plan = scheduler.schedule()
-    scheduler.commit(plan, outcomes_of(scheduler, plan)[1:])
-    assert [len(scheduler.running[seq_id].token_ids) for seq_id in range(2)] == [5, 5]
 
 
 def test_prompt_logprobs_need_the_logits_of_every_prompt_row_once():
@@ -400,7 +386,7 @@ def test_a_continuation_that_was_swapped_out_begins_from_the_host_and_not_from_a
     scheduler.add(sequence(0, tokens=5, retain_cache=True))
     step(scheduler)
     scheduler.add(sequence(1, tokens=6, continues_from=0))  # sequence 0 still runs: it begins from nothing
-    while not scheduler.host.entries:
+    while not scheduler.host_pool.entries:
         step(scheduler)
     step(scheduler, ending=(0,))
 

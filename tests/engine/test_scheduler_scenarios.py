@@ -190,7 +190,7 @@ def test_a_long_prompt_takes_what_the_decodes_leave_of_the_budget():
     )
     assert plans[0].waiting == (WaitRecord(3, NoBudget(limit=6)),)
     assert {plan.execution_class for plan in plans} == {"mixed"}
-    assert all(plan.num_tokens <= 6 for plan in plans)
+    assert all(sum(item.num_tokens for item in plan.items) <= 6 for plan in plans)
 
 
 def test_the_last_two_tokens_of_a_prompt_keep_to_the_budget_as_well():
@@ -278,7 +278,16 @@ def test_what_a_victim_has_computed_goes_to_the_host_if_all_of_it_fits(computed,
     is_swapped = computed and not lost
     how = "swap" if is_swapped else "recompute"
     assert plan.preempted == [PreemptRecord(1, 0, 3, 2, "lifo", how, lost, 2, fallback)]
-    assert (list(containers.host.entries), plan.swap_outs) == (([1], [Swap(1, (2, 3))]) if is_swapped else ([], []))
+    assert (list(containers.host_pool.entries), plan.swap_outs) == (
+        ([1], [Swap(1, (2, 3))]) if is_swapped else ([], [])
+    )
+
+
+def test_what_is_swapped_out_is_read_where_its_content_is_before_the_copies():
+    containers, preemption, plan = holding(6, (5, 5), (6, 6), preemption="swap")
+    plan.copies = [BlockCopy(0, 4), BlockCopy(4, 2), BlockCopy(5, 4)]
+    assert preemption.reserve(containers.running[0], 12, plan)
+    assert plan.swap_outs == [Swap(1, (0, 3))]
 
 
 def test_a_queued_request_is_not_skipped_after_a_preemption():
@@ -455,7 +464,7 @@ def test_swapping_out_and_in_computes_nothing_again():
     assert plan.swap_ins == (Swap(2, scheduler.cache.block_table(2)[:2]),)
     assert (plan.admitted[0].how, plan.admitted[0].num_cached) == ("swap", 6)
     assert shares(plan) == [(2, "decode", 6, 1)]
-    assert (scheduler.host.num_free, scheduler.host.entries) == (scheduler.host.num_blocks, {})
+    assert (scheduler.host_pool.num_free, scheduler.host_pool.entries) == (scheduler.host_pool.num_blocks, {})
 
 
 def test_a_full_host_pool_falls_back_to_recompute_with_its_reason():
@@ -483,9 +492,9 @@ def test_a_salt_outlives_a_swap():
     for seq_id, salt in ((0, ""), (1, ""), (2, "mine")):
         scheduler.add(sequence(seq_id, 7, 99, token_ids=[10 * seq_id + place for place in range(7)], salt=salt))
         step(scheduler)
-    while not scheduler.host.entries:
+    while not scheduler.host_pool.entries:
         step(scheduler)
-    assert list(scheduler.host.entries) == [2]
+    assert list(scheduler.host_pool.entries) == [2]
     step(scheduler, ending=(0, 1))
     step(scheduler)
     step(scheduler, ending=(2,))
@@ -558,7 +567,7 @@ def test_without_chunks_a_step_of_prompts_keeps_the_token_budget():
     plans = [step(scheduler) for _ in range(4)]
 
     assert [[item.seq_id for item in plan.items] for plan in plans] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert all(plan.num_tokens <= 64 for plan in plans)
+    assert all(sum(item.num_tokens for item in plan.items) <= 64 for plan in plans)
     assert plans[0].waiting == (WaitRecord(2, NoBudget(limit=64)),)
 
 

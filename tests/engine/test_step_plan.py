@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from forge.cache.kv_storage import BlockCopy
-from forge.engine.step_plan import ForkSlots, Outcome, PlanBuilder, PlanItem, StepPlan, flat
+from forge.engine.step_plan import Outcome, PlanBuilder, PlanItem, StepPlan
 from forge.engine.task import GENERATE, Task
 
 
@@ -29,12 +29,6 @@ def item(seq_id: int, num_tokens: int = 1, phase: Any = "decode", num_rows: int 
 def test_a_step_is_of_one_kind_if_all_its_items_are(phases, expected):
     items = tuple(item(seq_id, phase=phase) for seq_id, phase in enumerate(phases))
     assert StepPlan(items).execution_class == StepPlan(items[1:], separate=items[:1]).execution_class == expected
-
-
-def test_a_step_computes_known_rows_and_slots_for_draft_tokens_in_every_fork():
-    forks = (ForkSlots(-1, ()), ForkSlots(-2, ()))
-    plan = StepPlan((item(0, 5), item(1, 1, num_draft_slots=3, forks=forks)), separate=(item(2, 7),))
-    assert plan.num_tokens == 5 + (1 + 3) * 3 + 7
 
 
 def test_what_is_added_takes_from_the_budget_and_what_is_dropped_gives_back():
@@ -66,12 +60,6 @@ def test_embeddings_and_what_has_too_many_rows_take_forwards_of_their_own():
     assert [item.seq_id for item in built.separate] == [0, 1, 2]
 
 
-def test_a_block_is_read_where_its_content_is_before_the_copies():
-    plan = PlanBuilder(limit=9, budget=9, copies=[BlockCopy(1, 2), BlockCopy(2, 3), BlockCopy(7, 8)])
-    assert plan.before_copies((3, 8, 5)) == (1, 7, 5)
-    assert plan.before_copies((1, 2)) == (1, 1)
-
-
 def test_a_plan_has_what_was_put_into_it():
     names = ["separate", "copies", "swap_outs", "swap_ins", "admitted", "waiting", "preempted", "exhausted"]
     parts: Any = {name: [name] for name in names}
@@ -80,12 +68,7 @@ def test_a_plan_has_what_was_put_into_it():
     assert [getattr(built, name) for name in names] == [(name,) for name in names]
 
 
-def test_the_outcomes_of_samples_follow_that_of_their_prompt():
-    def outcome(seq_id: int, *samples: Outcome) -> Outcome:
-        return Outcome(seq_id, 0, (), None, samples=samples)
-
-    nested = [outcome(0), outcome(1, outcome(2), outcome(3)), outcome(4)]
-    assert [outcome.seq_id for outcome in flat(nested)] == [0, 1, 2, 3, 4]
-    assert outcome(0)[:6] == (0, 0, (), None, None, 0)
-    assert item(0)[8:] == (0, 0, (), None, 0), "and an item is a plain one, if nothing else is said"
+def test_an_outcome_and_an_item_are_plain_ones_if_nothing_else_is_said():
+    assert Outcome(0, 0, (), None) == (0, 0, (), None, None, 0, None)
+    assert item(0)[8:] == (0, 0, (), None, 0)
     assert PlanBuilder(9, 9).num_passing == 0

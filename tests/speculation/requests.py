@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from forge.engine.proposer import ProposalRequest
+from forge.engine.proposer import ProposalRequest, Verification
 from forge.engine.sampling_params import SamplingParams
 from forge.model.model import Draw
 
@@ -24,3 +24,8 @@ def request(
 def proposed(proposer, token_ids: Sequence[int], k: int = 4, **options) -> list[int]:
     (proposal,) = proposer.propose([request(token_ids, k, **options)])
     return list(proposal.token_ids)
+
+
+def tokens_of(verification: Verification) -> tuple[int, ...]:
+    """The tokens that a verification emits."""
+    return tuple(token.token_id for token in verification.sampled)

@@ -13,6 +13,7 @@ from forge.engine.sampling import choose, distribution
 from forge.engine.sampling_params import SamplingParams
 from forge.model.model import Draw
 from forge.speculation.verification import Verification, verify_drafts
+from tests.speculation.requests import tokens_of
 
 VOCAB = 8
 FIRST = 0
@@ -74,7 +75,7 @@ def speculate(target: Chain, proposing, num_tokens: int, params: SamplingParams,
     while len(tokens) <= num_tokens:
         proposal = proposing(tokens, seed)
         rows = target.logits[[tokens[-1], *proposal.token_ids]]
-        tokens += rule(rows, proposal, Draw(params, seed, 0, tokens)).token_ids
+        tokens += tokens_of(rule(rows, proposal, Draw(params, seed, 0, tokens)))
     return tokens[1 : num_tokens + 1]
 
 
@@ -84,7 +85,7 @@ def speculate_with_several(target: Chain, proposing, num_tokens: int, params: Sa
     while len(tokens) <= num_tokens:
         proposals = proposing(tokens, seed)
         rows = [target.logits[[tokens[-1], *proposal.token_ids]] for proposal in proposals]
-        tokens += verify_drafts(rows, proposals, Draw(params, seed, 0, tokens), acceptance="rejection").token_ids
+        tokens += tokens_of(verify_drafts(rows, proposals, Draw(params, seed, 0, tokens), acceptance="rejection"))
     return tokens[1 : num_tokens + 1]
 
 

@@ -5,13 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forge.speculation.controller import (
-    WINDOW,
-    Costs,
-    RecentCycles,
-    SpeculationControl,
-    speed_up,
-)
+from forge.speculation.controller import WINDOW, Costs, SpeculationControl, speed_up
 
 CHEAP, DEAR = Costs(0.05, 0.05), Costs(0.3, 0.05)
 
@@ -62,15 +56,15 @@ def expected_accepted(acceptance: float, k: int) -> float:
 
 
 def test_the_accept_rate_is_accepted_over_proposed_in_the_last_50_cycles():
-    recent = RecentCycles()
-    assert recent.accept_rate is None
+    control = SpeculationControl.begin(4, CHEAP)
+    assert control.decision.accept_rate is None
     for _ in range(WINDOW):
-        recent = recent.add(2, 1)
+        control = control.after_cycle(2, 1, CHEAP)
     for _ in range(WINDOW // 2):
-        recent = recent.add(4, 3)
+        control = control.after_cycle(4, 3, CHEAP)
 
-    assert len(recent.cycles) == WINDOW
-    assert recent.accept_rate == pytest.approx((1 + 3) / (2 + 4))
+    assert len(control.recent) == WINDOW
+    assert control.decision.accept_rate == pytest.approx((1 + 3) / (2 + 4))
 
 
 # Staying on, turning down, going off

@@ -407,8 +407,8 @@ def test_rejected_rows_never_reach_the_prefix_index(answers):
 
 def costing(speculation: Speculator, costs: Costs) -> Speculator:
     """With times that are given, because those of a model without weights say nothing."""
-    for source in speculation._sources:
-        source.meter.costs = lambda num_sequences: costs
+    for meter in speculation._meters.values():
+        meter.costs = lambda num_sequences: costs
     return speculation
 
 

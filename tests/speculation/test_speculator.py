@@ -3,12 +3,13 @@ whose times are given."""
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import ANY, Mock, call
+from unittest.mock import ANY, MagicMock, Mock, call
 
 import numpy as np
 import pytest
 
-from forge.engine.proposer import NO_DRAFTS, Proposal, Proposer, SpeculationFacts, StepCost, StepDrafts, Verification
+from forge.engine.proposer import NO_DRAFTS, Proposal, Proposer, StepDrafts, Verification
+from forge.engine.sampler import LaunchedStep, StepLogits, StepResults
 from forge.engine.sampling import SampledToken
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence
@@ -62,7 +63,7 @@ def metered(*proposers: Proposer, **options) -> tuple[Speculator, Mock]:
     """A speculator and the meter of its first proposer, which knows what a plain step takes."""
     speculation, meter = speculator(*proposers, **options), Mock(plain_forwards_left=0)
     meter.costs.return_value = FREE
-    speculation._sources[0].meter = meter
+    speculation._meters[proposers[0].name] = meter
     return speculation, meter
 
 
@@ -82,9 +83,9 @@ def plan_of(speculation: Speculator, *sequences: Sequence) -> StepPlan:
 
 
 def learn(
-    speculation: Speculator, plan: StepPlan, drafts: StepDrafts, cost: StepCost, accepted: int = 0, winner: int = 0
-) -> SpeculationFacts:
-    """Learn from a step in which `accepted` tokens of each sequence's draft number `winner` were accepted."""
+    speculation: Speculator, plan: StepPlan, drafts: StepDrafts, num_rows: int, accepted: int = 0, winner: int = 0
+) -> StepResults:
+    """Learn from a step of 10 ms in which `accepted` tokens of each sequence's draft number `winner` were accepted."""
     sampled, verified, outcomes = (SampledToken(7, None, None),) * (accepted + 1), {}, []
     for item in plan.items:
         proposals = drafts.proposals.get(item.seq_id, ())
@@ -92,16 +93,19 @@ def learn(
             verified[item.seq_id] = Verification(sampled, ((),) * len(proposals), winner)
         tokens = (7,) * (accepted + 1 if proposals else 1)
         outcomes.append(Outcome(item.seq_id, len(item.sequence.token_ids), tokens, None))
-    facts = speculation.learn(plan, drafts, verified, outcomes, cost)
+    batch, logits = Mock(num_rows=num_rows) if num_rows else None, np.empty((0, 1), np.float32)
+    launched = LaunchedStep(plan, drafts, batch, logits, [], 0.0, forward_ms=5.0)
+    results = StepResults(outcomes, verified=verified)
+    speculation.learn(launched, results, 0.01 + drafts.total_ms / 1e3)
     for item, outcome in zip(plan.items, outcomes, strict=True):
         item.sequence.token_ids += outcome.token_ids
-    return facts
+    return results
 
 
-def step(speculation: Speculator, *sequences: Sequence, num_rows: int | None = None, **learned) -> SpeculationFacts:
+def step(speculation: Speculator, *sequences: Sequence, num_rows: int | None = None, **learned) -> StepResults:
     plan = plan_of(speculation, *sequences)
     rows = len(sequences) if num_rows is None else num_rows
-    return learn(speculation, plan, speculation.propose(plan), StepCost(rows, 5.0, 10.0), **learned)
+    return learn(speculation, plan, speculation.propose(plan), rows, **learned)
 
 
 # How many draft tokens, and when none
@@ -194,7 +198,7 @@ def test_a_sequence_that_could_have_no_draft_token_says_why():
     plan = StepPlan(tuple(item._replace(num_draft_slots=0, forks=()) for item in plan.items))
     assert speculation.propose(plan) is NO_DRAFTS
     prefill = plan.items[0]._replace(seq_id=9, phase="prefill")
-    told = learn(speculation, StepPlan((*plan.items, prefill)), NO_DRAFTS, StepCost(3, 5.0, 10.0)).undrafted
+    told = learn(speculation, StepPlan((*plan.items, prefill)), NO_DRAFTS, 3).undrafted
     reasons = enumerate(("no_room", "last_token", "last_token", "no_room"))
     assert told == tuple(Undrafted(seq_id, reason) for seq_id, reason in reasons)
 
@@ -268,15 +272,14 @@ def test_a_proposer_that_fails_is_left_out_and_the_others_go_on():
 
 def test_of_each_draft_a_record_says_what_it_cost_and_which_won():
     speculation, one = speculator(Told("a", 1, 2), Told("b", 3)), long()
-    facts = step(speculation, one, accepted=1, winner=1)
-    decision, then = facts.cycles[0].decision, speculation.decision(0)
+    results = step(speculation, one, accepted=1, winner=1)
+    decision, then = results.cycles[0].decision, speculation.decision(0)
     assert decision.accept_rate is None and then.accept_rate == 0.5, "of the longest draft"
     common: dict[str, Any] = {"target_ms": 5.0, "decision": decision, "then": then, "draft_cached": (3, 4)}
-    assert facts == SpeculationFacts(
-        (
-            SpecCycle(0, "a", 3, (1, 2), (), (), 1000.0, won=False, **common),
-            SpecCycle(0, "b", 3, (3,), (), (7, 7), 1000.0, won=True, **common),
-        )
+    assert results.undrafted == ()
+    assert results.cycles == (
+        SpecCycle(0, "a", 3, (1, 2), (), (), 1000.0, won=False, **common),
+        SpecCycle(0, "b", 3, (3,), (), (7, 7), 1000.0, won=True, **common),
     )
 
 
@@ -296,8 +299,7 @@ def test_a_proposal_is_measured_and_one_that_read_a_text_as_well_is_a_bound():
 
 def test_a_step_of_decodes_is_measured_and_no_other():
     speculation, meter = metered(Told("told", 1), Told("other"))
-    other = speculation._sources[1].meter = Mock(costs=meter.costs)
-    cost = StepCost(2, 5.0, 10.0)
+    other = speculation._meters["other"] = Mock(costs=meter.costs)
     plan = plan_of(speculation, long(0), long(1))
     drafts = speculation.propose(plan)
 
@@ -306,14 +308,14 @@ def test_a_step_of_decodes_is_measured_and_no_other():
         return FREE
 
     meter.costs.side_effect = costs
-    learn(speculation, plan, drafts, cost)
-    assert meter.add_forward.call_args_list == [call(2, 1010.0)], "four costs were asked for"
-    learn(speculation, plan, NO_DRAFTS, cost)
+    learn(speculation, plan, drafts, 2)
+    assert meter.add_forward.call_args_list == [call(2, pytest.approx(1010))], "four costs were asked for"
+    learn(speculation, plan, NO_DRAFTS, 2)
     assert meter.add_forward.call_count == 2
-    learn(speculation, plan, NO_DRAFTS, StepCost(3, 5.0, 10.0))
-    learn(speculation, StepPlan(()), NO_DRAFTS, StepCost(0, 5.0, 10.0))
+    learn(speculation, plan, NO_DRAFTS, 3)
+    learn(speculation, StepPlan(()), NO_DRAFTS, 0)
     mixed = StepPlan((plan.items[0], plan.items[1]._replace(phase="prefill", num_draft_slots=0)))
-    learn(speculation, mixed, speculation.propose(mixed), cost)
+    learn(speculation, mixed, speculation.propose(mixed), 2)
     assert meter.add_forward.call_count == 2 and other.add_forward.call_args_list == meter.add_forward.call_args_list
 
 
@@ -321,11 +323,11 @@ def test_costs_are_those_of_a_batch_as_large_as_the_last_and_of_all_proposers_to
     speculation, meter = metered(Told("a", 1), Told("b", 1), fixed=False)
     meter.costs.return_value = Costs(0.2, 0.1)
     other = Mock(costs=Mock(return_value=Costs(0.4, 0.3)))
-    speculation._sources[1].meter = other
+    speculation._meters["b"] = other
     assert speculation._costs(long()) == Costs(pytest.approx(0.6), pytest.approx(0.4))
     assert speculation._costs(long(params=SamplingParams(drafts=("b",)))) == Costs(0.4, 0.3)
     step(speculation, long(0), long(1), long(2))
-    learn(speculation, StepPlan(()), NO_DRAFTS, StepCost(0, 5.0, 10.0))
+    learn(speculation, StepPlan(()), NO_DRAFTS, 0)
     speculation._costs(long())
     assert meter.costs.call_args == call(3) and meter.costs.call_args_list[0] == call(1)
 
@@ -353,7 +355,9 @@ def test_logits_are_read_only_where_the_argmax_does_not_decide(temperature, want
     )
     rows = np.full((2, VOCAB), -50, np.float32)
     rows[0, 1] = rows[1, 4] = 0
-    read = Mock(return_value=rows)
-    found = speculation.verify(one, [Proposal((1,))], read, [[1, 4]], [[0.0, 0.0]], wants)
-    assert found.token_ids == (1, 4) and read.called == reads
+    read = MagicMock(**{"__getitem__.return_value": rows})
+    logits = StepLogits(read, [9, 1, 4], [0.0, 0.0, 0.0])
+    found = speculation.verify(one, [Proposal((1,))], logits, [slice(1, 3)], wants)
+    assert [token.token_id for token in found.sampled] == [1, 4]
+    assert read.__getitem__.call_args_list == [call(slice(1, 3))] * reads
     assert (found.sampled[0].probability is not None) == wants

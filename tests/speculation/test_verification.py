@@ -9,6 +9,7 @@ from forge.engine.sampling import BrokenLogits, Distribution, choose, distributi
 from forge.engine.sampling_params import SamplingParams
 from forge.model.model import Draw
 from forge.speculation.verification import residual, verify_argmax, verify_drafts
+from tests.speculation.requests import tokens_of
 from tests.speculation.small_chain import verify
 
 VOCAB = 12
@@ -50,11 +51,11 @@ def run(rows, proposal, params=GREEDY, history=(1, 2), seed=5, sample_index=0):
 def test_greedy_accepts_the_longest_agreeing_prefix_and_adds_one_token_of_the_targets(proposed, accepted, emitted):
     result = run(rows_saying([7, 8, 9, 3][: len(proposed) + 1]), proposed)
 
-    assert (result.token_ids, result.num_accepted) == (emitted, accepted)
+    assert (tokens_of(result), result.num_accepted) == (emitted, accepted)
     decided = len(proposed) if accepted == len(proposed) else accepted + 1
-    assert [verdict.accepted for verdict in result.verdicts] == [True] * accepted + [False] * (decided - accepted)
-    assert [verdict.target_argmax for verdict in result.verdicts] == [7, 8, 9][:decided]
-    assert [verdict.token_id for verdict in result.verdicts] == proposed[:decided]
+    assert [verdict.accepted for verdict in result.by_draft[0]] == [True] * accepted + [False] * (decided - accepted)
+    assert [verdict.target_argmax for verdict in result.by_draft[0]] == [7, 8, 9][:decided]
+    assert [verdict.token_id for verdict in result.by_draft[0]] == proposed[:decided]
 
 
 def one_by_one(rows_after, params, history, seed, count):
@@ -92,10 +93,10 @@ def test_a_verdict_says_how_likely_the_target_held_the_token():
     expected = np.exp(rows[0].astype(np.float64)) / np.exp(rows[0].astype(np.float64)).sum()
 
     for token_id in range(VOCAB):
-        (verdict,) = run(rows, [token_id]).verdicts
+        (verdict,) = run(rows, [token_id]).by_draft[0]
         assert verdict.target_probability == pytest.approx(expected[token_id], rel=1e-5)
         assert (verdict.p, verdict.q, verdict.draw) == (None, None, None)
-        (tried,) = run(rows, Proposal((token_id,), (certain(token_id),)), SamplingParams(temperature=1.0)).verdicts
+        (tried,) = run(rows, Proposal((token_id,), (certain(token_id),)), SamplingParams(temperature=1.0)).by_draft[0]
         assert tried.target_probability == pytest.approx(expected[token_id], rel=1e-5)
 
 
@@ -112,7 +113,7 @@ def test_a_guess_without_odds_stands_where_plain_sampling_draws_it(seed):
     result = run(rows, proposed, params, [1, 2], seed)
 
     assert list(result.sampled) == plain[:3]
-    assert [(verdict.p, verdict.q, verdict.draw) for verdict in result.verdicts] == [(None, None, None)] * 3
+    assert [(verdict.p, verdict.q, verdict.draw) for verdict in result.by_draft[0]] == [(None, None, None)] * 3
     with_odds = Proposal(tuple(proposed), tuple(map(certain, proposed)))
     assert verify_drafts([rows], [with_odds], Draw(params, seed, 0, [1, 2])).sampled == result.sampled, "by default"
 
@@ -127,11 +128,11 @@ def test_a_guess_with_odds_stands_if_its_draw_is_below_p_over_q(seed):
 
     result = run(np.stack([target, target]), Proposal((proposed,), (q,)), params, seed=seed)
 
-    (verdict,) = result.verdicts
+    (verdict,) = result.by_draft[0]
     assert (verdict.p, verdict.q, verdict.draw) == (p.probability(proposed), q.probability(proposed), draw)
     assert verdict.accepted == (draw < p.probability(proposed) / q.probability(proposed))
     if not verdict.accepted:
-        replacement = result.token_ids[0]
+        replacement = tokens_of(result)[0]
         assert p.probability(replacement) > q.probability(replacement)
         assert replacement == residual(p, q).draw(DrawName(seed, 0, 2, Purpose.RESAMPLE))
 
@@ -179,7 +180,7 @@ def test_a_draft_with_a_larger_vocabulary_has_odds_for_tokens_that_the_target_la
     q = Distribution(np.arange(2 * VOCAB), np.full(2 * VOCAB, 1 / (2 * VOCAB)))
     for seed in range(100):
         result = run(random_rows(seed, 2), Proposal((3,), (q,)), params, seed=seed)
-        assert all(0 <= token_id < VOCAB for token_id in result.token_ids)
+        assert all(0 <= token_id < VOCAB for token_id in tokens_of(result))
 
 
 # Several drafts
@@ -202,7 +203,7 @@ def test_of_several_drafts_the_one_that_is_accepted_longest_wins(runs, emitted, 
     proposals = [Proposal(tuple(run)) for run in runs]
     result = verify_drafts(rows, proposals, Draw(GREEDY, 5, 0, [1, 2]), wants_probabilities=False)
 
-    assert (result.token_ids, result.winner) == (emitted, winner)
+    assert (tokens_of(result), result.winner) == (emitted, winner)
     assert verify_argmax([row.argmax(1) for row in rows], [row.max(1) for row in rows], proposals) == result
     for run, verdicts in zip(runs, result.by_draft, strict=True):
         agreeing = next((i for i in range(len(run)) if run[i] != truth[i]), len(run))
@@ -219,7 +220,7 @@ def test_one_fork_of_several_is_what_it_is_alone_where_the_others_propose_nothin
         beside = verify_drafts([rows, rows[:1]], [proposal, NO_PROPOSAL], draw, acceptance="rejection")
 
         assert beside.sampled == alone.sampled
-        assert beside.by_draft == (alone.verdicts, ())
+        assert beside.by_draft == (alone.by_draft[0], ())
 
 
 @pytest.mark.parametrize("is_certain", [False, True])
@@ -250,7 +251,7 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left(is_ce
             assert (result.by_draft[1][0].p, result.by_draft[1][0].draw) == (left.probability(x2), draws[1])
         else:
             expected = residual(left, q2).draw(DrawName(seed, 0, 2, Purpose.RESAMPLE))
-        assert result.token_ids[0] == expected
+        assert tokens_of(result)[0] == expected
         tried.add((x1 == expected, x2 == expected))
     assert tried == {(True, False), (False, True), (False, False), (True, True)}
 
@@ -272,7 +273,7 @@ def test_a_verdicts_argmax_is_that_after_bias_and_penalties_whatever_was_drawn(a
         draw = Draw(params, seed, 0, [1])
         result = verify_drafts([rows_saying([7, 8])], [Proposal((7,), (certain(7),))], draw, acceptance=acceptance)
         assert [verdict.target_argmax for verdict in result.by_draft[0]] == [3]
-        said.add(result.token_ids[0])
+        said.add(tokens_of(result)[0])
     assert len(said) > 2
 
 
@@ -323,10 +324,10 @@ def test_logits_that_are_no_numbers_are_refused_where_they_are_needed_and_the_to
 
     if row:
         found = run(rows, [7, 8], params)
-        assert (found.token_ids, found.num_accepted) == ((7, 8)[:row], row - 1)
+        assert (tokens_of(found), found.num_accepted) == ((7, 8)[:row], row - 1)
     with pytest.raises(BrokenLogits):
         verify_argmax([[7]], [[value]], [NO_PROPOSAL])
     with pytest.raises(BrokenLogits):
         run(rows[row:], [7, 8][row:], params)
     rejected_first = run(rows, [6, 8], params) if row > 0 else None  # later rows follow a token that is not there
-    assert rejected_first is None or rejected_first.token_ids == (7,)
+    assert rejected_first is None or tokens_of(rejected_first) == (7,)
