@@ -91,8 +91,8 @@ class BasicKvCache(TableCache[_Run]):
         return self._tables[seq_id].computed
 
     def stats(self) -> CacheStats:
-        used, filled = self.num_blocks - self.num_available, sum(run.computed for run in self.all_runs())
-        return CacheStats(self.num_blocks, used, filled, slots_reserved=used * self.block_size, slots_filled=filled)
+        used = self.num_blocks - self.num_available
+        return CacheStats(self.num_blocks, used, tokens_held=sum(run.computed for run in self.all_runs()))
 
     def block_map(self) -> BlockMap:
         """Return the block map. All blocks of a run belong to its owner, also those that `block_table` does not reach

@@ -33,17 +33,13 @@ class OutOfBlocks(ForgeError):
 class CacheStats(NamedTuple):
     """The cache at one moment, in blocks and tokens. Bytes follow from the storage's layout.
 
-    The fields are those of `CacheRecord`, where each is explained, in its order.
+    The fields are those of `CacheRecord`, where each is explained.
     """
 
     num_blocks: int
     used_blocks: int
-    """Blocks of sequences and snapshots, filled or not."""
     tokens_held: int
-    """Token slots with a computed key and value."""
     cached_blocks: int = 0
-    slots_reserved: int = 0
-    slots_filled: int = 0
     blocks_saved: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0

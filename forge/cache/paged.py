@@ -119,8 +119,6 @@ class PagedKvCache(TableCache[BlockTable]):
             used_blocks=used,
             tokens_held=self._filled,
             cached_blocks=len(pool.cached),
-            slots_reserved=used * self.block_size,
-            slots_filled=self._filled,
             blocks_saved=pool.num_references - used,
             **self._counts,
         )
