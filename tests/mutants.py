@@ -61,7 +61,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "forge.cache.host_pool": ("cache/test_host_pool.py",),
     "forge.cache.kv_storage": ("cache/test_kv_storage.py",),
     "forge.cache.prefix_index": ("cache/test_prefix.py", "cache/test_paged.py"),
-    "forge.cache.table_cache": ("cache/test_paged.py", "cache/test_prefix.py"),
+    "forge.cache.kv_cache": ("cache/test_paged.py", "cache/test_prefix.py"),
     "forge.cluster.routers": ("cluster/test_routers.py",),
     "forge.engine": (
         *("engine/test_engine.py", "engine/test_scheduler.py", "engine/test_scheduler_scenarios.py"),

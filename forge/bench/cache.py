@@ -276,13 +276,14 @@ def waste(cache: KvCache, bytes_per_token: int) -> Facts:
         tokens = [0] * min(WASTE_MAX_LEN, 1 + int(rng.expovariate(1 / 300)))
         _compute(cache, seq_id, tokens)
     stats = cache.stats()
+    reserved = stats.used_blocks * cache.block_size
     return {
         "kind": cache.kind,
         "block_size": cache.block_size,
-        "bytes_reserved": stats.slots_reserved * bytes_per_token,
-        "bytes_filled": stats.slots_filled * bytes_per_token,
-        "bytes_empty": (stats.slots_reserved - stats.slots_filled) * bytes_per_token,
-        "wasted": 1 - stats.slots_filled / stats.slots_reserved,
+        "bytes_reserved": reserved * bytes_per_token,
+        "bytes_filled": stats.tokens_held * bytes_per_token,
+        "bytes_empty": (reserved - stats.tokens_held) * bytes_per_token,
+        "wasted": 1 - stats.tokens_held / reserved,
     }
 
 

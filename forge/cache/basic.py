@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge.cache.block_pool import blocks_for
-from forge.cache.kv_cache import CacheStats, Hit, OutOfBlocks
+from forge.cache.kv_cache import CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
-from forge.cache.table_cache import TableCache
 from forge.trace.records import BlockMap
 
 
@@ -26,7 +25,7 @@ class _Run:
     computed: int = 0
 
 
-class BasicKvCache(TableCache[_Run]):
+class BasicKvCache(KvCache):
     """A cache that reserves room for the longest sequence when a sequence begins.
 
     Holds one run per sequence and per snapshot; a run that neither has is free. Promises that a sequence which has
@@ -34,6 +33,7 @@ class BasicKvCache(TableCache[_Run]):
     """
 
     kind = "basic"
+    _tables: dict[int | Snapshot, _Run]
 
     def __init__(self, num_runs: int, max_model_len: int, block_size: int):
         """Make room for `num_runs` sequences (or snapshots) of up to `max_model_len` tokens each."""
@@ -44,7 +44,7 @@ class BasicKvCache(TableCache[_Run]):
 
     @property
     def num_available(self) -> int:
-        return self.num_blocks - len(self.all_runs()) * self.blocks_per_run
+        return self.num_blocks - len(self._tables) * self.blocks_per_run
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
         """Return the blocks of a whole run, whatever the length."""
@@ -77,9 +77,6 @@ class BasicKvCache(TableCache[_Run]):
         run = self._tables[seq_id]
         run.reserved, run.computed = min(run.reserved, length), min(run.computed, length)
 
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._tables
-
     def block_table(self, seq_id: int) -> tuple[int, ...]:
         run = self._tables[seq_id]
         return tuple(run.blocks[: blocks_for(run.reserved, self.block_size)])
@@ -91,30 +88,26 @@ class BasicKvCache(TableCache[_Run]):
         return self._tables[seq_id].computed
 
     def stats(self) -> CacheStats:
-        used, filled = self.num_blocks - self.num_available, sum(run.computed for run in self.all_runs())
-        return CacheStats(self.num_blocks, used, filled, slots_reserved=used * self.block_size, slots_filled=filled)
+        used = self.num_blocks - self.num_available
+        return CacheStats(self.num_blocks, used, tokens_held=sum(run.computed for run in self._tables.values()))
 
     def block_map(self) -> BlockMap:
         """Return the block map. All blocks of a run belong to its owner, also those that `block_table` does not reach
         yet."""
-        used = {block for run in self.all_runs() for block in run.blocks}
+        used = {block for run in self._tables.values() for block in run.blocks}
         counts = tuple(int(block in used) for block in range(self.num_blocks))
         return BlockMap(self.block_size, self._table_records(), counts, ())
 
     def check_invariants(self) -> None:
-        runs = self.all_runs()
+        runs = self._tables.values()
         assert len({run.blocks for run in runs}) == len(runs), "a run has two owners"
         for run in runs:
             assert run.blocks.start % self.blocks_per_run == 0 <= run.blocks.start < self.num_blocks, f"no run: {run}"
             assert 0 <= run.computed <= run.reserved <= self.max_model_len, f"lengths out of order: {run}"
 
-    def all_runs(self) -> list[_Run]:
-        """Return the runs that belong to a sequence or a snapshot."""
-        return list(self._all_tables())
-
     def _free_run(self, length: int = 0) -> _Run:
         """Return the lowest free run, with its first `length` slots computed. It is taken once it has an owner."""
-        used = {run.blocks.start for run in self.all_runs()}
+        used = {run.blocks.start for run in self._tables.values()}
         for start in range(0, self.num_blocks, self.blocks_per_run):
             if start not in used:
                 return _Run(range(start, start + self.blocks_per_run), length, length)

@@ -6,7 +6,7 @@ however large the pool. A block is in exactly one of three states:
     free          its content is not needed. Free blocks are a stack: the block freed last, whose bytes may still be in
                   the processor's caches, is taken first
     referenced    one or more tables or snapshots have it
-    cached        no table has it, but a later prompt may hit its content: it was marked as cacheable
+    cached        no table has it, but a later prompt may hit its content: it is one of those that are `cacheable`
 
 The pool knows numbers and counts, never contents or owners.
 
@@ -16,7 +16,7 @@ shared: the pool counts references.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from forge.cache.kv_cache import OutOfBlocks
@@ -67,8 +67,9 @@ class BlockPool:
         """`[num_blocks]`. To be read; the list stays the same object for the pool's life."""
         self.num_references = 0
         """All counts together."""
-        self.cacheable: set[int] = set()
-        """Blocks that become cached and not free when the last reference goes. To be read."""
+        self.cacheable: Collection[int] = ()
+        """Blocks that become cached and not free when the last reference goes: those of a prefix index, if there is
+        one."""
         self.cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks, the one released longest ago in front. To be read."""
         self.free = list(range(num_blocks - 1, -1, -1))
@@ -106,16 +107,8 @@ class BlockPool:
             else:
                 self.free.append(block)
 
-    def mark_cacheable(self, block: int) -> None:
-        """Note that a later prompt may hit this block's content. Only a referenced block has any."""
-        if self._count(block) == 0:
-            raise BlockError(block, "is free, and has nothing worth caching")
-        self.cacheable.add(block)
-
-    def unmark(self, block: int) -> None:
-        """Note that no prompt can hit this block's content any more: a cached block becomes free."""
-        self._count(block)
-        self.cacheable.discard(block)
+    def uncache(self, block: int) -> None:
+        """Free a block if it is cached, because it is no longer cacheable."""
         if block in self.cached:
             del self.cached[block]
             self.free.append(block)
@@ -128,7 +121,6 @@ class BlockPool:
             for block in table:
                 self.reference_counts[block] += 1
         self.num_references = sum(self.reference_counts)
-        self.cacheable.clear()
         self.cached.clear()
         self.free = [block for block in range(self.num_blocks - 1, -1, -1) if not self.reference_counts[block]]
 
@@ -139,8 +131,8 @@ class BlockPool:
         assert len(free) == len(self.free), "a block is on the free list twice"
         assert all(count >= 0 for count in self.reference_counts), "a reference count is negative"
         assert not free & referenced, f"blocks {free & referenced} are free and referenced"
-        assert not free & self.cacheable, f"blocks {free & self.cacheable} are free and cacheable"
-        assert cached == self.cacheable - referenced, f"cached are {set(cached)}, cacheable are {self.cacheable}"
+        assert free.isdisjoint(self.cacheable), f"blocks {free & set(self.cacheable)} are free and cacheable"
+        assert cached == set(self.cacheable) - referenced, f"cached are {set(cached)}, cacheable are {self.cacheable}"
         assert len(free) + len(cached) + len(referenced) == self.num_blocks, "a block is lost"
         assert self.num_references == sum(self.reference_counts), "the references do not add up"
 

@@ -12,11 +12,12 @@ chunks, and by one slot where the next step is already launched.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import count
+from typing import Any, NamedTuple
 
 from forge.cache.kv_storage import BlockCopy
 from forge.errors import ForgeError
-from forge.trace.records import BlockMap, CacheEvent
+from forge.trace.records import BlockMap, CacheEvent, TableRecord
 
 
 class OutOfBlocks(ForgeError):
@@ -33,17 +34,13 @@ class OutOfBlocks(ForgeError):
 class CacheStats(NamedTuple):
     """The cache at one moment, in blocks and tokens. Bytes follow from the storage's layout.
 
-    The fields are those of `CacheRecord`, where each is explained, in its order.
+    The fields are those of `CacheRecord`, where each is explained.
     """
 
     num_blocks: int
     used_blocks: int
-    """Blocks of sequences and snapshots, filled or not."""
     tokens_held: int
-    """Token slots with a computed key and value."""
     cached_blocks: int = 0
-    slots_reserved: int = 0
-    slots_filled: int = 0
     blocks_saved: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -78,6 +75,9 @@ class Snapshot:
 class KvCache(ABC):
     """Decides which blocks each sequence has. Sequences are known by integer ids that the caller chooses.
 
+    Holds a table for each sequence and each snapshot: its `blocks`, how many of their slots are `reserved`, and how
+    many of these are `computed`. A kind says what it takes to begin, grow and copy a table.
+
     Every method raises `KeyError` for a sequence that was never added or has been removed. A method that raises such an
     error, or `OutOfBlocks`, changes nothing. After any other exception in the middle of a method, call `clear`.
     """
@@ -91,6 +91,11 @@ class KvCache(ABC):
     """Token slots in a block."""
     max_sequence_length: int
     """The number of tokens of the longest sequence that an empty cache could hold."""
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self._tables: dict[int | Snapshot, Any] = {}
+        self._snapshot_ids = count()
 
     @property
     @abstractmethod
@@ -153,40 +158,43 @@ class KvCache(ABC):
     def truncate(self, seq_id: int, length: int) -> None:
         """Drop everything past the first `length` tokens, computed or reserved."""
 
-    @abstractmethod
     def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
         """Begin `child` with the parent's computed tokens; return the copies that this takes."""
+        return self._begin(child, parent)
 
-    @abstractmethod
     def snapshot(self, seq_id: int) -> tuple[Snapshot, tuple[BlockCopy, ...]]:
         """Keep the sequence's computed tokens for later; return the snapshot and the copies that this takes."""
+        snapshot = Snapshot(next(self._snapshot_ids), self._tables[seq_id].computed)
+        return snapshot, self._begin(snapshot, seq_id)
 
-    @abstractmethod
     def restore(self, snapshot: Snapshot, seq_id: int) -> tuple[BlockCopy, ...]:
         """Begin `seq_id` from a snapshot, which stays valid; return the copies that this takes."""
+        return self._begin(seq_id, snapshot)
 
-    @abstractmethod
     def release(self, snapshot: Snapshot) -> None:
         """Drop a snapshot and free what only it holds."""
+        self.release_table(self._tables.pop(snapshot))
 
-    @abstractmethod
     def remove(self, seq_id: int) -> None:
         """Drop a sequence and free what only it holds."""
+        self.release_table(self._tables.pop(seq_id))
 
-    @abstractmethod
     def rename(self, seq_id: int, new_id: int) -> None:
         """Give a sequence another id. Raises AssertionError if `new_id` is taken."""
+        assert new_id not in self._tables, f"sequence {new_id} is already there"
+        self._tables[new_id] = self._tables.pop(seq_id)
 
-    @abstractmethod
     def clear(self) -> None:
         """Drop every sequence and everything that can be computed again; keep the snapshots.
 
         Works from any state that an exception between two lines of any method may have left.
         """
+        self._tables = {key: table for key, table in self._tables.items() if isinstance(key, Snapshot)}
+        self._rebuild()
 
-    @abstractmethod
     def __contains__(self, seq_id: int) -> bool:
         """Return whether a sequence was added and not removed since."""
+        return seq_id in self._tables
 
     @abstractmethod
     def block_table(self, seq_id: int) -> tuple[int, ...]:
@@ -213,3 +221,26 @@ class KvCache(ABC):
     @abstractmethod
     def check_invariants(self) -> None:
         """Raise AssertionError, saying which, if any rule of this kind does not hold. For tests and `--check`."""
+
+    @abstractmethod
+    def _copied(self, table: Any) -> tuple[Any, tuple[BlockCopy, ...]]:
+        """Return a table with the computed tokens of another, and the copies that this takes."""
+
+    def release_table(self, table: Any) -> None:  # noqa: B027 (a kind may have nothing to release)
+        """Release what a table held that has been dropped."""
+
+    def _rebuild(self) -> None:  # noqa: B027 (nor anything that follows from the tables)
+        """Recompute everything that follows from the tables."""
+
+    def _begin(self, new: int | Snapshot, source: int | Snapshot) -> tuple[BlockCopy, ...]:
+        assert new not in self._tables, f"sequence {new} is already there"
+        self._tables[new], copies = self._copied(self._tables[source])
+        return copies
+
+    def _table_records(self) -> tuple[TableRecord, ...]:
+        """Return every table in the order of the sequences, then those of the snapshots."""
+        records = []
+        for key, table in self._tables.items():
+            owner, is_snapshot = (key.snapshot_id, True) if isinstance(key, Snapshot) else (key, False)
+            records.append(TableRecord(owner, is_snapshot, tuple(table.blocks), table.computed, table.reserved))
+        return tuple(sorted(records, key=lambda record: record.is_snapshot))

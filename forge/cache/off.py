@@ -29,10 +29,6 @@ class OffKvCache(PagedKvCache):
         """Drop everything, whatever the length: nothing is computed, so nothing stays."""
         super().truncate(seq_id, 0)
 
-    def computed_length(self, seq_id: int) -> int:
-        self._tables[seq_id]  # KeyError for an unknown sequence
-        return 0
-
     def stats(self) -> CacheStats:
         return CacheStats(num_blocks=0, used_blocks=0, tokens_held=0)
 

@@ -18,12 +18,13 @@ and only the last one stays cached.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from operator import eq
 
 from forge.cache.block_pool import BlockTable, blocks_for
 from forge.cache.eviction import EvictionPolicy, lru
-from forge.cache.kv_cache import Hit
+from forge.cache.kv_cache import Hit, Snapshot
+from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, chain_hash
 from forge.trace.records import BlockEvicted, PrefixHit
@@ -53,31 +54,31 @@ class PrefixKvCache(PagedKvCache):
     """
 
     kind = "prefix"
-    _tables: dict[int, PrefixTable]  # type: ignore[assignment]  # narrower: `add` enters no other tables
-    _snapshots: dict[int, PrefixTable]  # type: ignore[assignment]  # copies of these
+    _tables: dict[int | Snapshot, PrefixTable]  # type: ignore[assignment]  # narrower: `add` enters no other tables
 
     def __init__(
         self, num_blocks: int, block_size: int, hash_function: ChainHash = chain_hash, evict: EvictionPolicy = lru
     ):
         super().__init__(num_blocks, block_size)
         self.index = PrefixIndex(hash_function)
-        """Setting it is allowed while nothing is cached."""
+        self.pool.cacheable = self.index.node_of
         self._evict = evict
         self._num_requests = 0
         self._counts |= {"prefix_queries": 0, "prefix_hits": 0, "evictions": 0}
 
     def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
         num_tokens, blocks, _ = self._match(token_ids, salt, max_cached)
-        return Hit(num_tokens, blocks, self._num_unreferenced(blocks))
+        counts = self.pool.reference_counts
+        return Hit(num_tokens, blocks, sum(counts[block] == 0 for block in blocks))
 
     def prefix_keys(self, token_ids: Sequence[int], salt: str = "") -> tuple[int, ...]:
         return self.index.keys(token_ids, self.block_size, salt)
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
-        counts, in_block = self.pool.reference_counts, hit.num_tokens % self.block_size
-        writes_shared = in_block and length > hit.num_tokens and counts[hit.blocks[-1]] > 0
-        grown = max(0, -(-length // self.block_size) - len(hit.blocks))
-        return self._num_unreferenced(hit.blocks) + grown + bool(writes_shared)
+        writes_last = length > hit.num_tokens and hit.num_tokens % self.block_size
+        copies = writes_last and self.pool.reference_counts[hit.blocks[-1]] > 0
+        grown = max(0, blocks_for(length, self.block_size) - len(hit.blocks))
+        return hit.num_unreferenced + grown + (1 if copies else 0)
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
         assert seq_id not in self._tables, f"sequence {seq_id} is already there"
@@ -118,14 +119,13 @@ class PrefixKvCache(PagedKvCache):
         super().check_invariants()
         self.index.check_invariants()
         counts, order = self.pool.reference_counts, {block: place for place, block in enumerate(self.pool.cached)}
-        assert self.pool.cacheable == self.index.node_of.keys(), "what is cacheable is not what is indexed"
         for block, node in self.index.node_of.items():
             assert counts[block] or node.blocks == [block], f"block {block} is cached beside another with its content"
             above = node.parent.blocks if node.parent else []  # all of these are referenced, or one is cached
             assert not counts[block] or not above or counts[above[0]], f"block {block} outlives what it stands behind"
             if block in order and above and above[0] in order:
                 assert order[block] < order[above[0]], f"block {block} would be evicted after what it stands behind"
-        for table in self._all_tables():
+        for table in self._tables.values():
             self._check_contents(table)
 
     def _check_contents(self, table: PrefixTable) -> None:
@@ -162,7 +162,7 @@ class PrefixKvCache(PagedKvCache):
         """Return how many of these tokens, which would follow `node`, some table has committed, and the block they are
         in."""
         best, block, start = 0, -1, node.depth * self.block_size
-        for table in self._all_tables() if token_ids else ():
+        for table in self._tables.values() if token_ids else ():
             if table.computed <= start or table.token_ids[start] != token_ids[0]:
                 continue
             if table.salt != salt or (start and self.index.node_of.get(table.blocks[node.depth - 1]) is not node):
@@ -173,10 +173,6 @@ class PrefixKvCache(PagedKvCache):
                 best, block = common, table.blocks[node.depth]
         return best, block
 
-    def _num_unreferenced(self, blocks: tuple[int, ...]) -> int:
-        counts = self.pool.reference_counts
-        return sum(counts[block] == 0 for block in blocks)
-
     def index_table(self, table: PrefixTable) -> None:
         """Index a table's full blocks that are not indexed yet."""
         size = self.block_size
@@ -186,10 +182,19 @@ class PrefixKvCache(PagedKvCache):
             if node is None:
                 return
             node.last_request = self._num_requests
-            self.pool.mark_cacheable(block)
             if not self.pool.reference_counts[node.blocks[0]]:
                 self._drop_from_index(node.blocks[0])  # cached, and no longer the only one with its content
             table.tip = node
+
+    def _copy_on_write(self, seq_id: int, table: BlockTable, needed: int) -> tuple[BlockCopy, ...]:
+        """Copy an indexed block with one reference too: it becomes a cached one, so `num_available` stays the same.
+
+        If no free block is left for the copy, it is overwritten instead, and what is cached behind it is lost.
+        """
+        last = table.blocks[-1]
+        if last in self.pool.cacheable and self.pool.reference_counts[last] == 1 and len(self.pool.free) <= needed:
+            self._drop_from_index(last)
+        return super()._copy_on_write(seq_id, table, needed)
 
     def _allocate(self, number: int) -> tuple[int, ...]:
         while len(self.pool.free) < number:
@@ -214,15 +219,12 @@ class PrefixKvCache(PagedKvCache):
         """Drop a block's content from the index. If no other block has the same, the blocks behind it lose theirs
         too."""
         for lost in (block, *self.index.drop(block)):
-            self.pool.unmark(lost)
-
-    def _all_tables(self) -> Iterator[PrefixTable]:
-        return chain(self._tables.values(), self._snapshots.values())
+            self.pool.uncache(lost)
 
     def _rebuild(self) -> None:
         """Index what the tables hold again, and drop what was merely cached."""
         super()._rebuild()
         self.index.clear()
-        for table in self._all_tables():
+        for table in self._tables.values():
             table.tip = self.index.root(table.salt)
             self.index_table(table)

@@ -12,7 +12,6 @@ eviction are the pool's.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 Tokens = tuple[int, ...]
@@ -44,13 +43,14 @@ class Node:
     """The number of the request that computed or found it last."""
 
 
-class IndexSubscriber(Protocol):
-    """Told when a content enters the index, and when the last block with it has left. The keys of `PrefixIndex.keys`
-    name the contents."""
+class IndexSubscriber:
+    """Told which contents enter and leave the index, by the keys of `PrefixIndex.keys`. This one ignores both."""
 
-    def published(self, key: int) -> None: ...
+    def published(self, key: int) -> None:
+        """A content has entered the index."""
 
-    def evicted(self, key: int) -> None: ...
+    def evicted(self, key: int) -> None:
+        """The last block with a content has left it."""
 
 
 class PrefixIndex:
@@ -63,7 +63,7 @@ class PrefixIndex:
     def __init__(self, hash_function: ChainHash = chain_hash):
         self.node_of: dict[int, Node] = {}
         """For each indexed block its content. To be read."""
-        self.subscriber: IndexSubscriber | None = None
+        self.subscriber = IndexSubscriber()
         self.hash_function = hash_function
         self.nodes: dict[int, Node] = {}
         """Every content by its hash. To be read."""
@@ -92,8 +92,7 @@ class PrefixIndex:
         if node is None:
             node = self.nodes[key] = Node(key, parent, parent.depth + 1, token_ids)
             parent.children.add(node)
-            if self.subscriber is not None:
-                self.subscriber.published(key)
+            self.subscriber.published(key)
         elif node.parent is not parent or node.token_ids != token_ids:
             return None
         if block not in node.blocks:
@@ -116,8 +115,7 @@ class PrefixIndex:
         while doomed:
             node = doomed.pop()
             del self.nodes[node.key]
-            if self.subscriber is not None:
-                self.subscriber.evicted(node.key)
+            self.subscriber.evicted(node.key)
             for orphan in node.blocks:
                 del self.node_of[orphan]
             lost += node.blocks
@@ -125,16 +123,15 @@ class PrefixIndex:
         return lost
 
     def clear(self) -> None:
-        if self.subscriber is not None:
-            for key in self.nodes:
-                self.subscriber.evicted(key)
+        for key in self.nodes:
+            self.subscriber.evicted(key)
         self.node_of.clear()
         self.nodes.clear()
         self._roots.clear()
 
     def keys(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
         """Return the chained hash of each full block of a prompt. Changes nothing."""
-        key, keys = self.hash_function(0, tuple(salt.encode())), []
+        key, keys = self.root(salt).key, []
         for start in range(0, len(token_ids) - block_size + 1, block_size):
             key = self.hash_function(key, tuple(token_ids[start : start + block_size]))
             keys.append(key)

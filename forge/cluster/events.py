@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from forge.cache.prefix_index import PrefixIndex
+from forge.cache.prefix_index import IndexSubscriber, PrefixIndex
 
 if TYPE_CHECKING:
     from forge.engine.scheduler import Scheduler
@@ -47,7 +47,7 @@ class CacheEvents:
 NO_EVENTS = CacheEvents()
 
 
-class EventLog:
+class EventLog(IndexSubscriber):
     """Collects the net changes of one prefix index. The engine's thread writes, another thread may take."""
 
     def __init__(self) -> None:

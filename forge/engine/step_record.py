@@ -44,12 +44,11 @@ class RecordBuilder:
             tokens=tuple(results.tokens),
             finished=tuple(results.finished),
             cache=CacheRecord(
-                cache.kind,
-                cache.block_size,
-                *stats[:3],  # the fields of `CacheStats` stand in this order
-                stats.tokens_held * self._bytes_per_token,
-                stats.used_blocks * cache.block_size * self._bytes_per_token,
-                *stats[3:],
+                kind=cache.kind,
+                block_size=cache.block_size,
+                bytes_held=stats.tokens_held * self._bytes_per_token,
+                bytes_reserved=stats.used_blocks * cache.block_size * self._bytes_per_token,
+                **stats._asdict(),
             ),
             schedule_ms=step.schedule_ms,
             forward_ms=step.forward_ms,

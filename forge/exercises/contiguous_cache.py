@@ -7,7 +7,7 @@ from typing import Any
 
 from forge.cache.basic import BasicKvCache, _Run
 from forge.cache.factory import CacheSize
-from forge.cache.kv_cache import OutOfBlocks
+from forge.cache.kv_cache import OutOfBlocks, Snapshot
 from forge.exercises.exercise import Costs, Exercise, Part, cache_of_kind, to_write, words_of
 from forge.exercises.trials import CacheTrial, search
 from forge.testing import check_cache
@@ -23,9 +23,13 @@ class ContiguousBase(BasicKvCache):
     """Given with exercise 3: every method of a `KvCache` that follows from the runs."""
 
     @property
-    def runs(self) -> dict[int, _Run]:
-        """Each sequence's run, by sequence id."""
+    def runs(self) -> dict[int | Snapshot, _Run]:
+        """Each sequence's run, by sequence id; and that of each snapshot."""
         return self._tables
+
+    def all_runs(self) -> list[_Run]:
+        """Return the runs that belong to a sequence or a snapshot."""
+        return list(self._tables.values())
 
     def free_run(self) -> range:
         raise NotImplementedError("free_run")

@@ -9,7 +9,7 @@ from typing import Any
 
 from forge.cache.block_pool import BlockTable, blocks_for
 from forge.cache.factory import CacheSize
-from forge.cache.kv_cache import CacheStats
+from forge.cache.kv_cache import CacheStats, Snapshot
 from forge.cache.paged import PagedKvCache
 from forge.exercises.exercise import Costs, Exercise, Part, cache_of_kind, to_write, words_of
 from forge.exercises.trials import CacheTrial, search
@@ -25,8 +25,8 @@ class PagedBase(PagedKvCache):
     """Given with exercise 5: every method of a paged cache that follows from the tables."""
 
     @property
-    def tables(self) -> dict[int, BlockTable]:
-        """Each sequence's block table, by sequence id."""
+    def tables(self) -> dict[int | Snapshot, BlockTable]:
+        """Each sequence's block table, by sequence id; and that of each snapshot."""
         return self._tables
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -41,11 +41,11 @@ class PagedBase(PagedKvCache):
         self._events.append(BlockSplit(seq_id, old, new, self.pool.reference_counts[old] + 1))
 
     def stats(self) -> CacheStats:
-        self._filled = None  # counted from the tables
+        self._recounts_filled = True  # from the tables
         return super().stats()
 
     def check_invariants(self) -> None:
-        self._filled = None
+        self._recounts_filled = True
         super().check_invariants()
 
 

@@ -43,7 +43,7 @@ _WORDS = (
     ("there is", "all-hits"),
     ("contents", "contents"),
     ("not their hash|orphans|parent does not know|depth|without blocks|indexed|lost a child|without a node", "tree"),
-    ("cached beside another|cacheable is not what is indexed|not its", "lost"),
+    ("cached beside another|cacheable|not its", "lost"),
     ("tables and has|is lost|used blocks", "removed"),
 )
 
@@ -218,6 +218,7 @@ def cache_of(piece: ModuleType, num_blocks: int, block_size: int) -> PrefixBase:
     """Create the reader's cache with the reader's index."""
     cache = piece.MyPrefixCache(num_blocks, block_size)
     cache.index = piece.MyPrefixIndex()
+    cache.pool.cacheable = cache.index.node_of
     return cache
 
 

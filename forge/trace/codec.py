@@ -146,6 +146,8 @@ def _record(kind: type) -> Codec:
     defaults = _defaults(kind)
     codecs = {name: codec_of(hints[name]) for name in defaults}
     renamed = {former: name for former, name in FORMERLY.items() if name in codecs}
+    derived = {name for name, member in vars(kind).items() if isinstance(member, property)}
+    outdated = renamed.keys() | derived
 
     def encode(value: Any) -> dict[str, Any]:
         values = {}
@@ -158,8 +160,8 @@ def _record(kind: type) -> Codec:
     def decode(value: Any, where: str) -> Any:
         _require(value, dict, where)
         prefix = f"{where}." if where else ""
-        if not renamed.keys().isdisjoint(value):
-            value = {renamed.get(name, name): item for name, item in value.items()}
+        if not outdated.isdisjoint(value):
+            value = {renamed.get(name, name): item for name, item in value.items() if name not in derived}
         for name in value:
             if name not in codecs:
                 raise ValueError(f"{prefix}{name} is no field of {kind.__name__}")

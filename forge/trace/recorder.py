@@ -4,8 +4,8 @@ The first line says what ran and which version of the schema the rest follows. E
 `{"step": {…}}` or `{"end": {…}}`, in the order in which things happened. A line is written whole and at once, so a
 process that is killed leaves a file that can be read up to the previous step.
 
-A new field with a default, and a renamed field or value that `FORMERLY` names, need no new version of
-the schema; any other change does.
+A new field with a default, a renamed field or value that `FORMERLY` names, and a field that became a property need no
+new version of the schema; any other change does.
 """
 
 import json

@@ -27,6 +27,7 @@ FORMERLY = {
     "policy": "preempt",
     "mode": "preemption",
     "waits": "loses",
+    "slots_filled": "tokens_held",
 }
 """Former names and values of fields in older traces → those of now."""
 
@@ -271,17 +272,13 @@ class CacheRecord:
     used_blocks: int
     """Blocks that a sequence or a snapshot refers to, filled or merely reserved."""
     tokens_held: int
-    """Token slots that hold a computed key and value."""
+    """Token slots that hold a computed key and value, shared ones counted once."""
     bytes_held: int
     """Bytes of those slots, all layers."""
     bytes_reserved: int
     """Bytes of the used blocks, all layers."""
     cached_blocks: int = 0
     """Blocks without references whose content can still be hit."""
-    slots_reserved: int = 0
-    """Token slots in the used blocks, each block counted once."""
-    slots_filled: int = 0
-    """Reserved slots that hold a computed key and value, shared ones counted once."""
     blocks_saved: int = 0
     """References beyond the first: the blocks that sequences would hold in addition if they shared none."""
     prefix_queries: int = 0
@@ -292,6 +289,11 @@ class CacheRecord:
     """Copy-on-write copies since the cache was made."""
     evictions: int = 0
     """Cached blocks evicted since the cache was made."""
+
+    @property
+    def slots_reserved(self) -> int:
+        """The number of token slots in the used blocks, each block counted once."""
+        return self.used_blocks * self.block_size
 
     @property
     def free_blocks(self) -> int:
@@ -306,7 +308,7 @@ class CacheRecord:
     @property
     def internal_fragmentation(self) -> float:
         """The share of reserved slots that hold no computed key and value."""
-        return 1 - self.slots_filled / self.slots_reserved if self.slots_reserved else 0.0
+        return 1 - self.tokens_held / self.slots_reserved if self.slots_reserved else 0.0
 
     @property
     def sharing(self) -> float:

@@ -250,7 +250,7 @@ class CacheFigures:
             most_blocks=max(cache.used_blocks for cache in caches),
             most_bytes_held=max(cache.bytes_held for cache in caches),
             most_bytes_reserved=max(cache.bytes_reserved for cache in caches),
-            internal_fragmentation=1 - sum(cache.slots_filled for cache in caches) / reserved if reserved else None,
+            internal_fragmentation=1 - sum(cache.tokens_held for cache in caches) / reserved if reserved else None,
             most_blocks_saved=max(cache.blocks_saved for cache in caches),
             copy_on_write=sum(isinstance(event, BlockSplit) for event in events),
             evictions=sum(isinstance(event, BlockEvicted) for event in events),

@@ -61,8 +61,7 @@ def test_a_block_is_free_only_when_its_last_reference_goes():
 def test_a_block_to_keep_is_cached_and_can_be_used_again():
     pool = BlockPool(3)
     pool.allocate(3)
-    for block in (2, 0):
-        pool.mark_cacheable(block)
+    pool.cacheable = {2, 0}
     for block in (0, 1, 2):
         pool.decref(block)
 
@@ -70,7 +69,8 @@ def test_a_block_to_keep_is_cached_and_can_be_used_again():
     assert (len(pool.free), num_used(pool)) == (1, 0)
     pool.incref(0)
     assert (list(pool.cached), pool.reference_counts) == ([2], [1, 0, 0])
-    pool.unmark(2)
+    pool.cacheable.remove(2)
+    pool.uncache(2)
     assert (list(pool.cached), len(pool.free)) == ([], 2)
     pool.check_invariants()
 
@@ -81,17 +81,14 @@ def test_a_block_to_keep_is_cached_and_can_be_used_again():
         (lambda pool: pool.decref(1), "block 1 was freed twice"),
         (lambda pool: pool.decref(2), "block 2 was freed twice"),
         (lambda pool: pool.incref(1), "block 1 is free, and was about to be used"),
-        (lambda pool: pool.mark_cacheable(1), "block 1 is free, and has nothing worth caching"),
         (lambda pool: pool.incref(4), "block 4 does not exist: there are 4"),
         (lambda pool: pool.decref(-1), "block -1 does not exist"),
-        (lambda pool: pool.mark_cacheable(99), "block 99 does not exist"),
-        (lambda pool: pool.unmark(-3), "block -3 does not exist"),
     ],
 )
 def test_misuse_names_the_block_and_changes_nothing(misuse, message):
     pool = BlockPool(4)
     pool.allocate(3)
-    pool.mark_cacheable(2)
+    pool.cacheable = {2}
     pool.decref(1)
     pool.decref(2)  # 0 is referenced, 1 and 3 are free, 2 is cached
     before = state(pool)
@@ -107,11 +104,12 @@ def test_misuse_names_the_block_and_changes_nothing(misuse, message):
 def test_counting_anew_believes_the_tables_and_nothing_else():
     pool = BlockPool(5)
     pool.allocate(4)
-    pool.mark_cacheable(3)
+    pool.cacheable = {3}
     pool.decref(3)
+    pool.cacheable.clear()
 
     pool.recount([(1, 2), (2, 3)])
 
     assert pool.reference_counts == [0, 1, 2, 1, 0]
-    assert (pool.num_references, list(pool.cached), pool.cacheable, pool.free) == (4, [], set(), [4, 0])
+    assert (pool.num_references, list(pool.cached), pool.free) == (4, [], [4, 0])
     pool.check_invariants()

@@ -50,7 +50,7 @@ def test_less_than_one_block_per_sequence_is_wasted(kind):
         grown(cache, seq_id, length)
 
     stats = cache.stats()
-    assert stats.slots_reserved - stats.slots_filled == 15 + 1 + 0 + 15 + 8
+    assert stats.used_blocks * 16 - stats.tokens_held == 15 + 1 + 0 + 15 + 8
     assert (stats.used_blocks, stats.tokens_held) == (1 + 1 + 1 + 2 + 3, 89)
 
 
@@ -112,7 +112,7 @@ def test_a_fork_shares_every_block_with_the_partly_filled_last_one_and_takes_non
     assert (cache.computed_length(1), cache.reserved_length(1)) == (6, 6)
     assert counts(cache)[:3] == (2, 2, 1)
     stats = cache.stats()
-    assert (stats.used_blocks, stats.blocks_saved, stats.slots_filled) == (3, 2, 6)
+    assert (stats.used_blocks, stats.blocks_saved, stats.tokens_held) == (3, 2, 6)
 
 
 @BOTH
@@ -207,7 +207,7 @@ def test_removing_one_of_two_that_share_frees_only_what_it_had_alone(kind):
 
     assert counts(cache) == (1, 1, 0, 0, 0, 0, 0, 0)
     assert cache.block_table(0) == (0, 1)
-    assert cache.stats().slots_filled == 6
+    assert cache.stats().tokens_held == 6
 
 
 @BOTH
@@ -216,9 +216,9 @@ def test_a_slot_that_several_have_is_filled_once_and_as_far_as_the_longest_says(
     grown(cache, 0, 7)
     cache.fork(0, 1)
     cache.truncate(1, 5)
-    assert cache.stats().slots_filled == 7
+    assert cache.stats().tokens_held == 7
     cache.remove(0)
-    assert cache.stats().slots_filled == 5
+    assert cache.stats().tokens_held == 5
 
 
 @BOTH
@@ -263,7 +263,7 @@ def test_after_a_failure_in_the_middle_clearing_leaves_the_snapshots_and_nothing
     snapshot, _ = cache.snapshot(0)
     cache.snapshot(0)
     grown(cache, 1, 9)
-    assert (cache.stats().slots_filled, cache.max_sequence_length) == (15, 24)
+    assert (cache.stats().tokens_held, cache.max_sequence_length) == (15, 24)
 
     def fail(block):
         raise KeyboardInterrupt
@@ -277,12 +277,12 @@ def test_after_a_failure_in_the_middle_clearing_leaves_the_snapshots_and_nothing
     cache.check_invariants()
     assert (0 in cache, 1 in cache) == (False, False)
     assert counts(cache) == (2, 2, 0, 0, 0, 0)
-    assert (cache.num_available, cache.stats().slots_filled) == (4, 6)
+    assert (cache.num_available, cache.stats().tokens_held) == (4, 6)
     assert cache.restore(snapshot, 3) == () and cache.block_table(3) == blocks
     assert grown(cache, 2, 16) == (2, 3, 4, 5)
-    assert cache.stats().slots_filled == 22
+    assert cache.stats().tokens_held == 22
     cache.clear()
-    assert cache.stats().slots_filled == 6
+    assert cache.stats().tokens_held == 6
 
 
 @BOTH

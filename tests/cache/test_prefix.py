@@ -74,7 +74,7 @@ def test_looking_up_changes_nothing():
 
     assert found(cache, A + B + D) == (8, (0, 1))
     assert cache.lookup(A + B + D, "other") == NO_HIT
-    assert cache.blocks_to_begin(Hit(8, (0, 1)), 12) == 3
+    assert cache.blocks_to_begin(cache.lookup(A + B + D), 12) == 3
 
     assert (cache.stats(), cache.block_map(), cache.take_events()) == (*before, ())
 

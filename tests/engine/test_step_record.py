@@ -47,7 +47,7 @@ def test_a_record_says_what_the_step_did_and_what_came_between():
     assert (record.step, record.tokens, record.finished) == (1, ("token",), ("finished",))
     assert (record.arrived, record.rejected, record.discarded) == (("arrived",), ("rejected",), 4)
     assert record.items == (ItemRecord(0, "prefill", 0, 6), ItemRecord(1, "prefill_only", 0, 3))
-    assert record.cache == CacheRecord("prefix", 4, 8, 2, 6, 60, 80, 0, 8, 6, 0, 6)
+    assert record.cache == CacheRecord("prefix", 4, 8, 2, 6, 60, 80, prefix_queries=6)
     assert (record.schedule_ms, record.forward_ms, record.sample_ms) == (1.5, 2.5, 250.0)
     assert (record.started, record.ended, record.execution) == (3.0, 5.25, "graph")
     assert (record.execution_class, record.queues, record.planned_ahead) == ("mixed", scheduler.queues, False)

@@ -13,6 +13,7 @@ from forge.reasons import Deferred, NoBlocks
 from forge.trace.codec import codec_of
 from forge.trace.recorder import SCHEMA_VERSION, Trace, TraceError, TraceWriter, read_trace
 from forge.trace.records import (
+    CacheRecord,
     EndRecord,
     FinishRecord,
     ItemRecord,
@@ -154,7 +155,7 @@ def test_the_header_begins_with_the_version(path):
     assert path.read_text().startswith(f'{{"forge_trace":{SCHEMA_VERSION},')
 
 
-def test_a_trace_from_before_a_field_was_renamed_still_opens():
+def test_a_trace_from_before_a_field_was_renamed_or_derived_still_opens():
     reason = {"is": "Deferred", "leader": 4, "num_tokens": 48}
     assert codec_of(WaitRecord).decode({"seq_id": 5, "reason": reason}, "") == WaitRecord(5, Deferred(4, 48))
     assert codec_of(WaitRecord).encode(WaitRecord(5, Deferred(4, 48)))["reason"] == {
@@ -168,5 +169,8 @@ def test_a_trace_from_before_a_field_was_renamed_still_opens():
     before = codec_of(PreemptRecord).encode(lost)
     before |= {"policy": before.pop("preempt"), "mode": before.pop("preemption")}
     assert codec_of(PreemptRecord).decode(before, "") == lost
+    cache = CacheRecord("paged", 16, 4, used_blocks=2, tokens_held=20, bytes_held=40, bytes_reserved=64)
+    with_derived = codec_of(CacheRecord).encode(cache) | {"slots_reserved": 32, "slots_filled": 20}
+    assert codec_of(CacheRecord).decode(with_derived, "") == cache and cache.slots_reserved == 32
     with pytest.raises(ValueError, match="chief is no field of Deferred"):
         codec_of(Deferred).decode({"chief": 4, "num_tokens": 48}, "")

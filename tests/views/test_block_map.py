@@ -129,7 +129,7 @@ def test_tables_without_a_line_are_counted():
 
 
 def test_the_figures_are_those_that_a_kind_has():
-    record = CacheRecord("prefix", 16, 64, 10, 150, 150_000, 160_000, 3, 160, 150, 2, 40, 32, 1, 5)
+    record = CacheRecord("prefix", 16, 64, 10, 150, 150_000, 160_000, 3, 2, 40, 32, 1, 5)
     facts = dict(cache_facts(record))
     assert facts["used"] == "10 of 64 (15.6 %)" and facts["cached"] == "3" and facts["free"] == "51"
     assert facts["internal fragmentation"] == "6.2 %" and facts["saved by sharing"] == "16.7 %"

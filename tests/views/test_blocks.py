@@ -54,10 +54,8 @@ class Run:
             stats.used_blocks,
             stats.tokens_held,
             stats.tokens_held,
-            stats.slots_reserved,
+            stats.used_blocks * self.cache.block_size,
             stats.cached_blocks,
-            stats.slots_reserved,
-            stats.slots_filled,
         )
         return StepRecord(
             step=100 + self.step,

@@ -243,7 +243,7 @@ def test_text_of_a_model_cannot_paint_on_the_screen():
 
 
 def test_fragmentation_and_sharing_are_in_step_lines_the_closing_table_and_json():
-    cache = replace(RUN.steps[3].cache, used_blocks=6, slots_reserved=24, slots_filled=18, blocks_saved=2)
+    cache = replace(RUN.steps[3].cache, used_blocks=6, block_size=4, tokens_held=18, blocks_saved=2)
     own = history((*RUN.steps[:3], replace(RUN.steps[3], cache=cache)))
     assert "fragmentation 25 %  shared 25 %" in step_line(own.records[3])
     console = piped()
