@@ -87,13 +87,12 @@ class KvCache(ABC):
     persistent: bool = True
     """Whether keys and values outlive the step that computed them."""
 
-    block_size: int
-    """Token slots in a block."""
     max_sequence_length: int
     """The number of tokens of the longest sequence that an empty cache could hold."""
 
     def __init__(self, block_size: int):
         self.block_size = block_size
+        """Token slots in a block."""
         self._tables: dict[int | Snapshot, Any] = {}
         self._snapshot_ids = count()
 

@@ -112,7 +112,7 @@ class KvStorage(ABC):
 
 
 class NumpyKvStorage(KvStorage):
-    """K and V as two NumPy arrays `[num_layers, num_blocks, block_size, num_kv_heads, head_dim]`.
+    """K and V as two NumPy arrays `[num_layers, num_blocks, block_size, num_kv_heads, head_dim]`, one behind the other.
 
     The pages come from the operating system when they are first written, so a long reservation costs address space
     and not memory.
@@ -121,23 +121,20 @@ class NumpyKvStorage(KvStorage):
     def __init__(self, layout: KvLayout):
         self.layout = layout
         shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        self.keys = np.zeros(shape, np.float32)
-        self.values = np.zeros(shape, np.float32)
+        self._both = np.zeros((2, *shape), np.float32)
+        self.keys, self.values = self._both
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
-            self.keys[:, copy.destination] = self.keys[:, copy.source]
-            self.values[:, copy.destination] = self.values[:, copy.source]
+            self._both[:, :, copy.destination] = self._both[:, :, copy.source]
 
-    def read_blocks(self, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        return self.keys[:, list(blocks)], self.values[:, list(blocks)]
+    def read_blocks(self, blocks: Sequence[int]) -> np.ndarray:
+        return self._both[:, :, list(blocks)]
 
-    def write_blocks(self, blocks: Sequence[int], data: tuple[np.ndarray, np.ndarray]) -> None:
-        self.keys[:, list(blocks)], self.values[:, list(blocks)] = data
+    def write_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:
+        self._both[:, :, list(blocks)] = data
 
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]
-        token_shape = (-1, self.layout.num_kv_heads, self.layout.head_dim)
-        keys = self.keys[layer, blocks].reshape(token_shape)[:length]
-        values = self.values[layer, blocks].reshape(token_shape)[:length]
-        return keys.astype(np.float32, copy=False), values.astype(np.float32, copy=False)
+        both = self._both[:, layer, blocks].reshape(2, -1, self.layout.num_kv_heads, self.layout.head_dim)
+        return both[0, :length], both[1, :length]

@@ -77,12 +77,10 @@ class PagedKvCache(KvCache):
 
     def truncate(self, seq_id: int, length: int) -> None:
         table = self._tables[seq_id]
-        if length >= table.reserved:
-            return
         self._recounts_filled |= length < table.computed
         num_left = blocks_for(length, self.block_size)
-        dropped = table.blocks[num_left:]
-        table.blocks, table.reserved, table.computed = table.blocks[:num_left], length, min(table.computed, length)
+        table.blocks, dropped = table.blocks[:num_left], table.blocks[num_left:]
+        table.reserved, table.computed = min(table.reserved, length), min(table.computed, length)
         for block in reversed(dropped):
             self._release_block(block)
 
