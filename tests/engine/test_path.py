@@ -7,7 +7,9 @@ off must not be on the path.
 import re
 import sys
 from collections import Counter
+from inspect import getsource
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -24,15 +26,15 @@ LIMITS = {"prefill": (56, 15), "decode": (32, 10), "last step": (52, 12)}
 MORE_FOR_PREFIX = (15, 2)
 
 
-def path_of(engine: Engine, step=Engine.step) -> Counter[str]:
-    """Functions by file that one step runs."""
-    seen: set[tuple[str, str]] = set()
+def functions_of(engine: Engine, step=Engine.step) -> set[CodeType]:
+    """The functions that one step runs."""
+    seen: set[CodeType] = set()
 
     def watch(frame, event, argument):
         code = frame.f_code
         is_ours = code.co_filename.startswith(ROOT) and not code.co_filename.endswith(HASH_MODEL)
         if event == "call" and is_ours and not code.co_name.startswith("<"):
-            seen.add((code.co_filename, code.co_qualname))
+            seen.add(code)
 
     before = sys.getprofile()
     sys.setprofile(watch)
@@ -40,7 +42,16 @@ def path_of(engine: Engine, step=Engine.step) -> Counter[str]:
         step(engine)
     finally:
         sys.setprofile(before)
-    return Counter(str(Path(file).relative_to(ROOT)) for file, _ in seen)
+    return seen
+
+
+def file_of(code: CodeType) -> str:
+    return str(Path(code.co_filename).relative_to(ROOT))
+
+
+def path_of(engine: Engine) -> Counter[str]:
+    """Functions by file that one step runs."""
+    return Counter(map(file_of, functions_of(engine)))
 
 
 @pytest.mark.parametrize("kv", ["paged", "prefix"])
@@ -60,14 +71,19 @@ def test_a_plain_step_runs_few_functions_in_few_files(kv, capsys):
         assert len(path) <= files, name
 
 
-def listed_in_the_readme() -> list[str]:
-    """The files of the reading path, in order. One without a folder stands in the folder of the file before it."""
+def listed_in_the_readme() -> dict[str, set[str]]:
+    """The files of the reading path, in order, and the functions named of each. A file without a folder stands in the
+    folder of the file before it."""
     readme = (Path(forge.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     table = readme[readme.index("**Follow one token**") :].split("\n\n")[1]
-    files: list[str] = []
-    for row in table.splitlines()[2:]:
-        for name in re.findall(r"`([\w/]+\.py)`", row.split("|")[1]):
-            files.append(name.removeprefix("forge/") if "/" in name else str(Path(files[-1]).with_name(name)))
+    files: dict[str, set[str]] = {}
+    file = ""
+    for name in (name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])):
+        if name.endswith(".py"):
+            file = name.removeprefix("forge/") if "/" in name else str(Path(file).with_name(name))
+            files[file] = set()
+        else:
+            files[file].add(name)
     return files
 
 
@@ -76,7 +92,7 @@ def test_the_readme_lists_the_files_that_a_plain_step_of_generate_runs(device, m
     paths, step = [], Engine.step
 
     def watched(engine: Engine):
-        paths.append(path_of(engine, lambda engine: records.append(step(engine))))
+        paths.append(functions_of(engine, lambda engine: records.append(step(engine))))
         return records[-1]
 
     records: list = []
@@ -87,9 +103,20 @@ def test_the_readme_lists_the_files_that_a_plain_step_of_generate_runs(device, m
     decodes = [path for path, record in zip(paths, records, strict=True) if record.phase == "decode"]
     plain = min(decodes, key=len)  # takes no block, and its token has been met before
     listed = listed_in_the_readme()
-    run = {file for file in plain if not file.startswith("backends/")}
+    run = {file for file in map(file_of, plain) if not file.startswith("backends/")}
     if device == "reference":  # its operations ask the model for rotary frequencies and the storage for keys
         run -= {"model/config.py", "model/rope.py", "model/backend.py", "cache/kv_storage.py"}
     # The step reads fields of these two, which is no call, and a step that takes a block calls the pool.
     assert run | {"engine/sequence.py", "cache/block_pool.py"} == set(listed)
+    if device == "cpu":  # which runs the recorded pass, and no function of it
+        named = {(file, name) for file, names in listed.items() for name in names}
+        whole = {file for file, names in listed.items() if not names}
+        called = {(file_of(code), code.co_name): len(getsource(code).splitlines()) for code in plain}
+        assert named <= set(called)
+        longer = {key for key, lines in called.items() if lines > 4 and key[0] not in whole and key[0] in listed}
+        assert longer <= named
+        lines = sum(called[key] for key in named)
+        with capsys.disabled():
+            print(f"\n{len(named)} functions named, {lines} lines")
+        assert lines < 400
     assert sum(len((Path(ROOT) / file).read_text(encoding="utf-8").splitlines()) for file in listed) <= 2_000
