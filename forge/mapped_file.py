@@ -22,7 +22,7 @@ from forge.errors import ForgeError
 
 MAX_PRINTED_CHARACTERS = 64
 _READ_AHEAD_FROM = 1 << 18
-"""Bytes of a tensor that is read faster ahead of being used."""
+"""Tensors of so many bytes and more are read ahead."""
 WHOLE_FILE = "file"
 """The `field` of an error that is not about a place in the file: it is missing, empty, a directory."""
 OTHER_KINDS_OF_FILE = {
@@ -93,7 +93,7 @@ class MappedFile(ABC, Generic[TensorT]):
             buffer.close()
             raise
         if hasattr(mmap, "MADV_RANDOM"):
-            buffer.madvise(mmap.MADV_RANDOM)  # until `tensor_bytes` is asked for much
+            buffer.madvise(mmap.MADV_RANDOM)  # `tensor_bytes` says where reading ahead pays
         return file
 
     @classmethod

@@ -228,12 +228,12 @@ class KvCache(ABC):
     def release_table(self, table: Any) -> None:  # noqa: B027 (a kind may have nothing to release)
         """Release what a table held that has been dropped."""
 
-    def _rebuild(self) -> None:  # noqa: B027 (nor anything that follows from the tables)
+    def _rebuild(self) -> None:  # noqa: B027 (a kind may have nothing to recompute)
         """Recompute everything that follows from the tables."""
 
-    def _begin(self, new: int | Snapshot, source: int | Snapshot) -> tuple[BlockCopy, ...]:
-        assert new not in self._tables, f"sequence {new} is already there"
-        self._tables[new], copies = self._copied(self._tables[source])
+    def _begin(self, key: int | Snapshot, source: int | Snapshot) -> tuple[BlockCopy, ...]:
+        assert key not in self._tables, f"sequence {key} is already there"
+        self._tables[key], copies = self._copied(self._tables[source])
         return copies
 
     def _table_records(self) -> tuple[TableRecord, ...]:

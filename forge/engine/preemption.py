@@ -65,9 +65,8 @@ class Preemption:
         if len(blocks) > self._host_pool.num_free:
             return HostPoolFull(len(blocks), self._host_pool.num_free)
         self._host_pool.add(victim.seq_id, HostEntry(len(blocks), computed))
-        for copy in reversed(
-            plan.copies
-        ):  # swap-outs run before them: what the step was to copy is at its source still
+        # Swap-outs run before copies: what the step was to copy for the victim is still where it is copied from.
+        for copy in reversed(plan.copies):
             blocks = tuple([copy.source if block == copy.destination else block for block in blocks])
         plan.swap_outs.append(Swap(victim.seq_id, blocks))
         return None

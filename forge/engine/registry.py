@@ -37,10 +37,10 @@ from forge.trace.timeline import Timeline
 
 
 class Operation(AbstractContextManager[None]):
-    """A change of an owner. `forge.engine.engine.Interruptible` is the one of an engine."""
+    """Guards one change of the engine at a time. `forge.engine.engine.Interruptible` implements it."""
 
     unfinished = False
-    """It began and never ended (Ctrl-C, a full memory): the next one recovers."""
+    """Whether the last change began and never ended (Ctrl-C, a full memory): the next one recovers first."""
 
 
 class _Issued(NamedTuple):

@@ -160,7 +160,9 @@ class TileCode:
     def beside(self) -> "TileCode":
         """Return the code of the tile that lies behind this one in memory, for the same rows."""
         b, layout, groups = self.b, self.layout, self.arg["num_groups"]
-        scale_bytes = layout.scale_bytes if layout.scale_kind == "f16" else layout.superblock_bytes // 8
+        scale_bytes = (
+            layout.scale_bytes if layout.scale_kind == "f16" else layout.superblock_bytes * GROUP // SUPERBLOCK
+        )
         steps = {"weights": layout.bytes_per_group, "scales": scale_bytes}
         moved = {name: b.add(self.arg[name], b.mul(groups, I64(step))) for name, step in steps.items()}
         moved["out"] = b.add(self.arg["out"], I64(4 * LANES))
@@ -347,18 +349,18 @@ class PairCode:
 
     def group(self, index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
         """Emit one group of 32 inputs for all rows of both, each line's activations loaded once."""
-        tile, _ = self.tiles
-        b, isa, greatest = tile.b, tile.isa, tile.layout.greatest
-        tile.prefetch(index)
-        lines = [each.weight_lines(index) for each in self.tiles]
-        inputs = isa.inputs_of(b, [tile.x_address(row, index) for row in tile.rows], greatest)
-        integers = [[tile.start(row, index, 0) for row in tile.rows]] * 2
+        first, _ = self.tiles
+        b, isa, rows = first.b, first.isa, first.rows
+        first.prefetch(index)
+        lines = [tile.weight_lines(index) for tile in self.tiles]
+        inputs = isa.inputs_of(b, [first.x_address(row, index) for row in rows], first.layout.greatest)
+        integers = [[first.start(row, index, 0) for row in rows]] * 2
         for number in range(GROUP // 4):
-            x = [inputs(row, number) for row in tile.rows]
+            x = [inputs(row, number) for row in rows]
             weights = [of_tile[number]() for of_tile in lines]
             integers = [
                 [isa.dot(b, total, line, of_row) for total, of_row in zip(totals, x, strict=True)]
                 for totals, line in zip(integers, weights, strict=True)
             ]
-        parts = zip(self.tiles, integers, self.apart(sums), strict=True)
-        return [total for each, integer, some in parts for total in each.scaled(index, 0, integer, some)]
+        by_tile = zip(self.tiles, integers, self.apart(sums), strict=True)
+        return [total for tile, of_tile, totals in by_tile for total in tile.scaled(index, 0, of_tile, totals)]

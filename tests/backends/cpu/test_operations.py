@@ -12,8 +12,11 @@ import numba
 import numpy as np
 import pytest
 
+from forge.backends.cpu.compilation import instruction_set, tile_set
 from forge.backends.cpu.kernels import PAIRS_FROM
 from forge.backends.cpu.op_layout import ROWS_NEAR
+from forge.backends.cpu.packing import LAYOUT_OF_TYPE
+from forge.backends.cpu.tiles import PAIR
 from forge.backends.cpu.vectors import exp16, load_f32, store_f32
 from forge.cache.kv_storage import rounded
 from forge.gguf import GGMLType
@@ -350,6 +353,8 @@ def test_a_row_among_so_many_that_tiles_are_taken_in_pairs_is_the_row_alone(kind
 
     got = run(x)
 
+    pair = tile_set(LAYOUT_OF_TYPE[GGMLType[kind]]).addresses[PAIR]
+    assert (pair != 0) == (instruction_set().pairs_tiles and kind != "Q4_K")
     for row in {0, 3, 4, PAIRS_FROM - 2, rows - 4, rows - 1}:
         np.testing.assert_array_equal(got[row], run(x[row : row + 1])[0])
 
