@@ -120,11 +120,11 @@ class LLM:
     def _engine_of(self, model: Model, config: SchedulerConfig) -> Engine:
         size = replace(self._cache_size, max_num_seqs=config.max_num_seqs)
         try:
-            cache, num_blocks = self._pieces.kv_cache(self._args.cache, size, self._args.evict)
+            cache = self._pieces.kv_cache(self._args.cache, size, self._args.evict)
         except MemoryError:
             cure = "lower --max-model-len, --max-num-seqs or --num-blocks"
             raise UsageError(f"the KV cache does not fit in memory: {cure}") from None
-        scratch = range(num_blocks, num_blocks + self._num_scratch_blocks(config, size.block_size))
+        scratch = range(cache.num_blocks, cache.num_blocks + self._num_scratch_blocks(config, size.block_size))
         create = AsyncEngine if model.runs_ahead else Engine
         storage = self._new_storage(model, scratch.stop, size.block_size)
         new_scheduler = partial(self._pieces.scheduler, preemption=self._pieces.preemption)

@@ -21,7 +21,7 @@ from forge.speculation.lookup import NgramProposer
 class Pieces:
     """What makes each piece; called with the arguments of the engine's own, which is the default."""
 
-    kv_cache: Callable[..., tuple[KvCache, int]] = create_kv_cache
+    kv_cache: Callable[..., KvCache] = create_kv_cache
     scheduler: Callable[..., Scheduler] = Scheduler
     preemption: Callable[..., Preemption] = Preemption
     ngram: Callable[[], Proposer] = NgramProposer

@@ -197,7 +197,7 @@ def _first_token(llm: LLM, rounds: int) -> Facts:
 
 def _engine(llm: LLM, cache: KvCache, longest: int) -> Engine:
     """Return an engine around the loaded model with a cache and a storage of its own."""
-    storage = llm.model.new_storage(llm.model.kv_layout(cache.num_available, cache.block_size, llm.kv_dtype))
+    storage = llm.model.new_storage(llm.model.kv_layout(cache.num_blocks, cache.block_size, llm.kv_dtype))
     return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(prefill_only=False))
 
 

@@ -5,7 +5,6 @@ from typing import Annotated
 
 from forge.bench import kit
 from forge.bench.kit import Facts, Progress, option
-from forge.cache.prefix import PrefixKvCache
 from forge.cli.arguments import Takes
 from forge.cli.run_control import create_llm
 from forge.engine.engine import Engine
@@ -60,8 +59,7 @@ def bench_prefix_planning(
         ]
 
         def answer(engine: Engine, turn: int, prompts: list[list[list[int]]] = prompts) -> JudgeRun:
-            assert isinstance(engine.cache, PrefixKvCache)
-            engine.cache.reset()
+            engine.cache.clear()
             return run_requests(engine, prompts[turn])
 
         turns = kit.in_turns(engines, answer, reps)

@@ -37,10 +37,9 @@ class BasicKvCache(KvCache):
 
     def __init__(self, num_runs: int, max_model_len: int, block_size: int):
         """Make room for `num_runs` sequences (or snapshots) of up to `max_model_len` tokens each."""
-        super().__init__(block_size)
-        self.max_model_len = self.max_sequence_length = max_model_len
         self.blocks_per_run = blocks_for(max_model_len, block_size)
-        self.num_blocks = num_runs * self.blocks_per_run
+        super().__init__(num_runs * self.blocks_per_run, block_size)
+        self.max_model_len = self.max_sequence_length = max_model_len
 
     @property
     def num_available(self) -> int:
@@ -80,12 +79,6 @@ class BasicKvCache(KvCache):
     def block_table(self, seq_id: int) -> tuple[int, ...]:
         run = self._tables[seq_id]
         return tuple(run.blocks[: blocks_for(run.reserved, self.block_size)])
-
-    def reserved_length(self, seq_id: int) -> int:
-        return self._tables[seq_id].reserved
-
-    def computed_length(self, seq_id: int) -> int:
-        return self._tables[seq_id].computed
 
     def stats(self) -> CacheStats:
         used = self.num_blocks - self.num_available

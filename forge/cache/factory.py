@@ -44,7 +44,7 @@ class CacheSize:
 
 
 CacheFactory = Callable[[CacheSize], KvCache]
-"""Makes a custom cache, whose `stats().num_blocks` is the size of its storage."""
+"""Makes a custom cache."""
 
 
 def canonical_mode(mode: str) -> str:
@@ -55,44 +55,37 @@ def canonical_mode(mode: str) -> str:
     return kind
 
 
-def create_kv_cache(
-    mode: str | CacheFactory, size: CacheSize, evict: str | EvictionPolicy = "lru"
-) -> tuple[KvCache, int]:
-    """Create a cache; return it and how many blocks its storage must have.
+def create_kv_cache(mode: str | CacheFactory, size: CacheSize, evict: str | EvictionPolicy = "lru") -> KvCache:
+    """Create a cache. Its storage must have `num_blocks` blocks.
 
     mode: one of `KV_MODES`, or a function that makes a cache of this size. evict: of `prefix`, one of
     `EVICTION_POLICIES`, or such a function.
 
-    Raises `UsageError` for an unknown mode, a pool of no block, or one that says its size twice; and where `basic`
-    could not hold one sequence. A pool of `paged` or `prefix` may be smaller than the longest sequence.
+    Raises `UsageError` for an unknown mode and a pool of no block; and where `basic` could not hold one sequence. A
+    pool of `paged` or `prefix` may be smaller than the longest sequence.
     """
     if callable(mode):
-        cache = mode(size)
-        return cache, cache.stats().num_blocks
+        return mode(size)
     kind = canonical_mode(mode)
     if kind == "off":
-        off = OffKvCache(size.blocks_per_sequence * size.max_num_seqs, size.block_size)
-        return off, off.num_available
+        return OffKvCache(size.blocks_per_sequence * size.max_num_seqs, size.block_size)
     num_blocks = _requested_blocks(size)
     if kind == "basic":
-        cache = BasicKvCache(_num_runs(size, num_blocks), size.max_model_len, size.block_size)
-        return cache, cache.num_blocks
+        return BasicKvCache(_num_runs(size, num_blocks), size.max_model_len, size.block_size)
     if num_blocks is None:
         num_blocks = max(DEFAULT_NUM_BLOCKS, size.blocks_per_sequence)
     if num_blocks > MAX_BLOCKS:
         asked = f"--num-blocks {num_blocks}" if size.kv_bytes is None else f"--kv-memory {size.kv_bytes}"
         raise UsageError(f"{asked} is a pool of {num_blocks:,} blocks, and {MAX_BLOCKS:,} is the most: lower it")
     if kind == "paged":
-        return PagedKvCache(num_blocks, size.block_size), num_blocks
-    return PrefixKvCache(num_blocks, size.block_size, evict=eviction_policy(evict)), num_blocks
+        return PagedKvCache(num_blocks, size.block_size)
+    return PrefixKvCache(num_blocks, size.block_size, evict=eviction_policy(evict))
 
 
 def _requested_blocks(size: CacheSize) -> int | None:
     """Return the pool's requested size in blocks; None if none was requested."""
     if size.kv_bytes is None:
         return size.num_blocks
-    if size.num_blocks is not None:
-        raise UsageError("--num-blocks and --kv-memory both say how large the KV cache is: give one of them")
     block_bytes = size.block_size * size.bytes_per_token
     if size.kv_bytes < block_bytes:
         raise UsageError(

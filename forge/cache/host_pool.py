@@ -50,7 +50,6 @@ class HostPool:
         """Carry out what a step moves before it writes: nothing is overwritten before it has been read."""
         for swap in outs:
             self.entries[swap.seq_id].data = storage.read_blocks(swap.blocks)
-        if copies:
-            storage.copy_blocks(copies)
+        storage.copy_blocks(copies)
         for swap in ins:
             storage.write_blocks(swap.blocks, self.entries[swap.seq_id].data)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from forge.cache.block_pool import BlockPool, BlockTable, blocks_for
-from forge.cache.kv_cache import NO_HIT, CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
+from forge.cache.kv_cache import CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
 from forge.trace.records import BlockMap, BlockSplit, CacheEvent
 
@@ -29,7 +29,7 @@ class PagedKvCache(KvCache):
     _tables: dict[int | Snapshot, BlockTable]
 
     def __init__(self, num_blocks: int, block_size: int):
-        super().__init__(block_size)
+        super().__init__(num_blocks, block_size)
         self.pool = BlockPool(num_blocks)
         self.max_sequence_length = num_blocks * block_size
         self._events: list[CacheEvent] = []
@@ -41,9 +41,6 @@ class PagedKvCache(KvCache):
     @property
     def num_available(self) -> int:
         return len(self.pool.free) + len(self.pool.cached)
-
-    def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
-        return NO_HIT
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
         return blocks_for(length, self.block_size)
@@ -61,14 +58,17 @@ class PagedKvCache(KvCache):
         return blocks_for(num_tokens - room, self.block_size) + (1 if copies else 0)
 
     def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
+        """Reserve `num_tokens` more slots; return the copy to perform before they are written, if there is one."""
         table, pool = self._tables[seq_id], self.pool
         blocks, room = table.blocks, len(table.blocks) * self.block_size - table.reserved
         if 0 < num_tokens <= room and pool.reference_counts[blocks[-1]] == 1 and blocks[-1] not in pool.cacheable:
             table.reserved += num_tokens  # nearly every decode step: a slot of a block that is the sequence's own
             return ()
+        # 0 tokens: async scheduling has reserved the slot a step ahead. Nothing will be written, so nothing is copied.
         return self.grow(seq_id, table, num_tokens) if num_tokens else ()
 
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """Count these tokens, which have been written into the next reserved slots, as computed."""
         table = self._tables[seq_id]
         computed = table.computed + len(token_ids)
         assert computed <= table.reserved, "committed more tokens than were reserved"
@@ -86,12 +86,6 @@ class PagedKvCache(KvCache):
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:
         return self._tables[seq_id].blocks
-
-    def reserved_length(self, seq_id: int) -> int:
-        return self._tables[seq_id].reserved
-
-    def computed_length(self, seq_id: int) -> int:
-        return self._tables[seq_id].computed
 
     def take_events(self) -> tuple[CacheEvent, ...]:
         events, self._events = self._events, []
@@ -141,7 +135,10 @@ class PagedKvCache(KvCache):
         return copies
 
     def _copy_on_write(self, seq_id: int, table: BlockTable, needed: int) -> tuple[BlockCopy, ...]:
-        """Give the sequence a last block that it may write: with no other reference, and not cacheable."""
+        """Give the sequence a last block that it may write: with no other reference, and not cacheable.
+
+        needed: the blocks that the reservation takes, this copy included. The prefix cache alone reads it.
+        """
         last, references = table.blocks[-1], self.pool.reference_counts[table.blocks[-1]]
         if references == 1 and last not in self.pool.cacheable:
             return ()

@@ -110,11 +110,6 @@ class PrefixKvCache(PagedKvCache):
             table.tip = table.tip.parent
         super().truncate(seq_id, length)
 
-    def reset(self) -> None:
-        """Drop everything that is cached, while no sequence and no snapshot holds a block."""
-        assert self.num_available == self.pool.num_blocks, "blocks are held"
-        self._rebuild()
-
     def check_invariants(self) -> None:
         super().check_invariants()
         self.index.check_invariants()

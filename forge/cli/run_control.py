@@ -62,11 +62,11 @@ def warm_up(llm: "LLM", prompt: str) -> None:
 
 
 def forget_prefixes(llm: "LLM") -> None:
-    """Empty the index of a prefix cache; another cache has none."""
+    """Empty the index of a prefix cache; another cache has none. No request may be running."""
     from forge.cache.prefix import PrefixKvCache
 
     if isinstance(llm.engine.cache, PrefixKvCache):
-        llm.engine.cache.reset()
+        llm.engine.cache.clear()
 
 
 class AnyRun(Protocol):

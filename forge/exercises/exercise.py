@@ -116,9 +116,9 @@ def cache_of_kind(kind: str, replace_cache: Callable[[Any, CacheSize], KvCache])
     """Give new engines `replace_cache(cache, size)` for each cache of this kind; "" stands for every kind."""
     create_before = current_pieces().kv_cache
 
-    def create(mode: str | CacheFactory, size: CacheSize, evict: str | EvictionPolicy) -> tuple[KvCache, int]:
-        cache, num_blocks = create_before(mode, size, evict)
-        return replace_cache(cache, size) if kind in ("", cache.kind) else cache, num_blocks
+    def create(mode: str | CacheFactory, size: CacheSize, evict: str | EvictionPolicy) -> KvCache:
+        cache = create_before(mode, size, evict)
+        return replace_cache(cache, size) if kind in ("", cache.kind) else cache
 
     return standing_in(kv_cache=create)
 

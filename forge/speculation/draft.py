@@ -104,8 +104,8 @@ class DraftProposer(Proposer):
         self.max_model_len = min(max_model_len, model.max_position_embeddings)
         layout = model.kv_layout(0, block_size, kv_dtype)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token)
-        self.cache, num_blocks = create_kv_cache(kv, size)
-        self.storage = model.new_storage(replace(layout, num_blocks=num_blocks))
+        self.cache = create_kv_cache(kv, size)
+        self.storage = model.new_storage(replace(layout, num_blocks=self.cache.num_blocks))
         self._held: OrderedDict[int, list[int]] = OrderedDict()
         """Each sequence's tokens whose keys and values are in the cache, least recently requested first."""
         self._operation = Interruptible(self._empty)

@@ -509,24 +509,13 @@ def test_after_clearing_what_a_snapshot_holds_is_found():
     assert (found(cache, A + B + C), found(cache, D + E)) == ((9, (0, 1, 2)), (8, (3, 4)))
 
 
-def test_a_reset_forgets_everything_and_is_refused_while_blocks_are_held():
+def test_after_clearing_a_cache_without_snapshots_nothing_is_found():
     cache = new()
     ran(cache, 0, A + B)
     run(cache, 1, C + D[:1])
-    snapshot, _ = cache.snapshot(1)
-    before = cache.stats(), cache.block_map()
-
-    with pytest.raises(AssertionError, match="blocks are held"):
-        cache.reset()
-
-    assert (cache.stats(), cache.block_map()) == before
-    cache.remove(1)
-    with pytest.raises(AssertionError, match="blocks are held"):
-        cache.reset()
-    cache.release(snapshot)
-    cache.add(2, ())  # holds nothing yet
-    cache.reset()
+    cache.clear()
     assert (cached(cache), cache.num_available, cache.lookup(A + B)) == ([], 8, NO_HIT)
+    cache.add(2, ())
     cache.reserve(2, 4)
     cache.commit(2, A)
     assert cache.lookup(A) == Hit(4, cache.block_table(2))
@@ -554,7 +543,7 @@ def test_a_subscriber_is_told_of_contents_by_their_prefix_keys_when_they_enter_a
     assert (entered, left) == (keys, set())
     ran(cache, 2, D)
     assert left == {cache.prefix_keys(A + B, "x")[1]}, "the one that was evicted"
-    cache.reset()
+    cache.clear()
     assert left == entered == keys | {*cache.prefix_keys(D)}
 
 

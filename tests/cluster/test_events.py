@@ -24,7 +24,7 @@ def test_the_events_add_up_to_the_index_after_any_operations():
             cache.commit(number, tokens[cached:])
             running.append(number)
         if not running and random_.random() < 0.3:
-            cache.reset()
+            cache.clear()
         if random_.random() < 0.5:
             events = log.take()
             assert not held & set(events.published) and held >= set(events.evicted), "an event that changes nothing"

@@ -209,9 +209,9 @@ def new_speculator(case: Case) -> Speculator:
 
 def new_engine(case: Case, max_model_len: int = MAX_MODEL_LEN) -> Engine:
     size = CacheSize(MAX_MODEL_LEN, case.max_num_seqs, case.block_size, 8, case.pool_blocks)
-    kv_cache, storage_blocks = create_kv_cache(case.kv, size, case.evict)
+    kv_cache = create_kv_cache(case.kv, size, case.evict)
     model = new_model(runs_ahead=case.runs_ahead)
-    scratch = range(storage_blocks, storage_blocks + 12 * MAX_MODEL_LEN)
+    scratch = range(kv_cache.num_blocks, kv_cache.num_blocks + 12 * MAX_MODEL_LEN)
     storage = model.new_storage(model.kv_layout(scratch.stop, case.block_size))
     storage.keys[:] = storage.values[:] = -1
     config = SchedulerConfig(

@@ -11,7 +11,7 @@ from forge.engine.task import GENERATE, Task
 
 
 def new_scheduler(num_blocks: int, *, kv: str = "paged", block_size: int = 4, **config) -> Scheduler:
-    cache, _ = create_kv_cache(kv, CacheSize(32, 4, block_size, 8, num_blocks))
+    cache = create_kv_cache(kv, CacheSize(32, 4, block_size, 8, num_blocks))
     return Scheduler(cache, SchedulerConfig(config.pop("max_num_seqs", 4), **config))
 
 

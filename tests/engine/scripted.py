@@ -102,7 +102,8 @@ def new_engine(
     **scheduling,
 ) -> Engine:
     size = CacheSize(max_model_len, max_num_seqs, block_size, 8, num_blocks)
-    cache, storage_blocks = create_kv_cache(kv, size)
+    cache = create_kv_cache(kv, size)
+    storage_blocks = cache.num_blocks
     storage = NumpyKvStorage(KvLayout(1, storage_blocks + 64, block_size, 1, 1))
     storage.keys[:] = -1
     model = ScriptedModel(script, len(pieces))

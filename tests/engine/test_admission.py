@@ -16,7 +16,7 @@ from tests.engine.test_scheduler import behind_long_prompts
 
 def both_lanes(num_blocks: int, kv: str = "paged", **config) -> Scheduler:
     """A scheduler with scratch blocks, so that there are prefill-only sequences."""
-    cache, _ = create_kv_cache(kv, CacheSize(64, 4, 4, 8, num_blocks))
+    cache = create_kv_cache(kv, CacheSize(64, 4, 4, 8, num_blocks))
     scheduler = Scheduler(cache, SchedulerConfig(**config), range(num_blocks, num_blocks + 20))
     scheduler.prefill_only.temporary_bytes = lambda *rows: sum(rows)
     return scheduler
@@ -92,7 +92,7 @@ def test_a_short_prompt_passes_where_the_long_one_keeps_a_slot_and_never_without
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_a_prompt_without_output_needs_no_logits(max_tokens):
-    cache, _ = create_kv_cache("paged", CacheSize(32, 4, 4, 8, 8))
+    cache = create_kv_cache("paged", CacheSize(32, 4, 4, 8, 8))
     cache.add(0, ())
     item = generation_item(cache, sequence(0, tokens=3, max_tokens=max_tokens), 0, 3)
     assert (item.chooses_token, item.logit_rows) == (bool(max_tokens), range(3 - max_tokens, 3))

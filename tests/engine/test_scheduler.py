@@ -256,7 +256,7 @@ def test_a_short_prompt_passes_none_that_would_wait_for_more_than_tokens(why):
 
 @pytest.mark.parametrize("num_scratch", [8, 9])
 def test_a_short_prefill_only_request_leaves_scratch_blocks_to_the_long_one_that_it_passes(num_scratch):
-    cache, _ = create_kv_cache("paged", CacheSize(32, 4, 4, 8, 64))
+    cache = create_kv_cache("paged", CacheSize(32, 4, 4, 8, 64))
     config = SchedulerConfig(4, 16, prefill_only_tokens=20)
     scheduler = Scheduler(cache, config, scratch=range(64, 64 + num_scratch))
     for seq_id, tokens in enumerate((30, 4)):

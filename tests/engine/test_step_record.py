@@ -26,8 +26,8 @@ def launched(plan: StepPlan, drafts: StepDrafts = NO_DRAFTS, has_batch: bool = T
 
 def ran(kv: str = "prefix", **more: Any) -> tuple[Scheduler, StepPlan, RecordBuilder]:
     """A prompt of 6 tokens and a prefill-only one of 3 that a scheduler has committed."""
-    cache, num_blocks = create_kv_cache(kv, CacheSize(32, 4, 4, 8, 8))
-    scheduler = Scheduler(cache, SchedulerConfig(4), range(num_blocks, num_blocks + 9))
+    cache = create_kv_cache(kv, CacheSize(32, 4, 4, 8, 8))
+    scheduler = Scheduler(cache, SchedulerConfig(4), range(cache.num_blocks, cache.num_blocks + 9))
     scheduler.prefill_only.temporary_bytes = lambda rows, logit_rows: 100 * rows + logit_rows
     scheduler.keep_block_map = True
     scheduler.add(sequence(0, tokens=6, **more))
