@@ -19,7 +19,6 @@ that is not enough a sequence gets fewer draft tokens or none.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -42,9 +41,8 @@ CATCH_UP_ROWS = 512
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     """Raise `UsageError`, saying what differs, unless a token id means the same to both."""
-    if target.fingerprint == draft.fingerprint:
-        return
-    raise UsageError(f"the draft model cannot draft for this target: {_difference(target, draft)}")
+    if target.fingerprint != draft.fingerprint:
+        raise UsageError(f"the draft model cannot draft for this target: {_difference(target, draft)}")
 
 
 def _difference(target: Tokenizer, draft: Tokenizer) -> str:
@@ -139,24 +137,21 @@ class DraftProposer(Proposer):
         self.cache.clear()
 
     def _drop(self, seq_id: int) -> None:
-        with suppress(KeyError):
+        if seq_id in self.cache:
             self.cache.remove(seq_id)
         self._held.pop(seq_id, None)
 
     def _begin(self, requests: Sequence[ProposalRequest]) -> list[_Draft]:
         """Reserve what this call will write, as far as there is room. Drafts with the most tokens come first."""
         requested = {request.seq_id for request in requests if request.max_tokens > 0}
-        drafts = []
-        for request in requests:
-            fits = self.max_model_len - len(request.token_ids) + 1  # the last draft token is never computed
-            draft = self._reserve(request, min(request.max_tokens, fits), requested)
-            if draft is not None:
-                drafts.append(draft)
+        drafts = [draft for request in requests if (draft := self._reserve(request, requested)) is not None]
         return sorted(drafts, key=lambda draft: -draft.num_tokens)
 
-    def _reserve(self, request: ProposalRequest, num_tokens: int, requested: set[int]) -> _Draft | None:
-        """Reserve slots for as many of `num_tokens` draft tokens as there is room for; None if that is none."""
+    def _reserve(self, request: ProposalRequest, requested: set[int]) -> _Draft | None:
+        """Reserve slots for as many draft tokens as are requested and there is room for; None if that is none."""
         seq_id = request.seq_id
+        fits = self.max_model_len - len(request.token_ids) + 1  # the last draft token is never computed
+        num_tokens = min(request.max_tokens, fits)
         while num_tokens > 0:
             try:
                 computed = self._matched(request)
@@ -180,12 +175,9 @@ class DraftProposer(Proposer):
         seq_id, most = request.seq_id, len(request.token_ids) - 1
         held = self._held.setdefault(seq_id, [])
         self._held.move_to_end(seq_id)
-        try:
-            computed = self.cache.computed_length(seq_id)
-        except KeyError:
-            computed = self.cache.add(seq_id, request.token_ids, max_cached=most)
-            held[:] = request.token_ids[:computed]
-        kept = min(num_common(held, request.token_ids), computed, most)
+        if seq_id not in self.cache:
+            held[:] = request.token_ids[: self.cache.add(seq_id, request.token_ids, max_cached=most)]
+        kept = min(num_common(held, request.token_ids), self.cache.computed_length(seq_id), most)
         del held[kept:]
         self.cache.truncate(seq_id, kept)
         return kept
@@ -225,19 +217,20 @@ class DraftProposer(Proposer):
 
     def _further_tokens(self, drafts: list[_Draft]) -> None:
         """Compute one row per draft in each forward: its last token. The arrays are made once and advanced in place."""
-        num_steps = max((draft.num_tokens for draft in drafts), default=0)
-        if num_steps < 2:
+        block_size, drafts = self.storage.layout.block_size, [draft for draft in drafts if draft.num_tokens > 1]
+        if not drafts:
             return
-        block_size = self.storage.layout.block_size
-        batch = _decode_batch(drafts)
-        for step in range(1, num_steps):
-            while drafts[len(batch.positions) - 1].num_tokens <= step:  # the shortest drafts come last
+        rows = [SequenceRows(draft.text[-1:], draft.length, draft.block_table, range(1)) for draft in drafts]
+        batch = flat_batch(rows, block_size)
+        for step in range(1, drafts[0].num_tokens):
+            while drafts[-1].num_tokens <= step:  # the shortest drafts come last
+                drafts.pop()
                 batch = ForwardBatch(*[array[:-1] for array in vars(batch).values()])
-            for row, draft in enumerate(drafts[: len(batch.positions)]):
+            for row, draft in enumerate(drafts):
                 block, offset = divmod(draft.length + step - 1, block_size)
                 batch.token_ids[row] = draft.text[-1]
                 batch.slot_mapping[row] = draft.block_table[block] * block_size + offset
-            for draft, logits in zip(drafts[: len(batch.positions)], self._forward(batch), strict=True):
+            for draft, logits in zip(drafts, self._forward(batch), strict=True):
                 self._append(draft, logits)
             batch.positions[:] += 1
             batch.context_lens[:] += 1
@@ -256,15 +249,3 @@ class DraftProposer(Proposer):
         q = distribution(penalized(logits, draw), draw.params)
         draft.text.append(q.draw(DrawName.of(draw, Purpose.PROPOSE, request.branch)))
         draft.distributions.append(q)
-
-
-def _decode_batch(drafts: list[_Draft]) -> ForwardBatch:
-    """Build a batch with one row per draft, at the position after its request's tokens; token ids and slots are not
-    set."""
-    tables = np.full((len(drafts), max(len(draft.block_table) for draft in drafts)), -1, np.int32)
-    for table, draft in zip(tables, drafts, strict=True):
-        table[: len(draft.block_table)] = draft.block_table
-    token_ids, slots = np.empty((2, len(drafts)), np.int32)
-    positions = np.array([draft.length for draft in drafts], np.int32)
-    rows = np.arange(len(drafts) + 1, dtype=np.int32)
-    return ForwardBatch(token_ids, positions, rows, slots, tables, positions + np.int32(1), rows[:-1])

@@ -205,16 +205,16 @@ def test_a_long_text_is_read_in_parts(monkeypatch):
 def test_one_batch_is_laid_out_for_all_guesses_of_a_call(monkeypatch):
     laid_out = []
 
-    def spy(*args, original=draft_module.ForwardBatch, **kwargs):
-        laid_out.append(original(*args, **kwargs))
-        return laid_out[-1]
+    def spy(parts, block_size, original=draft_module.flat_batch):
+        laid_out.append([len(part.token_ids) for part in parts])
+        return original(parts, block_size)
 
-    monkeypatch.setattr(draft_module, "ForwardBatch", spy)
+    monkeypatch.setattr(draft_module, "flat_batch", spy)
     proposer = scripted_draft()
 
     proposer.propose([request([1, 2], 8), request([3], 8, seq_id=1)])
 
-    assert len(laid_out) == 1
+    assert laid_out == [[2, 1], [1, 1]], "the texts, then the seven further tokens of both"
     assert len(forwards(proposer)) == 8
 
 
