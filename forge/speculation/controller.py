@@ -126,8 +126,7 @@ class SpeculationControl:
 
     def probing(self, costs: Costs) -> "SpeculationControl":
         """Return the control after the pause, in which it was off: one draft token is tried."""
-        probe = self._decision(1, "probes", speed_up(_PRIOR.acceptance, 1, costs))
-        return replace(self, estimate=_PRIOR, num_cycles=0, decision=probe)
+        return replace(self, decision=self._decision(1, "probes", self._predicted(costs)[0]))
 
     def _decided(self, costs: Costs) -> "SpeculationControl":
         """Return the control with the draft length of the greatest predicted speed-up, or off."""
@@ -144,8 +143,7 @@ class SpeculationControl:
         return replace(self, decision=self._decision(k, reason, best))
 
     def _off(self, costs: Costs) -> "SpeculationControl":
-        could_win = speed_up(1, self.max_k, costs) > 1
-        reason: SpecReason = "loses" if could_win else "cannot_win"
+        reason: SpecReason = "loses" if speed_up(1, self.max_k, costs) > 1 else "cannot_win"
         decision = self._decision(0, reason, max(self._predicted(costs)), self.pause)
         longer = min(3 * self.pause, _LONGEST_PAUSE)
         return replace(self, decision=decision, estimate=_PRIOR, num_cycles=0, pause=longer)
@@ -204,7 +202,7 @@ class CostMeter:
     def add_bound(self, num_sequences: int, num_tokens: int, ms: float) -> None:
         """Add a proposal in which the proposer also read a text: an upper bound. If even that is below the measured
         times, those are out of date."""
-        times = self._token_ms.get(num_sequences)
+        times = self._token_ms[num_sequences]
         if times and ms / num_tokens < _lower_quartile(times):
             times.clear()
             self._costs = {}
@@ -222,30 +220,31 @@ class CostMeter:
             return self.assumed
         base, slope = line
         plain_ms = base + slope * num_sequences
-        known = [measured for measured, times in self._token_ms.items() if len(times) >= _ENOUGH]
-        nearest = min(known, key=lambda measured: abs(measured - num_sequences), default=None)
-        token = self.assumed.token if nearest is None else _lower_quartile(self._token_ms[nearest]) / plain_ms
+        token_ms = _typical(self._token_ms)
+        nearest = min(token_ms, key=lambda measured: abs(measured - num_sequences), default=None)
+        token = self.assumed.token if nearest is None else token_ms[nearest] / plain_ms
         return Costs(token, slope * num_sequences / plain_ms)
 
     def _line(self) -> tuple[float, float] | None:
         """Return (base, slope) in milliseconds by least squares; None before the first forward. As long as only one
         number of rows has been seen often enough, the price of a row is the assumed one."""
-        known = [rows for rows, times in self._forward_ms.items() if len(times) >= _ENOUGH]
-        if not known:
+        forward_ms = _typical(self._forward_ms)
+        if not forward_ms:
             return None
-        least, oldest = min(known), self._num_forwards - _STALE
-        points = [
-            (rows, _lower_quartile(self._forward_ms[rows]))
-            for rows in known
-            if self._seen[rows] >= oldest or rows == least
-        ]
-        middle_rows, middle_ms = (fmean(values) for values in zip(*points, strict=True))
-        if len(points) > 1:
-            slope = linear_regression(*zip(*points, strict=True)).slope
+        least, oldest = min(forward_ms), self._num_forwards - _STALE
+        known = {rows: ms for rows, ms in forward_ms.items() if self._seen[rows] >= oldest or rows == least}
+        middle_rows, middle_ms = fmean(known), fmean(known.values())
+        if len(known) > 1:
+            slope = linear_regression(list(known), list(known.values())).slope
         else:
             slope = self.assumed.row * middle_ms / (1 + self.assumed.row * (middle_rows - 1))
         slope = min(max(slope, 0.0), middle_ms / middle_rows)  # neither part of a forward takes less than no time
         return middle_ms - slope * middle_rows, slope
+
+
+def _typical(times_of: dict[int, deque[float]]) -> dict[int, float]:
+    """Return the lower quartile of the measurements of each kind that has enough of them."""
+    return {kind: _lower_quartile(times) for kind, times in times_of.items() if len(times) >= _ENOUGH}
 
 
 def _lower_quartile(times: Sequence[float]) -> float:

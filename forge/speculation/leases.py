@@ -39,20 +39,14 @@ class Lease:
         self._users: set[int] = set()
         """Threads inside a forward."""
         self._revoked_at: float | None = None
-        self._released_at: float | None = None
         self._released = Event()
+        self.release_ms: float | None = None
+        """Milliseconds from revocation to release; None until it is released."""
 
     @property
     def revoked(self) -> bool:
         """True from `revoke()` on."""
         return self._revoked_at is not None
-
-    @property
-    def release_ms(self) -> float | None:
-        """Milliseconds from revocation to release; None until it is released."""
-        if self._revoked_at is None or self._released_at is None:
-            return None
-        return (self._released_at - self._revoked_at) * 1e3
 
     @property
     def in_use(self) -> bool:
@@ -62,9 +56,9 @@ class Lease:
     def grant(self, model: Model) -> None:
         """Give a model of the same sizes, after the revoked one was released. Raises ValueError before that."""
         with self._lock:
-            if self._released_at is None:
+            if self.release_ms is None:
                 raise ValueError(f"the {self.name} model was not released: there is nothing to give back")
-            self._model, self._revoked_at, self._released_at = model, None, None
+            self._model, self._revoked_at, self.release_ms = model, None, None
             self._released.clear()
 
     def revoke(self) -> None:
@@ -99,9 +93,9 @@ class Lease:
             self._release_if_unused()
 
     def _release_if_unused(self) -> None:
-        if self._revoked_at is not None and not self._users and self._released_at is None:
+        if self._revoked_at is not None and not self._users and self.release_ms is None:
             self._model = None
-            self._released_at = self._clock()
+            self.release_ms = (self._clock() - self._revoked_at) * 1e3
             self._released.set()
 
 

@@ -33,7 +33,6 @@ from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.structured_output import Matcher
 from forge.errors import ForgeError
-from forge.reasons import UndraftedReason
 from forge.speculation.controller import CostMeter, Costs, SpeculationControl
 from forge.speculation.leases import LeaseRevoked
 from forge.speculation.verification import Acceptance, verify_argmax, verify_drafts
@@ -89,8 +88,8 @@ class Speculator:
         if len(self._meters) < len(proposers):
             raise ValueError("two proposers have the same name")
         self._states: dict[int, _State] = {}
-        self._undrafted: dict[int, Undrafted] = {}
-        """By sequence id: why it wants no draft token in its next step."""
+        self._wishes: dict[int, int | Undrafted] = {}
+        """By sequence id: how many draft tokens it wants in its next step, or why none."""
         self._batch = 1
         """Sequences in the last step."""
 
@@ -110,18 +109,14 @@ class Speculator:
             for proposer in self.proposers:
                 proposer.forget(seq_id)
             self._states.pop(seq_id, None)
-        self._undrafted.pop(seq_id, None)
+        self._wishes.pop(seq_id, None)
 
     # Before the forward
 
     def wanted(self, sequence: Sequence) -> int:
         """Return how many draft tokens the sequence should have verified in its next step, at most."""
-        wish = self._wish(sequence)
-        if isinstance(wish, Undrafted):
-            self._undrafted[sequence.seq_id] = wish
-            return 0
-        self._undrafted.pop(sequence.seq_id, None)
-        return wish
+        wish = self._wishes[sequence.seq_id] = self._wish(sequence)
+        return 0 if isinstance(wish, Undrafted) else wish
 
     def _wish(self, sequence: Sequence) -> int | Undrafted:
         """Return how many draft tokens to request, at least one, or why none."""
@@ -245,15 +240,19 @@ class Speculator:
             step_ms = (seconds + time.perf_counter() - started) * 1e3 - drafts.total_ms
             for meter in [self._meters[proposer.name] for proposer in self.proposers]:
                 meter.add_forward(num_rows, step_ms)
-        results.cycles, results.undrafted = tuple(cycles), self._without_drafts(plan, drafts)
+        drafted = drafts.proposals.keys() | drafts.failures.keys()
+        decoded = [item for item in plan.items if item.phase == "decode" and item.seq_id not in drafted]
+        results.cycles, results.undrafted = tuple(cycles), tuple(map(self._why_undrafted, decoded))
 
-    def _without_drafts(self, plan: StepPlan, drafts: StepDrafts) -> tuple[Undrafted, ...]:
-        """Return why sequences of this step were decoded without draft tokens."""
-        return tuple(
-            self._undrafted.get(item.seq_id) or Undrafted(item.seq_id, _no_drafts(item))
-            for item in plan.items
-            if item.phase == "decode" and item.seq_id not in drafts.proposals and item.seq_id not in drafts.failures
-        )
+    def _why_undrafted(self, item: PlanItem) -> Undrafted:
+        """Return why a sequence of this step was decoded without draft tokens."""
+        wish = self._wishes.get(item.seq_id)
+        if isinstance(wish, Undrafted):
+            return wish
+        if item.num_draft_slots:
+            return Undrafted(item.seq_id, "no_proposal")
+        left = item.sequence.max_output_tokens - item.sequence.num_output_tokens
+        return Undrafted(item.seq_id, "last_token" if left <= 1 else "no_room")
 
     def _costs(self, sequence: Sequence) -> Costs:
         """Return what a draft token costs, by all of the sequence's proposers together."""
@@ -284,14 +283,6 @@ def _failed(outcome: Outcome, step: LaunchedStep, decision: SpecDecision | None)
     emitted = () if outcome.seq_id in step.drafts.proposals else outcome.token_ids
     cycle = SpecCycle(outcome.seq_id, name, outcome.position, (), (), emitted, 0.0, step.forward_ms, decision)
     return replace(cycle, won=False, error=message, release_ms=release_ms)
-
-
-def _no_drafts(item: PlanItem) -> UndraftedReason:
-    """Return why a sequence that wanted draft tokens has none."""
-    if item.num_draft_slots:
-        return "no_proposal"
-    left = item.sequence.max_output_tokens - item.sequence.num_output_tokens
-    return "last_token" if left <= 1 else "no_room"
 
 
 def _without_refused(proposal: Proposal, matcher: Matcher, output: Items[int]) -> Proposal:

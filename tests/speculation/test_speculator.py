@@ -339,7 +339,7 @@ def test_an_ended_sequence_is_forgotten_by_all_proposers_that_knew_it():
     for seq_id in (0, 0, 1, 2):
         speculation.forget(seq_id)
     assert a.forgotten == b.forgotten == [0] and speculation.decision(0) is None
-    assert speculation._states == speculation._undrafted == {}
+    assert speculation._states == speculation._wishes == {}
 
 
 def test_two_proposers_of_one_name_are_refused():
