@@ -15,7 +15,7 @@ block_size]`, as a page table maps addresses (PagedAttention, Kwon et al., 2023)
 shared: the pool counts references.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -116,11 +116,9 @@ class BlockPool:
     def recount(self, tables: Iterable[tuple[int, ...]]) -> None:
         """Count again from these tables: a reference for each time that a block is in one; all other blocks are
         free."""
-        self.reference_counts[:] = [0] * self.num_blocks
-        for table in tables:
-            for block in table:
-                self.reference_counts[block] += 1
-        self.num_references = sum(self.reference_counts)
+        counts = Counter(block for table in tables for block in table)
+        self.reference_counts[:] = [counts[block] for block in range(self.num_blocks)]
+        self.num_references = counts.total()
         self.cached.clear()
         self.free = [block for block in range(self.num_blocks - 1, -1, -1) if not self.reference_counts[block]]
 

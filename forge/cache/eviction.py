@@ -35,12 +35,11 @@ def prefix_cost(leaves: Iterator[Node], requests: int) -> Node:
     last use). A deep block costs more, because its tokens attend to all before it. Loses to `lru` where what came once
     is about to come again and the pool cannot hold it until then. Looks at every cached block, 0.1 µs each.
     """
-    return min(leaves, key=lambda leaf: _loss(leaf, requests))
 
+    def loss(leaf: Node) -> float:
+        return leaf.num_hits * (1 + leaf.depth / ATTENTION_BLOCKS) / (1 + requests - leaf.last_request)
 
-def _loss(leaf: Node, requests: int) -> float:
-    """Return what losing a leaf is expected to cost. Of equals, `min` takes the one released longest ago."""
-    return leaf.num_hits * (1 + leaf.depth / ATTENTION_BLOCKS) / (1 + requests - leaf.last_request)
+    return min(leaves, key=loss)  # of equals the one released longest ago
 
 
 EVICTION_POLICIES: Mapping[str, EvictionPolicy] = {"lru": lru, "prefix-cost": prefix_cost}

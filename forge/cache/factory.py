@@ -69,11 +69,9 @@ def create_kv_cache(mode: str | CacheFactory, size: CacheSize, evict: str | Evic
     kind = canonical_mode(mode)
     if kind == "off":
         return OffKvCache(size.blocks_per_sequence * size.max_num_seqs, size.block_size)
-    num_blocks = _requested_blocks(size)
     if kind == "basic":
-        return BasicKvCache(_num_runs(size, num_blocks), size.max_model_len, size.block_size)
-    if num_blocks is None:
-        num_blocks = max(DEFAULT_NUM_BLOCKS, size.blocks_per_sequence)
+        return BasicKvCache(_num_runs(size), size.max_model_len, size.block_size)
+    num_blocks = _num_blocks(size, max(DEFAULT_NUM_BLOCKS, size.blocks_per_sequence))
     if num_blocks > MAX_BLOCKS:
         asked = f"--num-blocks {num_blocks}" if size.kv_bytes is None else f"--kv-memory {size.kv_bytes}"
         raise UsageError(f"{asked} is a pool of {num_blocks:,} blocks, and {MAX_BLOCKS:,} is the most: lower it")
@@ -82,10 +80,10 @@ def create_kv_cache(mode: str | CacheFactory, size: CacheSize, evict: str | Evic
     return PrefixKvCache(num_blocks, size.block_size, evict=eviction_policy(evict))
 
 
-def _requested_blocks(size: CacheSize) -> int | None:
-    """Return the pool's requested size in blocks; None if none was requested."""
+def _num_blocks(size: CacheSize, default: int) -> int:
+    """Return the pool's size in blocks: the requested one, or `default`."""
     if size.kv_bytes is None:
-        return size.num_blocks
+        return default if size.num_blocks is None else size.num_blocks
     block_bytes = size.block_size * size.bytes_per_token
     if size.kv_bytes < block_bytes:
         raise UsageError(
@@ -95,17 +93,16 @@ def _requested_blocks(size: CacheSize) -> int | None:
     return size.kv_bytes // block_bytes
 
 
-def _num_runs(size: CacheSize, num_blocks: int | None) -> int:
-    """Return how many whole sequences the basic cache has room for."""
+def _num_runs(size: CacheSize) -> int:
+    """Return how many whole sequences the basic cache has room for: by default as many as go into `DEFAULT_KV_BYTES`,
+    and at least one."""
     per_sequence = size.blocks_per_sequence
-    if num_blocks is None:
-        bytes_per_run = per_sequence * size.block_size * size.bytes_per_token
-        return max(1, min(size.max_num_seqs, DEFAULT_KV_BYTES // bytes_per_run))
-    runs = num_blocks // per_sequence
-    if runs == 0:
+    default = DEFAULT_KV_BYTES // (size.block_size * size.bytes_per_token)
+    num_blocks = _num_blocks(size, max(default, per_sequence))
+    if num_blocks < per_sequence:
         asked = f"--num-blocks {num_blocks}" if size.kv_bytes is None else f"--kv-memory {size.kv_bytes}"
         raise UsageError(
             f"{asked} cannot hold one sequence of {size.max_model_len} tokens, which takes "
             f"{per_sequence} blocks of {size.block_size}: raise it, or lower --max-model-len"
         )
-    return min(runs, size.max_num_seqs)
+    return min(num_blocks // per_sequence, size.max_num_seqs)

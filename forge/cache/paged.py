@@ -8,7 +8,7 @@ table and no block. Copy-on-write: the first sequence that writes into a shared 
 Only a sequence's last block can be both shared and written, so one `reserve` copies one block at most.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from forge.cache.block_pool import BlockPool, BlockTable, blocks_for
@@ -111,15 +111,15 @@ class PagedKvCache(KvCache):
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()
-        references = [0] * self.pool.num_blocks
+        references = Counter(block for table in self._tables.values() for block in table.blocks)
         places: dict[int, int] = {}
         for table in self._tables.values():
             assert 0 <= table.computed <= table.reserved, f"lengths out of order: {table}"
             assert len(table.blocks) == blocks_for(table.reserved, self.block_size), f"blocks and slots differ: {table}"
             for place, block in enumerate(table.blocks):
-                references[block] += 1
                 assert places.setdefault(block, place) == place, f"block {block} is in two places: {table}"
-        for block, (counted, referenced) in enumerate(zip(self.pool.reference_counts, references, strict=True)):
+        for block, counted in enumerate(self.pool.reference_counts):
+            referenced = references[block]
             assert counted == referenced, f"block {block} is in {referenced} tables and has {counted} references"
         assert self._recounts_filled or self._filled == self._count_filled(), "the filled slots do not add up"
 

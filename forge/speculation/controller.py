@@ -118,7 +118,7 @@ class SpeculationControl:
             return self
         recent, estimate = (*self.recent, (proposed, accepted)), self.estimate.after(proposed, accepted)
         known = replace(self, recent=recent[-WINDOW:], estimate=estimate, num_cycles=self.num_cycles + 1)
-        if self.decision.reason == "probes" and accepted == 0 and not self.fixed:
+        if self.decision.reason == "probes" and accepted == 0:
             return known._off(costs)
         if known.num_cycles == _PROVEN:
             known = replace(known, pause=_FIRST_PAUSE)

@@ -39,10 +39,10 @@ CATCH_UP_ROWS = 512
 """Rows per forward at most while a draft reads a text that is new to it."""
 
 
-def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise `UsageError`, saying what differs, unless a token id means the same to both."""
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, hint: str = "") -> None:
+    """Raise `UsageError`, saying what differs and then `hint`, unless a token id means the same to both."""
     if target.fingerprint != draft.fingerprint:
-        raise UsageError(f"the draft model cannot draft for this target: {_difference(target, draft)}")
+        raise UsageError(f"the draft model cannot draft for this target: {_difference(target, draft)}{hint}")
 
 
 def _difference(target: Tokenizer, draft: Tokenizer) -> str:
@@ -113,15 +113,10 @@ class DraftProposer(Proposer):
         finite."""
         self.model.check_available()
         with self._operation:
-            proposals: dict[int, Proposal] = {}
             drafts = self._begin(requests)
             self._first_tokens(drafts)
             self._further_tokens(drafts)
-            for draft in drafts:
-                self._commit(draft)
-                cached = draft.num_cached, len(self._held[draft.request.seq_id])
-                token_ids = tuple(draft.text[draft.length :])
-                proposals[draft.request.seq_id] = Proposal(token_ids, tuple(draft.distributions) or None, cached)
+            proposals = {draft.request.seq_id: self._commit(draft) for draft in drafts}
         return [proposals.get(request.seq_id, NO_PROPOSAL) for request in requests]
 
     def forget(self, seq_id: int) -> None:
@@ -182,12 +177,15 @@ class DraftProposer(Proposer):
         self.cache.truncate(seq_id, kept)
         return kept
 
-    def _commit(self, draft: _Draft) -> None:
-        """Commit what has been computed: the request's tokens and all draft tokens but the last."""
-        held = self._held[draft.request.seq_id]
+    def _commit(self, draft: _Draft) -> Proposal:
+        """Commit what has been computed, the request's tokens and all draft tokens but the last; return the draft."""
+        seq_id = draft.request.seq_id
+        held = self._held[seq_id]
         new = draft.text[len(held) : -1]
-        self.cache.commit(draft.request.seq_id, new)
+        self.cache.commit(seq_id, new)
         held += new
+        token_ids, distributions = tuple(draft.text[draft.length :]), tuple(draft.distributions) or None
+        return Proposal(token_ids, distributions, cached=(draft.num_cached, len(held)))
 
     # The draft tokens
 

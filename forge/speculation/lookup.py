@@ -17,6 +17,7 @@ all of them: the worst that a proposer can do.
 """
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 import numpy as np
 
@@ -53,14 +54,12 @@ class NgramProposer(Proposer):
         self._texts.pop(seq_id, None)
 
     def _propose(self, request: ProposalRequest) -> Proposal:
-        text = self._texts.setdefault(request.seq_id, _Text())
-        ids = text.updated(request.token_ids)
+        ids = self._texts.setdefault(request.seq_id, _Text()).updated(request.token_ids)
         match = _index_after_match(ids, self.min_ngram, self.max_ngram)
         if match is None:
             return NO_PROPOSAL
-        following = ids[match : match + request.max_tokens].tolist()
-        period = len(following)  # as many as there are before the text ends
-        return Proposal(tuple(following[index % period] for index in range(request.max_tokens)))
+        following = ids[match : match + request.max_tokens].tolist()  # up to the end of the text, then from the start
+        return Proposal(tuple(islice(cycle(following), request.max_tokens)))
 
 
 class _Text:
@@ -132,11 +131,9 @@ class ReplayProposer(Proposer):
 
     def _propose(self, request: ProposalRequest) -> Proposal:
         start = len(request.token_ids)
-        text = next((text for text in self._texts if text[:start] == list(request.token_ids)), None)
-        if text is None:
-            return NO_PROPOSAL
-        following = text[start : start + request.max_tokens]
-        return Proposal(tuple(self._token(token_id, start + index) for index, token_id in enumerate(following)))
+        text: list[int] = next((text for text in self._texts if text[:start] == list(request.token_ids)), [])
+        following = enumerate(text[start : start + request.max_tokens], start)
+        return Proposal(tuple(self._token(token_id, position) for position, token_id in following))
 
     def _token(self, token_id: int, position: int) -> int:
         agrees = uniform(DrawName(0, 0, position, Purpose.PROPOSE)) < self.agreement

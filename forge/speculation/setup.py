@@ -99,12 +99,9 @@ def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: T
 
 def _load_draft(path: Path, target: Target, is_default: bool) -> Model:
     threads = 1 if target.draft_device == "cpu" and _num_bytes(path) < _SMALL_DRAFT_BYTES else target.threads
+    hint = "; give one that can with --draft MODEL, or take --speculate ngram" if is_default else ""
     with open_weights(path) as weights:
-        try:
-            check_same_tokenizer(target.tokenizer, Tokenizer(weights.tokenizer_spec()))
-        except UsageError as error:
-            hint = "; give one that can with --draft MODEL, or take --speculate ngram" if is_default else ""
-            raise UsageError(f"{error}{hint}") from None
+        check_same_tokenizer(target.tokenizer, Tokenizer(weights.tokenizer_spec()), hint)
         return load_qwen3(weights, create_backend(target.draft_device, threads))
 
 

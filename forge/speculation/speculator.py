@@ -261,18 +261,13 @@ class Speculator:
 
 
 def _cycles(
-    outcome: Outcome,
-    step: LaunchedStep,
-    verification: Verification,
-    decision: SpecDecision | None,
-    then: SpecDecision,
+    outcome: Outcome, step: LaunchedStep, verification: Verification, decision: SpecDecision | None, then: SpecDecision
 ) -> Iterator[SpecCycle]:
     """Yield a record for each draft of a sequence."""
-    proposals = step.drafts.proposals[outcome.seq_id]
-    seq_id, start = outcome.seq_id, outcome.position
-    for draft, (proposal, verdicts) in enumerate(zip(proposals, verification.by_draft, strict=True)):
+    seq_id, start, drafts = outcome.seq_id, outcome.position, step.drafts
+    for draft, (proposal, verdicts) in enumerate(zip(drafts.proposals[seq_id], verification.by_draft, strict=True)):
         name, won = proposal.proposer, draft == verification.winner
-        emitted, ms = outcome.token_ids if won else (), (step.drafts.ms[name], step.forward_ms)
+        emitted, ms = outcome.token_ids if won else (), (drafts.ms[name], step.forward_ms)
         cycle = SpecCycle(seq_id, name, start, proposal.token_ids, verdicts, emitted, *ms, decision, then, won)
         yield replace(cycle, draft_cached=proposal.cached)
 

@@ -23,10 +23,10 @@ def made(monkeypatch) -> dict[str, Any]:
     """What was called to load drafts. Every tokenizer that is no tuple is another one."""
     made: dict[str, Any] = {"backends": [], "model": Mock(), "proposer": Mock()}
 
-    def check(target, draft) -> None:
+    def check(target, draft, hint="") -> None:
         assert target == "tokenizer"
         if not isinstance(draft, tuple):
-            raise UsageError("another tokenizer")
+            raise UsageError(f"another tokenizer{hint}")
 
     def proposer(model, **options) -> SimpleNamespace:
         made["proposer"](model, **options)
