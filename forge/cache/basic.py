@@ -109,6 +109,5 @@ class BasicKvCache(KvCache):
     def _copied(self, source: _Run) -> tuple[_Run, tuple[BlockCopy, ...]]:
         """Return a free run for the computed tokens of another, and the copies that fill it."""
         run = self._free_run(source.computed)
-        num_blocks = blocks_for(run.computed, self.block_size)
-        pairs = zip(source.blocks[:num_blocks], run.blocks[:num_blocks], strict=True)
-        return run, tuple(BlockCopy(*pair) for pair in pairs)
+        filled = source.blocks[: blocks_for(source.computed, self.block_size)]
+        return run, tuple(map(BlockCopy, filled, run.blocks))

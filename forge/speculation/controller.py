@@ -75,11 +75,6 @@ class AcceptanceEstimate(NamedTuple):
         decided = min(accepted + 1, proposed)
         return AcceptanceEstimate(_DECAY * self.accepted + accepted, _DECAY * self.decided + decided)
 
-    @property
-    def acceptance(self) -> float:
-        """The estimated acceptance a."""
-        return self.accepted / self.decided
-
 
 _PRIOR = AcceptanceEstimate()
 
@@ -113,9 +108,7 @@ class SpeculationControl:
         return self.decision.k
 
     def after_cycle(self, proposed: int, accepted: int, costs: Costs) -> "SpeculationControl":
-        """Return the control after a cycle. One without draft tokens changes nothing."""
-        if proposed == 0:
-            return self
+        """Return the control after a cycle with draft tokens."""
         recent, estimate = (*self.recent, (proposed, accepted)), self.estimate.after(proposed, accepted)
         known = replace(self, recent=recent[-WINDOW:], estimate=estimate, num_cycles=self.num_cycles + 1)
         if self.decision.reason == "probes" and accepted == 0:
@@ -150,7 +143,8 @@ class SpeculationControl:
 
     def _predicted(self, costs: Costs) -> list[float]:
         """Return the predicted speed-up of 1, 2, … `max_k` draft tokens."""
-        accepted = accumulate(self.estimate.acceptance**k for k in range(1, self.max_k + 1))
+        a = self.estimate.accepted / self.estimate.decided
+        accepted = accumulate(a**k for k in range(1, self.max_k + 1))
         return [speed_up(expected / k, k, costs) for k, expected in enumerate(accepted, start=1)]
 
     def _decision(self, k: int, reason: SpecReason, predicted: float, retry_in: int | None = None) -> SpecDecision:

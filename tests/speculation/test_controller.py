@@ -197,12 +197,6 @@ def test_fixed_keeps_on_whatever_happens():
     assert control.decision.speed_up == pytest.approx(1 / 13, abs=0.01)
 
 
-def test_a_cycle_in_which_nothing_was_proposed_says_nothing():
-    control = SpeculationControl.begin(4, CHEAP)
-
-    assert control.after_cycle(0, 0, CHEAP) is control
-
-
 def test_the_next_decision_follows_from_the_history_and_the_costs_alone():
     def told(history):
         control = SpeculationControl.begin(4, DEAR)
