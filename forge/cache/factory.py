@@ -44,7 +44,7 @@ class CacheSize:
 
 
 CacheFactory = Callable[[CacheSize], KvCache]
-"""Makes a custom cache."""
+"""Makes a custom cache, whose `num_blocks` is the size of its storage."""
 
 
 def canonical_mode(mode: str) -> str:
@@ -73,8 +73,8 @@ def create_kv_cache(mode: str | CacheFactory, size: CacheSize, evict: str | Evic
         return BasicKvCache(_num_runs(size), size.max_model_len, size.block_size)
     num_blocks = _num_blocks(size, max(DEFAULT_NUM_BLOCKS, size.blocks_per_sequence))
     if num_blocks > MAX_BLOCKS:
-        asked = f"--num-blocks {num_blocks}" if size.kv_bytes is None else f"--kv-memory {size.kv_bytes}"
-        raise UsageError(f"{asked} is a pool of {num_blocks:,} blocks, and {MAX_BLOCKS:,} is the most: lower it")
+        pool = f"{_asked(size, num_blocks)} is a pool of {num_blocks:,} blocks"
+        raise UsageError(f"{pool}, and {MAX_BLOCKS:,} is the most: lower it")
     if kind == "paged":
         return PagedKvCache(num_blocks, size.block_size)
     return PrefixKvCache(num_blocks, size.block_size, evict=eviction_policy(evict))
@@ -100,9 +100,13 @@ def _num_runs(size: CacheSize) -> int:
     default = DEFAULT_KV_BYTES // (size.block_size * size.bytes_per_token)
     num_blocks = _num_blocks(size, max(default, per_sequence))
     if num_blocks < per_sequence:
-        asked = f"--num-blocks {num_blocks}" if size.kv_bytes is None else f"--kv-memory {size.kv_bytes}"
         raise UsageError(
-            f"{asked} cannot hold one sequence of {size.max_model_len} tokens, which takes "
+            f"{_asked(size, num_blocks)} cannot hold one sequence of {size.max_model_len} tokens, which takes "
             f"{per_sequence} blocks of {size.block_size}: raise it, or lower --max-model-len"
         )
     return min(num_blocks // per_sequence, size.max_num_seqs)
+
+
+def _asked(size: CacheSize, num_blocks: int) -> str:
+    """Return the option that a pool of `num_blocks` blocks follows from, with its value."""
+    return f"--num-blocks {num_blocks}" if size.kv_bytes is None else f"--kv-memory {size.kv_bytes}"
