@@ -80,6 +80,12 @@ class BasicKvCache(KvCache):
         run = self._tables[seq_id]
         return tuple(run.blocks[: blocks_for(run.reserved, self.block_size)])
 
+    def reserved_length(self, seq_id: int) -> int:
+        return self._tables[seq_id].reserved
+
+    def computed_length(self, seq_id: int) -> int:
+        return self._tables[seq_id].computed
+
     def stats(self) -> CacheStats:
         used = self.num_blocks - self.num_available
         return CacheStats(self.num_blocks, used, tokens_held=sum(run.computed for run in self._tables.values()))

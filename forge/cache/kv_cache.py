@@ -201,13 +201,13 @@ class KvCache(ABC):
     def block_table(self, seq_id: int) -> tuple[int, ...]:
         """Return the block numbers that cover positions 0 to `reserved_length` - 1, `block_size` positions each."""
 
+    @abstractmethod
     def reserved_length(self, seq_id: int) -> int:
         """Return how many token slots the sequence holds and may write."""
-        return self._tables[seq_id].reserved  # type: ignore[no-any-return]
 
+    @abstractmethod
     def computed_length(self, seq_id: int) -> int:
         """Return how many tokens have keys and values in the cache: the position of the next one to compute."""
-        return self._tables[seq_id].computed  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         """`<paged KV cache: 3 of 64 blocks used, 2 cached, 41 tokens held>`."""

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from forge.cache.block_pool import BlockPool, BlockTable, blocks_for
-from forge.cache.kv_cache import CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
+from forge.cache.kv_cache import NO_HIT, CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
 from forge.trace.records import BlockMap, BlockSplit, CacheEvent
 
@@ -41,6 +41,9 @@ class PagedKvCache(KvCache):
     @property
     def num_available(self) -> int:
         return len(self.pool.free) + len(self.pool.cached)
+
+    def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
+        return NO_HIT
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
         return blocks_for(length, self.block_size)
@@ -86,6 +89,12 @@ class PagedKvCache(KvCache):
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:
         return self._tables[seq_id].blocks
+
+    def reserved_length(self, seq_id: int) -> int:
+        return self._tables[seq_id].reserved
+
+    def computed_length(self, seq_id: int) -> int:
+        return self._tables[seq_id].computed
 
     def take_events(self) -> tuple[CacheEvent, ...]:
         events, self._events = self._events, []
