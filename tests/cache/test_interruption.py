@@ -72,7 +72,7 @@ def clear(oracle: Oracle, kind: str) -> None:
     oracle.sequences = {}
     tables = cache.block_map().tables
     assert all(table.is_snapshot for table in tables), "a sequence is still there"
-    left = {table.owner for table in tables}
+    left = {snapshot.snapshot_id for snapshot in cache._tables}  # the map of a cache that is off is empty
     if kind == "snapshot":  # the new one may have been entered, and then belongs to no caller
         for table in tables:
             if table.owner not in snapshots:
