@@ -1,6 +1,7 @@
 """What `import forge` and `forge --help` may load: no library that is heavy, no engine, no model."""
 
 import json
+import platform
 import subprocess
 import sys
 
@@ -49,3 +50,11 @@ def test_generating_on_the_cpu_does_not_load_torch(model):
     arguments = ["generate", "Once", "1", "-m", model]
     loaded = modules_after(f"from forge.cli.main import main; assert main({arguments!r}) == 0")
     assert "torch" not in loaded
+
+
+@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="LLVM loads the kernels here")
+def test_generating_with_compiled_kernels_does_not_load_llvm(model):
+    """Its library takes longer to load than all kernels."""
+    code = f"from forge.cli.main import main; assert main({['generate', 'Once', '1', '-m', model]!r}) == 0"
+    modules_after(code)  # compiles what is not compiled
+    assert not {"numba", "llvmlite.binding"} & modules_after(code)

@@ -1,8 +1,7 @@
 """`python -m forge.backends.cpu.ahead FOLDER` compiles every kernel for common processors; `make wheel` ships the code.
 
 It makes one folder for each instruction set that this machine can run, for the least processor that has the set. Where
-one of them fits (`compilation.shipped_folder`), a first command loads its code, and neither Numba nor LLVM's optimizer
-runs.
+one of them fits (`compilation.shipped_folder`), a first command loads its code, and neither Numba nor LLVM.
 """
 
 import os

@@ -2,9 +2,9 @@
 A wheel brings the code for common processors (`ahead`), and nothing is compiled there.
 
 Two front ends, one back end. Numba turns the kernels that are written in Python (`@kernel`) into LLVM's intermediate
-code, `tiles.py` generates that of the tiles itself, and from there on both go the same way: llvmlite, which is Numba's
-own back end, makes an object file of each for the processor in use (or for the one that a forced instruction set stands
-for).
+code, `tiles.py` generates that of the tiles itself, and from there on both go the same way: `llvm_compiler` makes an
+object file of each for the processor in use (or for the one that a forced instruction set stands for), and
+`object_file` loads it. A process that finds all object files loads neither Numba nor LLVM.
 
 Object files are kept in a folder whose *name* holds a digest of everything that code depends on: all source files of
 this package, the versions of Python, NumPy, Numba and llvmlite, the processor, and the instruction set. Anything
@@ -34,23 +34,24 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import llvmlite
-import llvmlite.binding as llvm
 import numpy as np
-from llvmlite import ir
 
-from forge.backends.cpu.llvm_code import F32, HALF, I64, float_to_half, half_to_float
+from forge.backends.cpu import object_file
 from forge.backends.cpu.processor import (
     InstructionSet,
     choose_instruction_set,
     host_features,
-    is_arm,
+    host_model,
     is_forced,
     usable_cpus,
 )
-from forge.backends.cpu.tiles import MAX_ROWS, PAIR, PAIR_ROWS, TILE_ARGUMENTS, PairCode, TileCode, TileLayout
+from forge.backends.cpu.tiles import MAX_ROWS, PAIR, TileLayout, pairs_tiles
+
+if TYPE_CHECKING:
+    import llvmlite.binding as llvm
 
 CompileProgress = Callable[[int, int], None]
 """Called with (kernels ready, kernels in all) while code is being compiled."""
@@ -71,10 +72,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 def instruction_set() -> InstructionSet:
     """Return the instruction set of this process, chosen once before anything is compiled. Raises `UsageError` as in
     `processor`."""
-    chosen = choose_instruction_set()
-    if chosen.converts_half_by_call:
-        _provide_half_conversions()
-    return chosen
+    return choose_instruction_set()
 
 
 @cache
@@ -174,7 +172,7 @@ def _numba_version() -> str:
 
 def _digest() -> str:
     digest = _sources()
-    host = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    host = (host_model(), sorted(host_features()))
     versions = (sys.version, np.__version__, _numba_version(), llvmlite.__version__, platform.machine())
     target = instruction_set().target_cpu if is_forced() else None
     digest.update(repr((versions, host, instruction_set().name, target)).encode())
@@ -188,7 +186,7 @@ class MachineCode:
         self._compiling = threading.Lock()
         self.name = name
         self._code: bytes | None = None
-        self._engine: llvm.ExecutionEngine | None = None
+        self._find: object_file.Find | None = None
 
     @property
     def is_cached(self) -> bool:
@@ -199,26 +197,30 @@ class MachineCode:
 
     def compile(self) -> None:
         """Make it ready to run: from the wheel or the cache folder, or by compiling it now and keeping it there."""
-        if self._engine is not None:
+        if self._find is not None:
             return
         with self._compiling:  # engines on other threads may ask for it at once
-            if self._engine is not None:
+            if self._find is not None:
                 return
-            machine = target_machine(instruction_set())
             if not self.is_cached:
-                self._code = machine.emit_object(self._module(machine))
+                from forge.backends.cpu.llvm_compiler import compile_module
+
+                self._code = compile_module(self._module(), instruction_set())
                 _write_object(self.name, self._code)
-            engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-            engine.add_object_file(llvm.ObjectFileRef.from_data(self._code))
-            engine.finalize_object()
-            self._engine = engine  # from here on other threads take addresses from it
+            assert self._code is not None
+            find = object_file.load(self._code)
+            if find is None:
+                from forge.backends.cpu.llvm_compiler import load
+
+                find = load(self._code, instruction_set())
+            self._find = find  # from here on other threads take addresses from it
 
     def _address(self, name: str) -> int:
-        assert self._engine is not None, "it is compiled"
-        return self._engine.get_function_address(name)
+        assert self._find is not None, "it is compiled"
+        return self._find(name)
 
-    def _module(self, machine: llvm.TargetMachine) -> llvm.ModuleRef:
-        """Return its optimized intermediate code."""
+    def _module(self) -> "llvm.ModuleRef":
+        """Return its intermediate code."""
         raise NotImplementedError
 
 
@@ -247,13 +249,11 @@ class Kernel(MachineCode):
         function: Callable[..., Any] = prototype(result, *[ctypes.c_int64] * len(self._arguments))(self.address)
         return function
 
-    def _module(self, machine):
+    def _module(self):
         from forge.backends.cpu.numba_internals import c_function  # loads Numba
 
         function = getattr(import_module(f"{__package__}.{self._module_name}"), self.name)
-        module = c_function(self.name, function, self._arguments, self._result)
-        _optimize(module, machine)
-        return module
+        return c_function(self.name, function, self._arguments, self._result)
 
 
 class TileSet(MachineCode):
@@ -273,61 +273,10 @@ class TileSet(MachineCode):
         for rows in range(1, MAX_ROWS + 1):
             self.addresses[rows] = self._address(f"tile_{rows}")
 
-    def _module(self, machine):
-        return optimized_tiles(instruction_set(), self.layout, machine)
+    def _module(self):
+        from forge.backends.cpu.llvm_compiler import tile_module
 
-
-def target_machine(isa: InstructionSet, triple: str | None = None) -> llvm.TargetMachine:
-    """Create an LLVM code generator: for this processor, or for the set's own target if it is forced or foreign."""
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    for_host = triple is None and not (is_forced() and isa.target_cpu)
-    foreign_cpu = isa.target_cpu if triple is None or triple.startswith("x86_64") else None
-    cpu = llvm.get_host_cpu_name() if for_host else foreign_cpu or ""
-    features = _own_features(isa) if for_host else isa.target_features
-    # LLVM's default code model aborts under qemu-user, which maps code and data far apart; the JIT's does not.
-    code_model = "jitdefault" if triple is None and is_arm() else "default"
-    target = llvm.Target.from_triple(triple or llvm.get_process_triple())
-    return target.create_target_machine(
-        cpu=cpu, features=features, opt=3, reloc="pic", codemodel=code_model, jit=triple is None
-    )
-
-
-def _own_features(isa: InstructionSet) -> str:
-    """List this processor's features for LLVM, with those of `isa` that it has and LLVM does not report."""
-    features = llvm.get_host_cpu_features().flatten().split(",")
-    return ",".join(
-        [*features, *(feature for feature in isa.target_features.split(",") if is_arm() and feature not in features)]
-    )
-
-
-def pairs_tiles(isa: InstructionSet, layout: TileLayout) -> bool:
-    """Return whether many rows take the tiles of a layout in pairs."""
-    return isa.pairs_tiles and layout.gains_by_pairs
-
-
-def optimized_tiles(isa: InstructionSet, layout: TileLayout, machine: llvm.TargetMachine) -> llvm.ModuleRef:
-    """Return the tile functions of a layout as an optimized LLVM module. No fast-math flag is set anywhere."""
-    module = ir.Module(f"tiles_{layout.name}")
-    module.triple = machine.triple
-    signature = ir.FunctionType(ir.VoidType(), [I64] * len(TILE_ARGUMENTS))
-    rows_of = {f"tile_{rows}": rows for rows in range(1, MAX_ROWS + 1)}
-    for name, rows in (rows_of | {"pair": PAIR_ROWS} if pairs_tiles(isa, layout) else rows_of).items():
-        function = ir.Function(module, signature, name)
-        builder = ir.IRBuilder(function.append_basic_block("entry"))
-        tile = TileCode(builder, isa, layout, rows, dict(zip(TILE_ARGUMENTS, function.args, strict=True)))
-        (PairCode(tile) if name == "pair" else tile).emit()
-        builder.ret_void()
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    _optimize(parsed, machine)
-    return parsed
-
-
-def _optimize(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
+        return tile_module(instruction_set(), self.layout)
 
 
 tile_set = cache(TileSet)
@@ -412,30 +361,3 @@ def _write_object(name: str, code: bytes) -> None:
     if (folder := cache_folder()) is not None:
         with contextlib.suppress(OSError), whole_file(folder / f"{name}.o") as file:
             file.write(hashlib.sha256(code).digest() + code)
-
-
-_HALF_CONVERSIONS = {
-    "__extendhfsf2": (HALF, F32, half_to_float),
-    "__truncsfhf2": (F32, HALF, float_to_half),
-}
-"""Functions that LLVM calls to convert a number where the processor has no instruction for it, with the types of their
-argument and result, and their code. Few C libraries have them."""
-
-
-@cache
-def _provide_half_conversions() -> llvm.ExecutionEngine:
-    """Let compiled code find `_HALF_CONVERSIONS`. Returns the engine, which must stay alive."""
-    module = ir.Module()
-    for name, (argument, result, emit) in _HALF_CONVERSIONS.items():
-        function = ir.Function(module, ir.FunctionType(result, [argument]), f"forge{name}")
-        builder = ir.IRBuilder(function.append_basic_block())
-        builder.ret(emit(builder, function.args[0]))
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    # For the least of processors: how a float16 is passed must not depend on what this one has.
-    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(reloc="pic", jit=True)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine)
-    engine.finalize_object()
-    for name in _HALF_CONVERSIONS:
-        llvm.add_symbol(name, engine.get_function_address(f"forge{name}"))
-    return engine

@@ -335,13 +335,41 @@ _AT_HWCAP, _HWCAP_ASIMDDP = 16, 1 << 20
 """From Linux's asm/hwcap.h for arm64."""
 
 
+_LLVM_NAMES = {"abm": "lzcnt", "bmi1": "bmi", "lahf_lm": "sahf", "sse4_1": "sse4.1", "sse4_2": "sse4.2"}
+"""LLVM's names of flags in /proc/cpuinfo. Those of the others differ in underscores alone, if at all."""
+
+
 @cache
 def host_features() -> frozenset[str]:
     """Return LLVM's names of the features that the processor and the operating system offer."""
+    if flags := _processor_info().get("flags"):
+        return frozenset(_LLVM_NAMES.get(flag, flag.replace("_", "")) for flag in flags.split())
     import llvmlite.binding as llvm
 
     features = {name for name, present in llvm.get_host_cpu_features().items() if present}
     return frozenset(features | ({"dotprod"} if is_arm() and has_arm_dot_product() else set()))
+
+
+def host_model() -> str:
+    """Return a name of the processor's model."""
+    if info := _processor_info():
+        return " ".join(info.get(name, "") for name in ("vendor_id", "cpu family", "model", "stepping"))
+    import llvmlite.binding as llvm
+
+    name: str = llvm.get_host_cpu_name()
+    return name
+
+
+def _processor_info(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """Return what Linux says of the first of x86 processors, without LLVM, which takes longer to load than everything
+    else; nothing on another machine or system."""
+    if platform.machine().lower() not in _X86:
+        return {}
+    try:
+        first = cpuinfo.read_text().split("\n\n", 1)[0]
+    except OSError:
+        return {}
+    return {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in first.splitlines())}
 
 
 def is_arm() -> bool:

@@ -128,6 +128,11 @@ class TileLayout:
         return f"q{self.bits}b{self.bias}g{self.group}{self.scale_kind}{minimum}{unit}"
 
 
+def pairs_tiles(isa: InstructionSet, layout: TileLayout) -> bool:
+    """Return whether many rows take the tiles of a layout in pairs."""
+    return isa.pairs_tiles and layout.gains_by_pairs
+
+
 TILE_ARGUMENTS = (
     "weights", "scales", "minimums", "x", "x_scales", "x_sums", "out",
     "num_groups", "x_stride", "out_stride", "add", "ahead_low", "ahead_high",

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
+import llvmlite
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 import pytest
 
-from forge.backends.cpu import ahead, compilation, kernel_table
+from forge.backends.cpu import ahead, compilation, kernel_table, llvm_compiler
 from forge.backends.cpu.compilation import Kernel, TileSet, compile_all
 from forge.backends.cpu.kernel_table import OperationKernel
 from forge.backends.cpu.op_layout import QUANTIZE
@@ -81,13 +83,13 @@ def test_on_arm_code_is_made_with_what_the_set_needs_and_the_jits_code_model(mon
         def create_target_machine(self, **options):
             made.append(options)
 
-    monkeypatch.setattr(compilation, "is_arm", lambda: True)
-    monkeypatch.setattr(compilation, "is_forced", lambda: False)
-    monkeypatch.setattr(compilation.llvm.Target, "from_triple", lambda triple: Target())
-    compilation.target_machine(NeonDot())
+    monkeypatch.setattr(llvm_compiler, "is_arm", lambda: True)
+    monkeypatch.setattr(llvm_compiler, "is_forced", lambda: False)
+    monkeypatch.setattr(llvm.Target, "from_triple", lambda triple: Target())
+    llvm_compiler.target_machine(NeonDot())
     assert "+dotprod" in made[0]["features"].split(",") and made[0]["codemodel"] == "jitdefault"
-    monkeypatch.setattr(compilation, "is_arm", lambda: False)
-    compilation.target_machine(NeonDot())
+    monkeypatch.setattr(llvm_compiler, "is_arm", lambda: False)
+    llvm_compiler.target_machine(NeonDot())
     assert "+dotprod" not in made[1]["features"].split(",") and made[1]["codemodel"] == "default"
 
 
@@ -146,13 +148,14 @@ def test_another_file_is_another_folder(sources):
     ("module", "attribute", "value"),
     [
         (compilation, "_numba_version", lambda: "numba-0.0.1.dist-info"),
-        (compilation.llvmlite, "__version__", "0.0.1"),
+        (llvmlite, "__version__", "0.0.1"),
         (np, "__version__", "0.0.1"),
         (compilation.sys, "version", "9.9"),
-        (compilation.llvm, "get_host_cpu_name", lambda: "another"),
+        (compilation, "host_model", lambda: "another"),
+        (compilation, "host_features", lambda: frozenset({"another"})),
         (compilation, "instruction_set", lambda: INSTRUCTION_SETS["neon-dot"]()),
     ],
-    ids=["numba", "llvmlite", "numpy", "python", "processor", "instruction set"],
+    ids=["numba", "llvmlite", "numpy", "python", "processor", "features", "instruction set"],
 )
 def test_another_version_processor_or_instruction_set_is_another_folder(module, attribute, value, monkeypatch):
     before = compilation._digest()
@@ -211,12 +214,12 @@ def test_two_threads_that_first_ask_for_the_same_code_compile_it_once_and_wait_f
     class Seven(compilation.MachineCode):
         modules = 0
 
-        def _module(self, machine):
+        def _module(self):
             Seven.modules += 1
             if Seven.modules > 1:
                 another_came.set()
             another_came.wait(0.3)  # for the second thread, which must not get here
-            return compilation.llvm.parse_assembly("define i64 @seven() { ret i64 7 }")
+            return llvm.parse_assembly("define i64 @seven() { ret i64 7 }")
 
         def address(self):
             self.compile()
@@ -240,9 +243,9 @@ def test_another_process_helps_to_compile_and_is_done_without_if_it_fails(fresh_
         monkeypatch.setattr(compilation.sys, "executable", python)
     compiled_here, module_of = [], Kernel._module
 
-    def module(kernel, machine):
+    def module(kernel):
         compiled_here.append(kernel.name)
-        return module_of(kernel, machine)
+        return module_of(kernel)
 
     monkeypatch.setattr(Kernel, "_module", module)
     known = [vars(kernel_table)[name] for name in FOUR]

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from forge.backends.cpu import compilation
-from forge.backends.cpu.compilation import optimized_tiles, target_machine
+from forge.backends.cpu import compilation, llvm_compiler
 from forge.backends.cpu.llvm_code import I64, V_F32, V_I32, load, store
+from forge.backends.cpu.llvm_compiler import optimize, target_machine, tile_module
 from forge.backends.cpu.packing import LAYOUT_OF_TYPE, Q4, Q5M, Q6K, Q8
 from forge.backends.cpu.processor import INSTRUCTION_SETS, runnable
 from forge.backends.cpu.tiles import TILE_ARGUMENTS, TileCode
@@ -122,7 +122,9 @@ def foreign_assembly(name: str, layout, triple: str | None = None) -> str:
     """The assembly of a layout's tiles, for this or another machine."""
     isa = INSTRUCTION_SETS[name]()
     machine = target_machine(isa, triple)
-    return machine.emit_assembly(optimized_tiles(isa, layout, machine))
+    module = tile_module(isa, layout)
+    optimize(module, machine)
+    return machine.emit_assembly(module)
 
 
 @x86_only
@@ -130,7 +132,7 @@ def foreign_assembly(name: str, layout, triple: str | None = None) -> str:
 @pytest.mark.parametrize("name", ["avx512-vnni", "avx-vnni", "avx2"])
 def test_the_assembly_of_tiles_has_the_instruction_that_the_path_is_named_for(name, layout, monkeypatch):
     """Also of paths that this machine cannot run: compiled for the processor that they stand for."""
-    monkeypatch.setattr(compilation, "is_forced", lambda: True)
+    monkeypatch.setattr(llvm_compiler, "is_forced", lambda: True)
 
     assembly = foreign_assembly(name, layout)
 
@@ -325,7 +327,7 @@ def _float32(exact: Fraction) -> np.float32:
     ],
 )
 def test_pairs_are_multiplied_by_one_instruction(name, operation, instruction, times, monkeypatch):
-    monkeypatch.setattr(compilation, "is_forced", lambda: True)
+    monkeypatch.setattr(llvm_compiler, "is_forced", lambda: True)
     isa = INSTRUCTION_SETS[name]()
 
     assembly = target_machine(isa).emit_assembly(llvm.parse_assembly(str(pairs_module(isa, operation))))
@@ -374,7 +376,7 @@ done:
 @pytest.fixture(scope="module")
 def half_loops():
     """`widen` and `narrow` for the oldest x86-64: each conversion calls the library function that forge provides."""
-    compilation._provide_half_conversions()
+    llvm_compiler._provide_half_conversions()
     target = llvm.Target.from_triple(llvm.get_process_triple())
     machine = target.create_target_machine(cpu="x86-64", reloc="pic", opt=2, jit=True)
     module = llvm.parse_assembly(HALF_LOOPS)

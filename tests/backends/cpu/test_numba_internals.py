@@ -9,7 +9,6 @@ from numba.core.codegen import JITCPUCodegen
 
 import forge
 from forge.backends.cpu import numba_internals
-from forge.backends.cpu.compilation import instruction_set, target_machine
 from forge.backends.cpu.kernel_table import OperationKernel
 from forge.backends.cpu.numba_internals import FIRST_TRIED, LAST_TRIED, UntriedNumba
 from forge.backends.cpu.op_layout import QUANTIZE
@@ -43,4 +42,4 @@ def test_the_installed_versions_are_bounded_by_those_that_were_tried():
 def test_a_numba_that_lacks_a_name_is_refused_in_one_line(monkeypatch):
     monkeypatch.delattr(JITCPUCodegen, "set_env", raising=True)
     with pytest.raises(UntriedNumba, match=r"^Numba \S+ cannot compile the kernels .*set_env.* tried with .*doctor"):
-        OperationKernel("kernels", "quantize", QUANTIZE)._module(target_machine(instruction_set()))
+        OperationKernel("kernels", "quantize", QUANTIZE)._module()

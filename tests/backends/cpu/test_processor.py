@@ -1,11 +1,20 @@
 """What the machine can do, and how much of it a process may use."""
 
 import os
+import platform
 
+import llvmlite.binding as llvm
 import pytest
 
 from forge.backends.cpu import processor
-from forge.backends.cpu.processor import cgroup_quota, choose_instruction_set, runnable, runnable_with, usable_cpus
+from forge.backends.cpu.processor import (
+    INSTRUCTION_SETS,
+    cgroup_quota,
+    choose_instruction_set,
+    runnable,
+    runnable_with,
+    usable_cpus,
+)
 from forge.errors import UsageError
 from tests.backends.cpu.models import run_python
 
@@ -63,6 +72,22 @@ def test_a_path_of_another_processor_is_refused(monkeypatch):
     monkeypatch.setenv(processor.FORCE_VARIABLE, "avx512-vnni")
     with pytest.raises(UsageError, match="avx512-vnni is not available on this processor; here there are portable"):
         choose_instruction_set()
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="/proc/cpuinfo is Linux's")
+def test_what_cpuinfo_tells_of_features_is_what_llvm_finds():
+    found = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    asked_for = frozenset().union(*(kind.needs | kind.target_needs for kind in INSTRUCTION_SETS.values()))
+    assert processor.host_features() & asked_for == found & asked_for
+
+
+def test_where_cpuinfo_cannot_be_read_llvm_tells(back_here, monkeypatch):
+    monkeypatch.setattr(processor, "_processor_info", lambda: {})
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"avx2": True, "fma": False})
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: "znver9")
+    processor.host_features.cache_clear()
+    assert processor.host_features() - {"dotprod"} == {"avx2"}
+    assert processor.host_model() == "znver9"
 
 
 def on_arm(monkeypatch, system: str = "Linux", capabilities: int | None = None) -> None:
