@@ -1,6 +1,6 @@
 """From sampled tokens to text that may be shown: whole characters, and nothing that a stop string may still swallow."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 
 from forge.tokenizer import StreamingDetokenizer
 
@@ -15,7 +15,7 @@ class OutputText:
     def __init__(
         self,
         detokenizer: StreamingDetokenizer,
-        stop: Sequence[str] = (),
+        stop: Items[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ):
@@ -34,7 +34,11 @@ class OutputText:
         return "".join(self._released)
 
     def push(self, token_id: int) -> str:
-        """Take one more token; return the text that it made certain."""
+        """Take one more token; return the text that it made certain.
+
+        The detokenizer turns the token's bytes into whole characters. With stop strings these join the held text, and
+        what no stop string can still begin in is released. Otherwise they are released at once.
+        """
         text = self._detokenizer.push(token_id)
         if self._stop and not self._unsearched:
             return self._take(text)
@@ -63,13 +67,8 @@ class OutputText:
 
     def _possible_beginning(self) -> int:
         """Return the length of the longest end of the held text with which some stop string begins."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        beginnings = (stop[:length] for stop in self._stop for length in range(1, len(stop)))
+        return max((len(text) for text in beginnings if self._held.endswith(text)), default=0)
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

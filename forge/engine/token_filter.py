@@ -49,11 +49,9 @@ class VocabularyBytes:
         return token_ids[self._ends[token_ids] >= places + len(part)]
 
 
-@lru_cache(maxsize=2)
-def vocabulary_bytes(tokenizer: Tokenizer, vocab_size: int) -> VocabularyBytes:
-    """Return the tokenizer's `VocabularyBytes`, made once: 151,936 tokens take a quarter of a second. May be called on
-    any thread."""
-    return VocabularyBytes(tokenizer, vocab_size)
+vocabulary_bytes = lru_cache(maxsize=2)(VocabularyBytes)
+"""Makes a tokenizer's `VocabularyBytes` once: 151,936 tokens take a quarter of a second. May be called on any
+thread."""
 
 
 class TokenFilter:
