@@ -218,13 +218,11 @@ class RequestRegistry(ABC):
         """After an exception from `step`: end the requests that took part in that step as `error`, so that all others
         can go on. Returns their ids: all unfinished ones, if the step failed before it was planned. A step that was
         launched ahead was planned by the step before it."""
-        plan = self._plan
-        seq_ids = None if plan is None else {item.seq_id for item in (*plan.items, *plan.separate)}
-        failed = [
-            request_id
-            for request_id, request in self._requests.items()
-            if (request.is_unfinished if seq_ids is None else not seq_ids.isdisjoint(request.seq_ids))
-        ]
+        if self._plan is None:
+            failed = [request_id for request_id, request in self._requests.items() if request.is_unfinished]
+        else:
+            took_part = {item.sequence.request_id for item in (*self._plan.items, *self._plan.separate)}
+            failed = [request_id for request_id in self._requests if request_id in took_part]
         for request_id in failed:
             self.abort(request_id, "error")
         return tuple(failed)

@@ -85,9 +85,8 @@ def choose(logits: np.ndarray, draw: Draw, wants_probability: bool = True, argma
 def choose_token(logits: np.ndarray, draw: Draw, argmax: int | None = None) -> int:
     """Choose as `choose` does, and return the token id alone."""
     if argmax is None:
-        argmax = check_logits(logits)
-    else:
-        check_max_logit(float(logits[argmax]))
+        argmax = int(logits.argmax())
+    check_max_logit(float(logits[argmax]))
     params: SamplingParams = draw.params
     scores = penalized(logits, draw)
     if draw.matcher is not None:

@@ -60,10 +60,8 @@ class TokenFilter:
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, vocab_size: int, form: Grammar | None):
         """vocab_size: the model's. form: the grammar that holds too."""
         self.form = form
-        self.allowed = np.ones(vocab_size, bool)
-        if params.allowed_token_ids is not None:
-            self.allowed[:] = False
-            self.allowed[[*params.allowed_token_ids]] = True
+        self.allowed = np.full(vocab_size, params.allowed_token_ids is None)
+        self.allowed[[*(params.allowed_token_ids or ())]] = True
         self._words = [word.encode() for word in dict.fromkeys(params.bad_words or ())]
         if self._words:
             vocabulary = vocabulary_bytes(tokenizer, vocab_size)
