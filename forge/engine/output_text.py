@@ -36,8 +36,9 @@ class OutputText:
     def push(self, token_id: int) -> str:
         """Take one more token; return the text that it made certain.
 
-        The detokenizer turns the token's bytes into whole characters. With stop strings these join the held text, and
-        what no stop string can still begin in is released. Otherwise they are released at once.
+        First the detokenizer turns the token's bytes into whole characters. Without stop strings, and for the first
+        `min_tokens`, these are released at once. Otherwise they join the held text, which is searched for stop strings,
+        and all of it is released in which none can begin any more.
         """
         text = self._detokenizer.push(token_id)
         if self._stop and not self._unsearched:
@@ -67,8 +68,8 @@ class OutputText:
 
     def _possible_beginning(self) -> int:
         """Return the length of the longest end of the held text with which some stop string begins."""
-        beginnings = (stop[:length] for stop in self._stop for length in range(1, len(stop)))
-        return max((len(text) for text in beginnings if self._held.endswith(text)), default=0)
+        ends = (self._held[start:] for start in range(len(self._held)))  # the longest first
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
