@@ -219,7 +219,7 @@ class RequestRegistry(ABC):
         can go on. Returns their ids: all unfinished ones, if the step failed before it was planned. A step that was
         launched ahead was planned by the step before it."""
         if self._plan is None:
-            failed = [request_id for request_id, request in self._requests.items() if request.is_unfinished]
+            failed = [*filter(self.is_unfinished, self._requests)]
         else:
             took_part = {item.sequence.request_id for item in (*self._plan.items, *self._plan.separate)}
             failed = [request_id for request_id in self._requests if request_id in took_part]
@@ -230,7 +230,7 @@ class RequestRegistry(ABC):
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for an unknown one."""
         request = self._requests[request_id]
-        assert not request.is_unfinished, "it is still running"
+        assert not self.is_unfinished(request_id), "it is still running"
         with self.operation:
             for seq_id in request.seq_ids:
                 self.timeline.forget(seq_id)

@@ -35,10 +35,6 @@ class RequestState:
     def seq_ids(self) -> tuple[int, ...]:
         return tuple(sequence.seq_id for sequence in self.sequences)
 
-    @property
-    def is_unfinished(self) -> bool:
-        return any(sequence.finish_reason is None for sequence in self.sequences)
-
     def output(self, metrics: Callable[[int], RequestMetrics]) -> RequestOutput:
         """Build the output so far. metrics: from a sequence id to what it cost."""
         first = self.sequences[0]

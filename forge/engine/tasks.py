@@ -89,6 +89,8 @@ def classify(
     if all(len(label) == 1 for label in labels):
         return _choose([label[0] for label in labels], prompts, lambda logprobs: _classified(names, logprobs))
 
+    if not all(len(prompt) for prompt in prompts):
+        raise UsageError("a prompt must not be empty: nothing would say how likely a label's first token is")
     scored = score([(prompt, label) for prompt in prompts for label in labels], top=0)
 
     def finish(readouts: Sequence[Readout]) -> list[Classification]:
