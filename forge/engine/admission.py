@@ -117,13 +117,12 @@ class Admission:
 
     def _note_head(self, plan: PlanBuilder) -> None:
         """Note why the first in the queue that is no victim waits: running sequences lacked blocks, so it does too."""
-        shortage = plan.preempted[0]
         victims = {preemption.seq_id for preemption in plan.preempted}
-        head = next(
-            (sequence for sequence in self._queue if not sequence.prefill_only and sequence.seq_id not in victims), None
-        )
+        others = (sequence for sequence in self._queue if sequence.seq_id not in victims)
+        head = next((sequence for sequence in others if not sequence.prefill_only), None)
         if head is not None:
-            plan.waiting.append(WaitRecord(head.seq_id, NoBlocks(self.cost(head, None).num_blocks, shortage.free)))
+            shortage = NoBlocks(self.cost(head, None).num_blocks, plan.preempted[0].free)
+            plan.waiting.append(WaitRecord(head.seq_id, shortage))
 
     def _admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
         """Admit a generation with blocks for all its tokens, or say why it has to wait."""

@@ -65,8 +65,7 @@ class AsyncEngine(Engine):
 
     def _launch_ahead(self, step: LaunchedStep) -> None:
         """Launch the step after `step`, unless that depends on the tokens of `step`."""
-        shown = self.on_logits or self.report_probabilities
-        if shown or self.proposers:
+        if self.on_logits or self.report_probabilities or self.proposers:
             return
         started, on_device = time.perf_counter(), None if isinstance(step.logits, np.ndarray) else step.logits
         plan = self._plan_next(step.plan, on_device is not None)

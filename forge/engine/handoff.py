@@ -45,8 +45,7 @@ class KvHandoff:
     @property
     def num_bytes(self) -> int:
         """The size of the blocks, as the storage holds them."""
-        parts = self.data if isinstance(self.data, tuple) else (self.data,)
-        return sum(int(part.nbytes) for part in parts)
+        return sum(int(part.nbytes) for part in self.data)  # the parts of a tuple, or the rows of one array
 
     def check(self, layout: KvLayout, token_ids: Items[int], salt: str) -> None:
         """Raise `UsageError` unless this is the beginning of such a sequence in a storage of this layout."""
@@ -115,5 +114,5 @@ def add_resumed(
         raise UsageError(f"a sample of {longest} tokens has ended: max_tokens is {params.max_tokens}")
     seq_ids = engine.add_request(request_id, prompt_token_ids, params, **options)
     if longest:
-        engine.append_emitted(request_id, [(sample.token_ids, sample.logprobs) for sample in emitted])
+        engine.append_emitted(request_id, emitted)
     return seq_ids

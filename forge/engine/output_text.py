@@ -1,6 +1,6 @@
 """From sampled tokens to text that may be shown: whole characters, and nothing that a stop string may still swallow."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 
 from forge.tokenizer import StreamingDetokenizer
 
@@ -15,7 +15,7 @@ class OutputText:
     def __init__(
         self,
         detokenizer: StreamingDetokenizer,
-        stop: Sequence[str] = (),
+        stop: Items[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ):
@@ -34,7 +34,12 @@ class OutputText:
         return "".join(self._released)
 
     def push(self, token_id: int) -> str:
-        """Take one more token; return the text that it made certain."""
+        """Take one more token; return the text that it made certain.
+
+        First the detokenizer turns the token's bytes into whole characters. Without stop strings, and for the first
+        `min_tokens`, these are released at once. Otherwise they join the held text, which is searched for stop strings,
+        and all of it is released in which none can begin any more.
+        """
         text = self._detokenizer.push(token_id)
         if self._stop and not self._unsearched:
             return self._take(text)
@@ -63,13 +68,8 @@ class OutputText:
 
     def _possible_beginning(self) -> int:
         """Return the length of the longest end of the held text with which some stop string begins."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        ends = (self._held[start:] for start in range(len(self._held)))  # the longest first
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

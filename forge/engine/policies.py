@@ -94,8 +94,6 @@ VICTIM_POLICIES: dict[str, VictimPolicy] = {
     "least-progressed": least_progressed,
 }
 DEFAULT_TOKEN_BUDGET = 512
-DEFAULT_PREFILL_ONLY_TOKENS = 2048
-DEFAULT_PREFILL_ONLY_MEMORY = 256 << 20
 PREEMPTION_MODES: tuple[PreemptionMode, ...] = ("recompute", "swap")
 
 
@@ -124,9 +122,9 @@ class SchedulerConfig:
     it a generation shares what is cached when it begins, and a prefill-only request is computed whole."""
     prefill_only: bool = True
     """Whether a generation of one token at most is prefill-only."""
-    prefill_only_tokens: int = DEFAULT_PREFILL_ONLY_TOKENS
+    prefill_only_tokens: int = 2048
     """Prefill-only: tokens of a step that runs nothing else; one prompt may have more."""
-    prefill_only_memory: int = DEFAULT_PREFILL_ONLY_MEMORY
+    prefill_only_memory: int = 256 << 20
     """Prefill-only: bytes of temporary arrays in one step."""
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class PrefillOnly:
         length = len(sequence.token_ids)
         num_rows = length - hit.num_tokens
         logit_rows = sequence.task.logit_rows(hit.num_tokens, length)
-        num_bytes = self.temporary_bytes(num_rows, 0 if sequence.task.needs_hidden else len(logit_rows))
+        num_bytes = self.temporary_bytes(num_rows, 0 if sequence.task.pooling else len(logit_rows))
         is_first = _is_first(plan)
         holds_up = plan.items if self._in_chunks else plan.prefill_tokens
         if num_rows > tokens and (holds_up or not is_first):
@@ -119,11 +119,10 @@ class PrefillOnly:
         num_scratch = -(-length // size) - len(table)
         table += tuple(self.scratch[plan.num_scratch_blocks : plan.num_scratch_blocks + num_scratch])
         plan.num_scratch_blocks += num_scratch
-        chooses_token = sequence.task.sample and sequence.max_output_tokens > 0
-        rows = (start, length - start, logit_rows, chooses_token)
+        rows = (start, length - start, logit_rows, sequence.max_output_tokens > 0)
         item = PlanItem(sequence.seq_id, sequence, *rows, "prefill_only", table, num_published=end)
         plan.prefill_only.append(item)
-        plan.needs_hidden |= sequence.task.needs_hidden
+        plan.needs_hidden |= sequence.task.pooling is not None
 
 
 def _is_first(plan: PlanBuilder) -> bool:

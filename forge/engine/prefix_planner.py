@@ -63,9 +63,8 @@ class PrefixPlanner:
 
     def num_worth_caching(self, sequence: Sequence) -> int:
         """Return how many of its blocks, from the first on, another sequence begins with too."""
-        return sum(
-            1 for _ in takewhile(lambda key: key in self._seen or self._beginnings[key] > 1, sequence.prefix_keys)
-        )
+        shared = takewhile(lambda key: key in self._seen or self._beginnings[key] > 1, sequence.prefix_keys)
+        return sum(1 for _ in shared)
 
     def remember(self, sequence: Sequence) -> None:
         """Remember the keys of a computed prefill-only sequence: if its beginning comes again, it is worth caching."""

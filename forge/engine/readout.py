@@ -67,12 +67,10 @@ def _before(item: PlanItem) -> Readout:
 
 def run_separate_forwards(items: Items[PlanItem], model: Model, storage: KvStorage) -> list[SeparateResult]:
     """Run the forwards of items that need their own, and return the results in order."""
-    embedded = [item for item in items if item.sequence.task.needs_hidden]
+    embedded = [item for item in items if item.sequence.task.pooling]
     embeddings = iter(_embed(embedded, model, storage) if embedded else ())
     return [
-        SeparateResult(next(embeddings))
-        if item.sequence.task.needs_hidden
-        else _read_out_in_slices(item, model, storage)
+        SeparateResult(next(embeddings)) if item.sequence.task.pooling else _read_out_in_slices(item, model, storage)
         for item in items
     ]
 

@@ -8,12 +8,12 @@ tokens that had been chosen stay, and each unfinished sequence begins again from
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 from forge.cache.host_pool import HostEntry
-from forge.cache.kv_cache import KvCache, OutOfBlocks
+from forge.cache.kv_cache import OutOfBlocks
 from forge.cache.kv_storage import KvStorage
 from forge.engine.outputs import RequestOutput
 from forge.engine.proposer import Proposer
@@ -43,24 +43,10 @@ class Operation(AbstractContextManager[None]):
     """Whether the last change began and never ended (Ctrl-C, a full memory): the next one recovers first."""
 
 
-class _Issued(NamedTuple):
-    """Counts the ids that have been issued. It is replaced as a whole, so no interruption separates its numbers."""
-
-    seq_ids: int
-    retained_forks: int
-    """Of these ids, those of retained caches that were forked: no request has them."""
-
-    @property
-    def sequences(self) -> int:
-        """Ids of requests' sequences."""
-        return self.seq_ids - self.retained_forks
-
-
 class RequestRegistry(ABC):
     """Adds, aborts, reads and drops the requests of an engine, which derives from it."""
 
     model: Model
-    cache: KvCache
     storage: KvStorage
     speculation: Speculation | None
     operation: Operation
@@ -76,13 +62,14 @@ class RequestRegistry(ABC):
         """Times, waits and metrics of every request that has not been forgotten."""
         self._requests: dict[str, RequestState] = {}
         """Every request that has not been forgotten. What is not in here does not exist."""
-        self._issued = _Issued(0, 0)
+        self._num_sequences = self._num_forks = 0
+        """Sequences of requests, and forks of retained caches, which no request has. Each takes the next id."""
         self._unavailable: ModelUnavailable | None = None
         """The error that ended every sequence, once the model is gone."""
         self._decided: Items[Outcome] = ()
-        """The outcomes of a step whose tokens are all chosen, until they are committed."""
+        """The outcomes of a step whose tokens are all chosen, until they are committed: `_recover` applies them."""
         self._plan: StepPlan | None = None
-        """The plan that the step carries out, for `fail_step`: whose requests end where it raises."""
+        """The plan that the last step carried out: `fail_step` ends its requests. None until a step is planned."""
 
     @property
     def proposers(self) -> tuple[Proposer, ...]:
@@ -133,12 +120,12 @@ class RequestRegistry(ABC):
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         with self.operation:
             first = Sequence(
-                seq_id=self._issued.seq_ids,
+                seq_id=self._num_sequences + self._num_forks,
                 request_id=request_id,
                 sample_index=0,
                 token_ids=token_ids,
                 num_prompt_tokens=len(token_ids),
-                max_output_tokens=self._sequence_builder.max_output_tokens(len(token_ids), params),
+                max_output_tokens=params.max_tokens,
                 params=params,
                 seed=seed,
                 output_text=self._sequence_builder.new_text(params),
@@ -151,9 +138,9 @@ class RequestRegistry(ABC):
             )
             sequences = self._sequence_builder.complete(first, grammar, begins_computed=computed is not None)
             first.waiting_samples = [*sequences[1:]]
-            request = self._requests[request_id] = RequestState(request_id, prompt, seed, sequences)
+            request = self._requests[request_id] = RequestState(prompt, sequences)
             # From here on the request exists.
-            self._issued = self._issued._replace(seq_ids=first.seq_id + len(sequences))
+            self._num_sequences += len(sequences)
             self.scheduler.add(first, computed)
             self._announce(request)
             return request.seq_ids
@@ -175,8 +162,8 @@ class RequestRegistry(ABC):
         """Put an arrival into the timeline and the next record, unless it is there."""
         first, now = request.sequences[0], time.perf_counter()
         length, limit = first.num_prompt_tokens, first.max_output_tokens
-        arrival = ArriveRecord(request.request_id, request.seq_ids, length, limit, now, first.priority)
-        if not any(record.request_id == request.request_id for record in self._records.arrived[-1:]):
+        arrival = ArriveRecord(first.request_id, request.seq_ids, length, limit, now, first.priority)
+        if not any(record.request_id == first.request_id for record in self._records.arrived[-1:]):
             self._records.arrived.append(arrival)
         self.timeline.journal.append(arrival)
 
@@ -225,19 +212,17 @@ class RequestRegistry(ABC):
         """End a request's unfinished sequences, keeping what they produced. Raises `KeyError` for an unknown one."""
         request = self._requests[request_id]
         with self.operation:
-            self._end_sequences(request, reason)
+            self._end_sequences([request], reason)
 
     def fail_step(self) -> tuple[str, ...]:
         """After an exception from `step`: end the requests that took part in that step as `error`, so that all others
         can go on. Returns their ids: all unfinished ones, if the step failed before it was planned. A step that was
         launched ahead was planned by the step before it."""
-        plan = self._plan
-        seq_ids = None if plan is None else {item.seq_id for item in (*plan.items, *plan.separate)}
-        failed = [
-            request_id
-            for request_id, request in self._requests.items()
-            if (request.is_unfinished if seq_ids is None else not seq_ids.isdisjoint(request.seq_ids))
-        ]
+        if self._plan is None:
+            failed = [*filter(self.is_unfinished, self._requests)]
+        else:
+            took_part = {item.sequence.request_id for item in (*self._plan.items, *self._plan.separate)}
+            failed = [request_id for request_id in self._requests if request_id in took_part]
         for request_id in failed:
             self.abort(request_id, "error")
         return tuple(failed)
@@ -245,7 +230,7 @@ class RequestRegistry(ABC):
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for an unknown one."""
         request = self._requests[request_id]
-        assert not request.is_unfinished, "it is still running"
+        assert not self.is_unfinished(request_id), "it is still running"
         with self.operation:
             for seq_id in request.seq_ids:
                 self.timeline.forget(seq_id)
@@ -255,17 +240,14 @@ class RequestRegistry(ABC):
         """Recover after the model is gone, and end every sequence with what it has."""
         self._recover()
         self._unavailable = error
-        finished = [self._end_sequences(request, "error", str(error)) for request in self._requests.values()]
-        return StepResults(finished=[record for records in finished for record in records])
+        return StepResults(finished=self._end_sequences(self._requests.values(), "error", str(error)))
 
     def _end_sequences(
-        self, request: RequestState, reason: FinishReason, error: str | None = None
+        self, requests: Iterable[RequestState], reason: FinishReason, error: str | None = None
     ) -> list[FinishRecord]:
-        """End a request's unfinished sequences between steps, wherever they are."""
-        finished = []
-        for sequence in request.sequences:
-            if sequence.finish_reason is not None:
-                continue
+        """End the unfinished sequences of these requests between steps, wherever they are."""
+        finished, sequences = [], [sequence for request in requests for sequence in request.sequences]
+        for sequence in [sequence for sequence in sequences if sequence.finish_reason is None]:
             if error is not None:
                 sequence.add_error(error)
             self.scheduler.retire(sequence, reason)
@@ -292,12 +274,12 @@ class RequestRegistry(ABC):
         None if it is no longer there, or where the cache cannot share blocks and has no room for a copy.
         """
         with self.operation:
-            child = self._issued.seq_ids
+            child = self._num_sequences + self._num_forks
             try:
                 copies = self.scheduler.retained.fork(seq_id, child)
             except (KeyError, OutOfBlocks):
                 return None
-            self._issued = _Issued(child + 1, self._issued.retained_forks + 1)
+            self._num_forks += 1
             self.storage.copy_blocks(copies)
             return child
 
@@ -313,9 +295,9 @@ class RequestRegistry(ABC):
                 sequence.token_ids += outcome.token_ids
             if outcome.finish_reason is not None:
                 sequence.stop_reason, sequence.finish_reason = outcome.stop_reason, outcome.finish_reason
-        self._issued = self._issued._replace(seq_ids=max(self._issued.seq_ids, max(sequences, default=-1) + 1))
+        self._num_sequences = max(self._num_sequences, max(sequences, default=-1) + 1 - self._num_forks)
         unfinished = [sequence for sequence in sequences.values() if sequence.finish_reason is None]
-        self.scheduler.restart(unfinished, self._issued.sequences - len(unfinished))
+        self.scheduler.restart(unfinished, self._num_sequences - len(unfinished))
         for sequence in unfinished:
             self._sequence_builder.rebuild_text(sequence)
         for sequence in sequences.values():
@@ -325,5 +307,5 @@ class RequestRegistry(ABC):
         for request in self._requests.values():
             if request.seq_ids[0] not in self.timeline:
                 self._announce(request)
-        self.cache.take_events()
+        self.scheduler.cache.take_events()
         self._decided = ()

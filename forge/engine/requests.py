@@ -27,30 +27,24 @@ from forge.trace.records import RequestMetrics
 class RequestState:
     """A request and its samples."""
 
-    request_id: str
     prompt: str | None
     """Its text, where it was given as one."""
-    seed: int
     sequences: tuple[Sequence, ...]
 
     @property
     def seq_ids(self) -> tuple[int, ...]:
         return tuple(sequence.seq_id for sequence in self.sequences)
 
-    @property
-    def is_unfinished(self) -> bool:
-        return any(sequence.finish_reason is None for sequence in self.sequences)
-
     def output(self, metrics: Callable[[int], RequestMetrics]) -> RequestOutput:
         """Build the output so far. metrics: from a sequence id to what it cost."""
         first = self.sequences[0]
         return RequestOutput(
-            self.request_id,
+            first.request_id,
             self.prompt,
             tuple(first.token_ids[: first.num_prompt_tokens]),
             tuple(_completion(sequence, metrics(sequence.seq_id)) for sequence in self.sequences),
             _prompt_logprobs(first),
-            self.seed,
+            first.seed,
         )
 
 
@@ -85,11 +79,6 @@ class PromptLimits:
     max_cached_len: int
     """Tokens of the longest sequence that the cache could hold."""
     block_size: int
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens for which the context and the cache have room."""
-        return min(self.max_model_len, self.max_cached_len)
 
     def checked(self, prompt_token_ids: Items[int]) -> list[int]:
         """Return the prompt as a list. Raises `UsageError` if it cannot run."""
@@ -131,9 +120,9 @@ class PromptLimits:
 
 def check_answerable(task: Task, model: Model) -> None:
     """Raise `UsageError` for a task that a model of this kind cannot answer."""
-    if task.pooling is not None and not model.embeds:
+    if task.pooling and not model.embeds:
         raise UsageError("this model has no hidden states: take a real one for embeddings")
-    if not model.generates and not task.needs_hidden and not (task.candidates and model.labels):
+    if not model.generates and not task.pooling and not (task.candidates and model.labels):
         uses = "it classifies: forge classify, forge rerank" if model.labels else "it embeds: forge embed"
         raise UsageError(f"this model generates no text; {uses}")
 
@@ -154,14 +143,9 @@ class SequenceBuilder:
         self._tokenizer, self._limits = tokenizer, limits
         self._prefill_only = config.prefill_only and has_scratch
 
-    def max_output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the output tokens that the request asks for, or that context and pool leave if these are fewer."""
-        room = self._limits.longest - num_prompt_tokens + 1  # the last output token needs no slot: it is not computed
-        return min(params.max_tokens, room)
-
     def complete(self, first: Sequence, grammar: Grammar | None, begins_computed: bool) -> tuple[Sequence, ...]:
-        """Decide whether one forward pass answers a request's first sequence, and note whether the pool limits its
-        length. Return it with the request's further samples.
+        """Decide whether one forward pass answers a request's first sequence, and cut its output tokens to what context
+        and pool leave. Return it with the request's further samples.
 
         begins_computed: another engine has computed its beginning.
         """
@@ -169,8 +153,11 @@ class SequenceBuilder:
         if first.task is not GENERATE:
             first.prefill_only, first.max_output_tokens = True, int(first.task.sample)
             return (first,)
-        if first.max_output_tokens < params.max_tokens and self._limits.longest == pool_size:
-            first.length_limit = PoolExhausted(pool_size)
+        longest = min(pool_size, self._limits.max_model_len)
+        room = longest - first.num_prompt_tokens + 1  # the last output token needs no slot: it is not computed
+        if room < first.max_output_tokens:
+            first.max_output_tokens = room
+            first.length_limit = PoolExhausted(pool_size) if longest == pool_size else None
         if params.prompt_logprobs is not None:
             first.task = Task(first.max_output_tokens > 0, score_from=1, top=params.prompt_logprobs)
         uses_cache = first.retain_cache or first.continues_from is not None or begins_computed

@@ -118,8 +118,10 @@ class Sampler:
         end: int,
         readout: Readout | None = None,
     ) -> Items[Outcome]:
-        """Compute an item's outcome: its next tokens, the answer to its task, or neither while its prompt goes on. The
-        outcomes of the samples whose prompt it has computed follow.
+        """Compute an item's outcome. The outcomes of the samples whose prompt it has computed follow.
+
+        A generation gets its next token, or those that stand of its drafts. A task is answered from the item's rows,
+        and its sequence ends unless it asks for a token too. A prompt in chunks goes on, with no token yet.
 
         The rows of its known tokens in `logits` go from `first_row` up to `end`, and those of its draft tokens follow.
         readout: the answer to its task, where separate forwards gave it.

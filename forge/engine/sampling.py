@@ -85,9 +85,8 @@ def choose(logits: np.ndarray, draw: Draw, wants_probability: bool = True, argma
 def choose_token(logits: np.ndarray, draw: Draw, argmax: int | None = None) -> int:
     """Choose as `choose` does, and return the token id alone."""
     if argmax is None:
-        argmax = check_logits(logits)
-    else:
-        check_max_logit(float(logits[argmax]))
+        argmax = int(logits.argmax())
+    check_max_logit(float(logits[argmax]))
     params: SamplingParams = draw.params
     scores = penalized(logits, draw)
     if draw.matcher is not None:
@@ -146,7 +145,7 @@ def penalized(logits: np.ndarray, draw: Draw) -> np.ndarray:
         penalty = params.repetition_penalty
         with np.errstate(over="ignore"):  # what overflows becomes the greatest float32, which is still a number
             values[seen] = np.where(values[seen] > 0, values[seen] / penalty, values[seen] * penalty)
-    if params.penalizes_output:
+    if params.frequency_penalty or params.presence_penalty:
         token_ids, counts = np.unique(earlier[draw.num_prompt_tokens :], return_counts=True)
         values[np.searchsorted(touched, token_ids)] -= params.frequency_penalty * counts + params.presence_penalty
     out = logits.copy()

@@ -82,13 +82,12 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name))
-        for token_id in self.stop_token_ids or ():
-            _require_int("a token id of stop_token_ids", token_id)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
             _check(bool(self.allowed_token_ids), "allowed_token_ids is empty: name at least one token, or leave it out")
-            for token_id in self.allowed_token_ids:
-                _require_int("a token id of allowed_token_ids", token_id)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _require_int(f"a token id of {name}", token_id)
         _check(_are_texts(self.bad_words), "bad_words are texts, none of them empty")
         _check(all(isinstance(name, str) for name in self.drafts or ()), f"drafts are names, got {self.drafts!r}")
         for name in ("max_tokens", "top_k", "n", "min_tokens"):
@@ -138,12 +137,7 @@ class SamplingParams:
     def needs_token_only(self) -> bool:
         """Whether the logits, the sampling parameters and the tokens so far decide the token, and nothing else about it
         was requested. Then a device can choose it."""
-        return not self.has_matcher and self.logprobs is None
-
-    @property
-    def has_matcher(self) -> bool:
-        """Whether a grammar or a filter restricts the tokens."""
-        return self.structured is not None or self.filters_tokens
+        return self.structured is None and not self.filters_tokens and self.logprobs is None
 
     @property
     def filters_tokens(self) -> bool:
@@ -152,13 +146,7 @@ class SamplingParams:
     @cached_property
     def changes_logits(self) -> bool:
         """Whether a penalty or a bias changes the model's logits."""
-        penalties = self.repetition_penalty != 1 or self.penalizes_output
-        return penalties or bool(self.logit_bias)
-
-    @property
-    def penalizes_output(self) -> bool:
-        """Whether a penalty depends on where the prompt ends."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
 def _bias_pairs(bias: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:

@@ -71,7 +71,7 @@ class Scheduler:
         self.admission = Admission(containers, self.prefill_only)
         # With the cache off every step computes whole sequences, so no budget can cut one.
         self._token_budget = config.token_budget if cache.persistent else _UNLIMITED
-        self._max_logit_rows = max_logit_rows
+        self._max_logit_rows = max_logit_rows  # bounds the memory of one array of logits: see `readout`
         self._num_arrived = 0
 
     # Deciding a step
@@ -102,15 +102,16 @@ class Scheduler:
             if plan.preempted and seq_id not in self.running:
                 continue
             length, start = len(sequence.token_ids), cache.computed_length(seq_id)
-            if start < length - 1 and cache.persistent:
-                prefills.append((sequence, start))  # all of its slots are reserved
+            if start < length - 1 and cache.persistent:  # a prompt computed in chunks; all of its slots are reserved
+                prefills.append((sequence, start))
                 continue
             try:
                 plan.copies += cache.reserve(seq_id, length - cache.reserved_length(seq_id))
             except OutOfBlocks:
                 if not self.preemption.reserve(sequence, length - cache.reserved_length(seq_id), plan):
                     continue
-            if start == length - 1 >= sequence.num_prompt_tokens:  # `generation_item` and `add`, without the calls
+            # A decode. Its item is built here for speed: as `generation_item` and `plan.add` do, without the calls.
+            if start == length - 1 >= sequence.num_prompt_tokens:
                 table = cache.block_table(seq_id)
                 plan.items[seq_id] = PlanItem(seq_id, sequence, start, 1, _ONE_ROW, True, "decode", table)
                 plan.budget -= 1
@@ -238,13 +239,12 @@ class Scheduler:
         first_samples: dict[str, Sequence] = {}
         for sequence in sequences:
             sequence.waiting_samples = []
-            parent = sequence
-            if not sequence.num_output_tokens:  # it begins with the prompt, which the first such sample computes
-                parent = first_samples.setdefault(sequence.request_id, sequence)
-            if parent is sequence:
+            # The first sample without output computes the prompt; the others without any wait for it.
+            first = sequence if sequence.num_output_tokens else first_samples.setdefault(sequence.request_id, sequence)
+            if first is sequence:
                 self.queue.add(sequence)
             else:
-                parent.waiting_samples.append(sequence)
+                first.waiting_samples.append(sequence)
         self.num_finished = num_finished
         self.stats = self.cache.stats()
 
@@ -272,9 +272,7 @@ class Scheduler:
         assert len(ids) == len(set(ids)), "a sequence is in two containers"
         assert len(self.running) <= self.config.max_num_seqs, "more sequences run than may"
         self.queue.check_invariants()
-        assert all(seq_id in self.queue.sequences for seq_id in self.host_pool.entries), (
-            "the host pool holds one that does not wait"
-        )
+        assert self.host_pool.entries.keys() <= self.queue.sequences.keys(), "one in the host pool does not wait"
         assert self.host_pool.num_free >= 0, "the host pool holds more than it has room for"
         for seq_id, sequence in self.running.items():
             computed, reserved = cache.computed_length(seq_id), cache.reserved_length(seq_id)

@@ -1,4 +1,7 @@
-"""One sample of one request on its way through the engine: its tokens, and what is needed to extend them."""
+"""One sample of one request on its way through the engine: its tokens, and what is needed to extend them.
+
+In files that use this class, `collections.abc.Sequence` is imported as `Items`.
+"""
 
 from dataclasses import dataclass, field
 

@@ -124,16 +124,14 @@ class PlanBuilder:
     def add(self, item: PlanItem) -> None:
         """Schedule the rows of a sequence that holds slots and blocks."""
         self.items[item.seq_id] = item
-        self.needs_hidden |= item.sequence.task.needs_hidden
+        self.needs_hidden |= item.sequence.task.pooling is not None
         self.budget -= item.num_tokens
 
     def set_apart(self, max_logit_rows: int) -> None:
         """Move the items that take forward passes of their own to `separate`: embeddings, and what has more rows of
         logits than this."""
         items = [*self.items.values(), *self.prefill_only]
-        self.separate = [
-            item for item in items if item.sequence.task.needs_hidden or len(item.logit_rows) > max_logit_rows
-        ]
+        self.separate = [item for item in items if item.sequence.task.pooling or len(item.logit_rows) > max_logit_rows]
         for item in self.separate:
             if self.items.pop(item.seq_id, None) is None:
                 self.prefill_only.remove(item)

@@ -30,12 +30,8 @@ class Task:
     top: int = 0
     """With each scored token, this many of the most probable alternatives."""
     pooling: Pooling | None = None
-    """An embedding: the last hidden state, or the mean of all. Not together with any other field."""
-
-    @property
-    def needs_hidden(self) -> bool:
-        """True if the task needs a forward pass that ends in hidden states."""
-        return self.pooling is not None
+    """An embedding: the last hidden state, or the mean of all. Such a task has a forward pass of its own, which ends in
+    hidden states, and no other field."""
 
     def logit_rows(self, start: int, length: int) -> range:
         """Return the rows, counted from position `start`, whose logits (or hidden states) the task needs."""
@@ -49,8 +45,7 @@ class Task:
         """Return those of its rows that lie in a chunk of `num_tokens` rows from position `start` on, counted from
         there."""
         rows = self.logit_rows(start, length)
-        first = min(max(0, rows.start), num_tokens)
-        return range(first, max(first, min(rows.stop, num_tokens)))
+        return range(num_tokens)[max(0, rows.start) : max(0, rows.stop)]
 
 
 GENERATE = Task(sample=True)

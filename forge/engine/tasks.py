@@ -89,16 +89,15 @@ def classify(
     if all(len(label) == 1 for label in labels):
         return _choose([label[0] for label in labels], prompts, lambda logprobs: _classified(names, logprobs))
 
+    if not all(len(prompt) for prompt in prompts):
+        raise UsageError("a prompt must not be empty: nothing would say how likely a label's first token is")
+    scored = score([(prompt, label) for prompt in prompts for label in labels], top=0)
+
     def finish(readouts: Sequence[Readout]) -> list[Classification]:
-        totals = [
-            math.fsum(_logprob(scores, token_id) for scores, token_id in zip(readout.scores, label, strict=True))
-            for readout, label in zip(readouts, [*labels] * len(prompts), strict=True)
-        ]
+        totals = [label_score.total for label_score in scored.finish(readouts)]
         return [_classified(names, totals[first : first + len(names)]) for first in range(0, len(totals), len(names))]
 
-    return Question(
-        [([*prompt, *label], Task(score_from=len(prompt))) for prompt in prompts for label in labels], finish
-    )
+    return Question(scored.requests, finish)
 
 
 def classify_by_head(prompts: Sequence[Sequence[int]], labels: Sequence[str]) -> Question[list[Classification]]:
@@ -134,7 +133,7 @@ def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int) -> Que
         scores = []
         for (token_ids, task), readout in zip(requests, readouts, strict=True):
             scored = tuple(token_ids[task.score_from :])
-            logprobs = tuple(_logprob(row, token_id) for row, token_id in zip(readout.scores, scored, strict=True))
+            logprobs = tuple(dict(row)[token_id] for row, token_id in zip(readout.scores, scored, strict=True))
             scores.append(Score(scored, logprobs, tuple(row[:top] for row in readout.scores)))
         return scores
 
@@ -163,8 +162,7 @@ def rerank_candidates(tokenizer: Tokenizer, labels: Sequence[str]) -> tuple[int,
     in its rows. A head of one label scores "yes". Raises `UsageError` for a head or a vocabulary that has no such
     answers."""
     if not labels:
-        yes, no = (single_token(tokenizer, word) for word in ("yes", "no"))
-        return yes, no
+        return single_token(tokenizer, "yes"), single_token(tokenizer, "no")
     if len(labels) == 1:
         return 0, 1
     if {"yes", "no"} <= set(labels):
@@ -212,7 +210,3 @@ def _classified(names: Sequence[str], logprobs: Sequence[float]) -> Classificati
     weights = [math.exp(logprob - greatest) for logprob in logprobs]
     probabilities = [weight / math.fsum(weights) for weight in weights]
     return Classification(dict(zip(names, probabilities, strict=True)), dict(zip(names, logprobs, strict=True)))
-
-
-def _logprob(scores: Iterable[tuple[int, float]], token_id: int) -> float:
-    return next(logprob for scored, logprob in scores if scored == token_id)

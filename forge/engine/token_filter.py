@@ -49,11 +49,9 @@ class VocabularyBytes:
         return token_ids[self._ends[token_ids] >= places + len(part)]
 
 
-@lru_cache(maxsize=2)
-def vocabulary_bytes(tokenizer: Tokenizer, vocab_size: int) -> VocabularyBytes:
-    """Return the tokenizer's `VocabularyBytes`, made once: 151,936 tokens take a quarter of a second. May be called on
-    any thread."""
-    return VocabularyBytes(tokenizer, vocab_size)
+vocabulary_bytes = lru_cache(maxsize=2)(VocabularyBytes)
+"""Makes a tokenizer's `VocabularyBytes` once: 151,936 tokens take a quarter of a second. May be called on any
+thread."""
 
 
 class TokenFilter:
@@ -62,10 +60,8 @@ class TokenFilter:
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, vocab_size: int, form: Grammar | None):
         """vocab_size: the model's. form: the grammar that holds too."""
         self.form = form
-        self.allowed = np.ones(vocab_size, bool)
-        if params.allowed_token_ids is not None:
-            self.allowed[:] = False
-            self.allowed[[*params.allowed_token_ids]] = True
+        self.allowed = np.full(vocab_size, params.allowed_token_ids is None)
+        self.allowed[[*(params.allowed_token_ids or ())]] = True
         self._words = [word.encode() for word in dict.fromkeys(params.bad_words or ())]
         if self._words:
             vocabulary = vocabulary_bytes(tokenizer, vocab_size)

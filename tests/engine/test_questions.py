@@ -66,6 +66,11 @@ def test_labels_that_are_none_are_refused(labels, message):
         classify(PROMPTS, labels, "abc")
 
 
+def test_labels_of_several_tokens_have_a_prompt():
+    with pytest.raises(UsageError, match="a prompt must not be empty"):
+        classify([(1, 2), ()], [[7], [8, 9]], ["good", "bad"])
+
+
 def test_a_head_has_a_candidate_for_each_label_and_two_for_one():
     question = classify_by_head(PROMPTS, ["a", "b", "c"])
     assert question.requests == [(prompt, Task(candidates=(0, 1, 2))) for prompt in PROMPTS]

@@ -21,7 +21,6 @@ SMALL_POOL = PromptLimits(10, 12, 8, 4)
 
 @pytest.mark.parametrize("limits", [LIMITS, SMALL_POOL])
 def test_a_prompt_of_tokens_that_fits_is_a_list_of_them(limits):
-    assert limits.longest == 8
     for token_ids in ([0], [9, 0, 5], range(8), np.arange(3)):
         assert limits.checked(token_ids) == list(token_ids)
 
@@ -86,15 +85,19 @@ def builder(limits: PromptLimits = LIMITS, prefill_only: bool = True, has_scratc
 
 
 def test_an_output_is_as_long_as_asked_or_as_there_is_room():
-    assert [builder().max_output_tokens(5, SamplingParams(most)) for most in (1, 4, 5)] == [1, 4, 4]
+    for limits in (LIMITS, SMALL_POOL):
+        for asked, expected in ((1, 1), (4, 4), (5, 4)):
+            first = sequence(0, tokens=5, max_tokens=asked, params=SamplingParams(asked))
+            builder(limits).complete(first, None, False)
+            assert first.max_output_tokens == expected
 
 
 @pytest.mark.parametrize(("limits", "is_limited"), [(LIMITS, False), (SMALL_POOL, True)])
 def test_the_pool_limits_a_generation_where_it_leaves_less_than_was_asked(limits, is_limited):
-    for asked, got, task in ((9, 9, GENERATE), (9, 8, GENERATE), (9, 8, Task(candidates=(1,)))):
-        first = sequence(0, max_tokens=got, params=SamplingParams(asked), task=task)
+    for asked, task in ((6, GENERATE), (7, GENERATE), (7, Task(candidates=(1,)))):
+        first = sequence(0, max_tokens=asked, params=SamplingParams(asked), task=task)
         builder(limits).complete(first, None, False)
-        limit = PoolExhausted(8) if is_limited and got < asked and task is GENERATE else None
+        limit = PoolExhausted(8) if is_limited and asked > 6 and task is GENERATE else None
         assert first.length_limit == limit and (first.task is GENERATE) == (task is GENERATE)
 
 
@@ -146,17 +149,15 @@ def test_an_output_has_all_that_its_sequences_know():
     first, second = sequence(0, token_ids=[1, 2, 3, 4]), sequence(1, params=SamplingParams(logprobs=0))
     second.sample_index, second.finish_reason, second.stop_reason, second.errors = 1, "stop", "x", ["late"]
     second.logprobs, second.readout = [None], Readout(candidates=(-1.0,))
-    state = RequestState("r", "text", 8, (first, second))
-    assert state.seq_ids == (0, 1) and state.is_unfinished
+    state = RequestState("text", (first, second))
+    assert state.seq_ids == (0, 1)
     metrics: Any = {0: "cost 0", 1: "cost 1"}.__getitem__
     output = state.output(metrics)
-    assert (output.request_id, output.prompt, output.seed) == ("r", "text", 8)
+    assert (output.request_id, output.prompt, output.seed) == (first.request_id, "text", first.seed)
     assert (output.prompt_token_ids, output.prompt_logprobs) == ((1, 2, 3), None)
     seen = [(one.index, one.token_ids, one.finish_reason, one.logprobs, one.metrics) for one in output.outputs]
     assert seen == [(0, (4,), None, None, "cost 0"), (1, (), "stop", (None,), "cost 1")]
     assert [(one.stop_reason, one.errors, one.readout) for one in output.outputs][1] == ("x", ("late",), second.readout)
-    first.finish_reason = "stop"
-    assert not state.is_unfinished
 
 
 @pytest.mark.parametrize(("readout", "partial"), [(None, 2), (3, 2), (None, None)])
@@ -164,7 +165,7 @@ def test_the_scores_of_a_prompt_stand_behind_the_tokens_without_any(readout, par
     scores = {number: Readout(scores=(((1, -1.0),),) * number) for number in (2, 3)}
     first = sequence(0, tokens=5, task=Task(score_from=2))
     first.readout, first.partial = scores.get(readout), scores.get(partial, NO_READOUT)
-    state, known = RequestState("r", None, 8, (first,)), readout or partial
+    state, known = RequestState(None, (first,)), readout or partial
     expected = (None, None, *scores[known].scores) if known else ()
     metrics: Any = {0: None}.get
     assert state.output(metrics).prompt_logprobs == expected

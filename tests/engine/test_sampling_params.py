@@ -121,7 +121,8 @@ def test_lists_and_single_texts_are_kept_as_tuples():
 )
 def test_what_restricts_tokens_makes_a_request_less_than_plain(values, filters, has_matcher):
     params = SamplingParams(max_tokens=1, **values)
-    assert (params.filters_tokens, params.has_matcher, params.plain_greedy) == (filters, has_matcher, not has_matcher)
+    assert (params.filters_tokens, params.needs_token_only) == (filters, not has_matcher)
+    assert params.plain_greedy == (not has_matcher)
 
 
 def test_values_at_the_edges_are_accepted():
