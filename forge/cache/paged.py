@@ -65,7 +65,8 @@ class PagedKvCache(KvCache):
         table, pool = self._tables[seq_id], self.pool
         blocks, room = table.blocks, len(table.blocks) * self.block_size - table.reserved
         if 0 < num_tokens <= room and pool.reference_counts[blocks[-1]] == 1 and blocks[-1] not in pool.cacheable:
-            table.reserved += num_tokens  # nearly every decode step: a slot of a block that is the sequence's own
+            # Nearly every decode step: a slot of a block that is the sequence's own. (Cacheable: in a prefix cache.)
+            table.reserved += num_tokens
             return ()
         # 0 tokens: async scheduling has reserved the slot a step ahead. Nothing will be written, so nothing is copied.
         return self.grow(seq_id, table, num_tokens) if num_tokens else ()

@@ -95,7 +95,8 @@ class Scheduler:
         """Give one token to each sequence that decodes, then the rest of the budget to prompts under way.
 
         The computed length of a running sequence is the position of the first token not yet computed; with the cache
-        off that is 0 between steps, and every step computes all of them.
+        off that is 0 between steps, and every step computes all of them. One that decodes lacks its last token alone:
+        it reserves one slot, which `commit` counts as computed.
         """
         cache, prefills = self.cache, []
         for seq_id, sequence in list(self.running.items()):
@@ -142,14 +143,14 @@ class Scheduler:
             cache.commit(swap.seq_id, self.running[swap.seq_id].token_ids[:num_tokens])
         for item in (*plan.items, *plan.separate) if plan.separate else plan.items:
             outcome, sequence, token_ids = outcome_of[item.seq_id], item.sequence, item.sequence.token_ids
-            token_ids += outcome.token_ids  # from here on they are the sequence's
+            token_ids += outcome.token_ids  # the sequence's own list: from here on it has them
             if outcome.finish_reason is not None:
                 ended.append((sequence, outcome.finish_reason, outcome))
             if item.phase == "prefill_only":
                 self.prefill_only.commit(item, broken=outcome.finish_reason == "error")
             elif item.num_draft_slots:
                 copies += self._commit_draft_tokens(item, outcome)
-            elif outcome.finish_reason != "error":  # what a broken forward wrote must not serve other sequences
+            elif outcome.finish_reason != "error":  # the plain case; what a broken forward wrote must serve no other
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
             if sequence.waiting_samples and (outcome.finish_reason or not item.remaining):
                 copies += self._begin_samples(sequence, outcome_of)

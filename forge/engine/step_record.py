@@ -29,8 +29,8 @@ class RecordBuilder:
         """Async scheduling: wasted rows that are not yet in a record."""
 
     def build(self, step: LaunchedStep, results: StepResults, started: float, ended: float) -> StepRecord:
-        """Build the record of a committed step, from its start until its tokens were known, before the commit: in
-        seconds on the engine's clock."""
+        """Build the record of a committed step. started, ended: in seconds on the engine's clock; it ended when its
+        tokens were known, before the commit."""
         self._num_steps += 1
         arrived, self.arrived = tuple(self.arrived), []
         rejected, self.rejected = tuple(self.rejected), []
