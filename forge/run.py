@@ -1,4 +1,4 @@
-"""A run: what `LLM.start` returns, and what every screen iterates over."""
+"""A run: what `LLM.start` returns, whose steps commands and screens iterate over."""
 
 from collections.abc import Iterator
 

@@ -95,7 +95,7 @@ class Sampler:
         The logits are the rows of all items, in order: of an item those of its known tokens, then those of its drafts.
         """
         plan, logits, drafts, results, first_row = step.plan, StepLogits.of(step.logits), step.drafts, self._results, 0
-        for item in plan.items:
+        for item in plan.items:  # without draft tokens a decode has one row, from `first_row` to `end`
             end = first_row + len(item.logit_rows) - item.num_draft_slots  # of the rows of its known tokens
             proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
             if item.sequence.finish_reason is None:  # else it ended after this step was planned ahead

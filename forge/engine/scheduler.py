@@ -107,7 +107,7 @@ class Scheduler:
                 prefills.append((sequence, start))
                 continue
             try:
-                plan.copies += cache.reserve(seq_id, length - cache.reserved_length(seq_id))
+                plan.copies += cache.reserve(seq_id, length - cache.reserved_length(seq_id))  # for a decode: 1 slot
             except OutOfBlocks:
                 if not self.preemption.reserve(sequence, length - cache.reserved_length(seq_id), plan):
                     continue
@@ -151,6 +151,7 @@ class Scheduler:
             elif item.num_draft_slots:
                 copies += self._commit_draft_tokens(item, outcome)
             elif outcome.finish_reason != "error":  # the plain case; what a broken forward wrote must serve no other
+                # Of a decode the token before the new one: the next step computes the new one's keys and values.
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
             if sequence.waiting_samples and (outcome.finish_reason or not item.remaining):
                 copies += self._begin_samples(sequence, outcome_of)
@@ -158,7 +159,7 @@ class Scheduler:
             outcome = outcome_of[sequence.seq_id]
             ended.append((sequence, outcome.finish_reason or "length", outcome))
             self._begin_samples(sequence, outcome_of)  # they end too
-        self.stats = cache.stats()
+        self.stats = cache.stats()  # for the step's record
         self.block_map = cache.block_map() if self.keep_block_map else None
         for sequence, reason, outcome in ended:
             self.retire(sequence, reason, outcome.stop_reason)
