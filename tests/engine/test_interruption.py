@@ -206,7 +206,7 @@ def test_a_question_after_an_interruption_changes_nothing_and_is_answered_as_aft
         assert engine.operation.unfinished == was_interrupted, "a question has recovered"
         engine.output("joins")
         assert answers(engine) == before, f"line {line}"
-    assert num_reached > 0.9 * len(lines)
+    assert num_reached > 0.8 * len(lines)
 
 
 @pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
