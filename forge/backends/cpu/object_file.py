@@ -14,7 +14,7 @@ from collections.abc import Callable
 from struct import iter_unpack, pack_into, unpack_from
 
 Find = Callable[[str], int]
-"""Returns the address of a function by its name. Raises `KeyError` if there is none."""
+"""Returns the address of a function by its name."""
 
 _ELF = b"\x7fELF\x02\x01\x01"
 """64 bits, little-endian, version 1."""
