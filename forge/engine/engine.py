@@ -132,10 +132,9 @@ class Engine(RequestRegistry):
         Call only while `has_unfinished()`. After any exception it may be called again. Raises AssertionError for a rule
         that does not hold, where `checks_invariants` is set, and `ModelUnavailable` where `waits_for_model` is.
 
-        `_plan` and `_decided` are kept for `fail_step` and `_recover`; `RequestRegistry` begins them, `_records` and
-        `timeline`.
+        `_plan` and `_decided` are kept for `fail_step` and `_recover`.
         """
-        with self.operation:
+        with self.operation:  # after an interrupted step, everything is first rebuilt from the sequences' tokens
             self._plan, started = None, time.perf_counter()
             try:
                 step = self._next_step(started)

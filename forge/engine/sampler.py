@@ -94,15 +94,14 @@ class Sampler:
 
         The logits are the rows of all items, in order: of an item those of its known tokens, then those of its drafts.
         """
-        plan, logits, drafts, results, first_row = step.plan, StepLogits.of(step.logits), step.drafts, self._results, 0
-        for item in plan.items:  # without draft tokens a decode has one row, from `first_row` to `end`
-            end = first_row + len(item.logit_rows) - item.num_draft_slots  # of the rows of its known tokens
+        plan, logits, drafts, results, end = step.plan, StepLogits.of(step.logits), step.drafts, self._results, 0
+        for item in plan.items:
+            first_row, end = end, end + len(item.logit_rows) - item.num_draft_slots  # of a decode the two are one apart
             proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
             if item.sequence.finish_reason is None:  # else it ended after this step was planned ahead
                 results.outcomes += self._outcomes(item, proposals, logits, first_row, end)
-            first_row = end
             if proposals:  # each draft's rows begin with one for the last known token; the first's is counted above
-                first_row += sum([len(proposal) + 1 for proposal in proposals]) - 1
+                end += sum([len(proposal) + 1 for proposal in proposals]) - 1
         for item, result in zip(plan.separate, step.separate, strict=True):
             results.outcomes += self._separate_outcomes(item, result)
         for sequence in plan.exhausted:
@@ -153,8 +152,7 @@ class Sampler:
         if logits.sampled or (sequence.params.plain_greedy and not self._report_probabilities):
             if not math.isfinite(logits.max_logit[row]):
                 check_max_logit(logits.max_logit[row])  # raises; the rows may have been released
-            chosen = ((logits.argmax[row], None, None),)  # faster than a `SampledToken`
-            return self._emit(sequence, chosen, logits, row)
+            return self._emit(sequence, ((logits.argmax[row], None, None),), logits, row)  # faster than `SampledToken`
         token = choose(logits.rows[row], sequence.draw, self._report_probabilities, logits.argmax[row])
         return self._emit(sequence, (token,), logits, row)
 

@@ -35,6 +35,14 @@ class Sequence:
     output_text: OutputText
     task: Task = GENERATE
     """What is wanted of it."""
+    finish_reason: FinishReason | None = None
+    """Why it ended; set once, when it ends."""
+    waiting_samples: list["Sequence"] = field(default_factory=list, init=False)
+    """The request's further samples, until the step that computes their prompt: then they fork its cache. Where it ends
+    before that, they end with it."""
+
+    # A plain decode step reads no field below.
+
     matcher: Matcher | None = None
     """Says which tokens may come next, where the output must have a form. It follows from the tokens."""
     prefill_only: bool = False
@@ -50,16 +58,11 @@ class Sequence:
     """Retain the cache when the sequence ends, for another to continue from."""
     continues_from: int | None = None
     """The ended sequence whose retained cache this one takes over, if it is still there when this one begins."""
-    waiting_samples: list["Sequence"] = field(default_factory=list, init=False)
-    """The request's further samples, until the step that computes their prompt: then they fork its cache. Where it ends
-    before that, they end with it."""
     times_preempted: int = 0
     times_deferred: int = 0
     """Steps that it waited for another sequence to compute blocks that it begins with too."""
     prefix_keys: tuple[int, ...] = ()
     """The keys of its prompt's full blocks in the prefix index; empty where no prefixes are planned."""
-    finish_reason: FinishReason | None = None
-    """Why it ended; set once, when it ends."""
     stop_reason: str | int | None = None
     errors: list[str] = field(default_factory=list, init=False)
     """What went wrong on its way, whether it ended it or not."""

@@ -149,10 +149,17 @@ class PlanBuilder:
         return sum(item.num_tokens for item in self.items.values() if item.phase == "prefill")
 
     def build(self) -> StepPlan:
-        items = (*self.items.values(), *self.prefill_only)
-        separate, copies = tuple(self.separate), tuple(self.copies)
-        queue = tuple(self.admitted), tuple(self.waiting), tuple(self.preempted), tuple(self.exhausted)
-        return StepPlan(items, separate, copies, tuple(self.swap_outs), tuple(self.swap_ins), *queue)
+        return StepPlan(
+            items=(*self.items.values(), *self.prefill_only),
+            separate=tuple(self.separate),
+            copies=tuple(self.copies),
+            swap_outs=tuple(self.swap_outs),
+            swap_ins=tuple(self.swap_ins),
+            admitted=tuple(self.admitted),
+            waiting=tuple(self.waiting),
+            preempted=tuple(self.preempted),
+            exhausted=tuple(self.exhausted),
+        )
 
 
 class Outcome(NamedTuple):

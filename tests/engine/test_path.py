@@ -4,6 +4,7 @@ Counted are named functions in forge/, without the model (the hash model stands 
 off must not be on the path.
 """
 
+import dataclasses
 import re
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ import forge
 from forge import LLM, SamplingParams
 from forge.cli.main import main
 from forge.engine.engine import Engine
+from forge.engine.sequence import Sequence
 
 ROOT = str(Path(forge.__file__).parent)
 HASH_MODEL = ("model/hash_model.py", "model/model.py")
@@ -96,8 +98,30 @@ def test_the_values_of_the_reading_path_are_classes_of_files_that_it_lists():
     rows = rows_of_the_readme()
     texts = {file: (Path(ROOT) / file).read_text(encoding="utf-8") for file in listed_in(rows)}
     for _, values, _ in rows:
-        for name in re.findall(r"`([^`]+)`", values):
+        for name in re.findall(r"`([A-Z][^`]*)`", values):
             assert any(re.search(rf"^class {name}\b", text, re.M) for text in texts.values()), name
+
+
+def test_a_plain_decode_reads_the_fields_of_a_sequence_that_the_readme_names(monkeypatch):
+    (last,) = {last for _, values, _ in rows_of_the_readme() for last in re.findall(r"`Sequence`, to `(\w+)`", values)}
+    names = [field.name for field in dataclasses.fields(Sequence)]
+    named = names[: names.index(last) + 1]
+    read: set[str] = set()
+
+    def watched(sequence: Sequence, name: str):
+        read.add(name)
+        return object.__getattribute__(sequence, name)
+
+    llm = LLM("hash", kv="paged")
+    llm.engine.add_request("a", [1, 2, 3, 4, 5], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+    for _ in range(3):
+        llm.engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequence, "__getattribute__", watched)
+        record = llm.engine.step()
+    assert record.phase == "decode"
+    assert last in read, "the last field that is read"
+    assert read & set(names) <= set(named)
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
