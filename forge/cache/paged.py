@@ -53,13 +53,6 @@ class PagedKvCache(KvCache):
         self._tables[seq_id] = BlockTable()
         return 0
 
-    def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
-        """Return the number of new blocks, and one more if the last block is shared and would be written."""
-        table = self._tables[seq_id]
-        room = len(table.blocks) * self.block_size - table.reserved  # in the last block
-        copies = room and num_tokens and self.pool.reference_counts[table.blocks[-1]] > 1
-        return blocks_for(num_tokens - room, self.block_size) + (1 if copies else 0)
-
     def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
         """Reserve `num_tokens` more slots; return the copy to perform before they are written, if there is one."""
         table, pool = self._tables[seq_id], self.pool
@@ -70,6 +63,28 @@ class PagedKvCache(KvCache):
             return ()
         # 0 tokens: async scheduling has reserved the slot a step ahead. Nothing will be written, so nothing is copied.
         return self.grow(seq_id, table, num_tokens) if num_tokens else ()
+
+    def grow(self, seq_id: int, table: BlockTable, num_tokens: int) -> tuple[BlockCopy, ...]:
+        """Reserve slots where that takes blocks, or where the last block may have to be copied."""
+        needed, available = self.blocks_needed(seq_id, num_tokens), self.num_available
+        if needed > available:
+            raise OutOfBlocks(needed, available)
+        copies = self._copy_on_write(seq_id, table, needed) if table.reserved % self.block_size else ()
+        reserved = table.reserved + num_tokens
+        taken = self._allocate(blocks_for(reserved, self.block_size) - len(table.blocks))
+        table.blocks, table.reserved = table.blocks + taken, reserved
+        return copies
+
+    def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
+        """Return the number of new blocks, and one more if the last block is shared and would be written."""
+        table = self._tables[seq_id]
+        room = len(table.blocks) * self.block_size - table.reserved  # in the last block
+        must_copy = room and num_tokens and self.pool.reference_counts[table.blocks[-1]] > 1
+        return blocks_for(num_tokens - room, self.block_size) + (1 if must_copy else 0)
+
+    def _allocate(self, number: int) -> tuple[int, ...]:
+        """Take blocks; the caller has checked that enough are available."""
+        return self.pool.allocate(number)
 
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """Count these tokens, which have been written into the next reserved slots, as computed."""
@@ -133,17 +148,6 @@ class PagedKvCache(KvCache):
             assert counted == referenced, f"block {block} is in {referenced} tables and has {counted} references"
         assert self._recounts_filled or self._filled == self._count_filled(), "the filled slots do not add up"
 
-    def grow(self, seq_id: int, table: BlockTable, num_tokens: int) -> tuple[BlockCopy, ...]:
-        """Reserve slots where that takes blocks, or where the last block may have to be copied."""
-        needed, available = self.blocks_needed(seq_id, num_tokens), self.num_available
-        if needed > available:
-            raise OutOfBlocks(needed, available)
-        copies = self._copy_on_write(seq_id, table, needed) if table.reserved % self.block_size else ()
-        reserved = table.reserved + num_tokens
-        taken = self._allocate(blocks_for(reserved, self.block_size) - len(table.blocks))
-        table.blocks, table.reserved = table.blocks + taken, reserved
-        return copies
-
     def _copy_on_write(self, seq_id: int, table: BlockTable, needed: int) -> tuple[BlockCopy, ...]:
         """Give the sequence a last block that it may write: with no other reference, and not cacheable.
 
@@ -183,10 +187,6 @@ class PagedKvCache(KvCache):
         """Release the blocks of a sequence that ends, or of a snapshot."""
         for block in self.release_order(table.blocks):
             self._release_block(block)
-
-    def _allocate(self, number: int) -> tuple[int, ...]:
-        """Take blocks; the caller has checked that enough are available."""
-        return self.pool.allocate(number)
 
     def _release_block(self, block: int) -> None:
         """Count one table fewer that has this block."""

@@ -183,8 +183,7 @@ class Engine(RequestRegistry):
         self._decided = results.outcomes  # from here on the step has happened
         if self._speculation is not None:
             self._speculation.learn(step, results, seconds)
-        copies = self.scheduler.commit(step.plan, results.outcomes)
-        if copies:
+        if copies := self.scheduler.commit(step.plan, results.outcomes):
             self.storage.copy_blocks(copies)
         self._decided = ()
         for finish in results.finished:

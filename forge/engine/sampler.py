@@ -29,7 +29,7 @@ OnLogits = Callable[[int, np.ndarray], None]
 
 @dataclass
 class LaunchedStep:
-    """A step from the launch of its forward pass until its logits are read."""
+    """A step from the launch of its forward pass until its record is built."""
 
     plan: StepPlan
     drafts: StepDrafts
@@ -62,7 +62,7 @@ class StepLogits:
 
 @dataclass
 class StepResults:
-    """The results of one step: `outcomes` for the scheduler, the rest for the record, which says each token once more.
+    """The results of one step: `outcomes` for the scheduler, `verified` for the proposers, the rest for the record.
 
     Until `commit()` neither scheduler nor cache sees them, and no `token_ids` grow.
     """
@@ -94,9 +94,10 @@ class Sampler:
 
         The logits are the rows of all items, in order: of an item those of its known tokens, then those of its drafts.
         """
-        plan, logits, drafts, results, end = step.plan, StepLogits.of(step.logits), step.drafts, self._results, 0
+        plan, drafts, results = step.plan, step.drafts, self._results
+        logits, end = StepLogits.of(step.logits), 0
         for item in plan.items:
-            first_row, end = end, end + len(item.logit_rows) - item.num_draft_slots  # of a decode the two are one apart
+            first_row, end = end, end + len(item.logit_rows) - item.num_draft_slots  # of a decode one row
             proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
             if item.sequence.finish_reason is None:  # else it ended after this step was planned ahead
                 results.outcomes += self._outcomes(item, proposals, logits, first_row, end)
@@ -141,12 +142,6 @@ class Sampler:
         except (BrokenLogits, MatcherError) as error:
             return self._all_ended(sequence, "error", error)
 
-    def _separate_outcomes(self, item: PlanItem, result: SeparateResult) -> Items[Outcome]:
-        """Compute the outcomes of an item from its separate forwards."""
-        if result.error is not None:
-            return self._all_ended(item.sequence, "error", result.error)
-        return self._outcomes(item, (), StepLogits.of(result.last_row), 0, len(result.last_row), result.readout)
-
     def _next_token(self, sequence: Sequence, logits: StepLogits, row: int) -> Outcome:
         """Choose a sequence's next token from one row."""
         if logits.sampled or (sequence.params.plain_greedy and not self._report_probabilities):
@@ -155,21 +150,6 @@ class Sampler:
             return self._emit(sequence, ((logits.argmax[row], None, None),), logits, row)  # faster than `SampledToken`
         token = choose(logits.rows[row], sequence.draw, self._report_probabilities, logits.argmax[row])
         return self._emit(sequence, (token,), logits, row)
-
-    def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, row: int) -> Outcome:
-        """Decide which draft tokens of an item stand; the rows of its drafts begin at that of its last known token."""
-        assert self._verify is not None, "what has draft tokens has proposers"
-        sequence, spans = item.sequence, []
-        for proposal in proposals:
-            spans.append(slice(row, row + len(proposal) + 1))
-            row = spans[-1].stop
-        verification = self._verify(sequence, proposals, logits, spans, self._report_probabilities)
-        self._results.verified[item.seq_id] = verification
-        outcome = self._emit(sequence, verification.sampled, logits, spans[verification.winner].start)
-        # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
-        num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
-        winner = item.forks[verification.winner - 1].seq_id if verification.winner else None
-        return outcome._replace(num_accepted=num_accepted, winner=winner)
 
     def _emit(
         self, sequence: Sequence, tokens: Items[SampledToken | tuple[int, None, None]], logits: StepLogits, row: int
@@ -202,6 +182,27 @@ class Sampler:
                 return self._ended(sequence, "length", None, tuple(token_ids))
             position += 1
         return Outcome(seq_id, len(sequence.token_ids), tuple(token_ids), None)
+
+    def _separate_outcomes(self, item: PlanItem, result: SeparateResult) -> Items[Outcome]:
+        """Compute the outcomes of an item from its separate forwards."""
+        if result.error is not None:
+            return self._all_ended(item.sequence, "error", result.error)
+        return self._outcomes(item, (), StepLogits.of(result.last_row), 0, len(result.last_row), result.readout)
+
+    def verify(self, item: PlanItem, proposals: tuple[Proposal, ...], logits: StepLogits, row: int) -> Outcome:
+        """Decide which draft tokens of an item stand; the rows of its drafts begin at that of its last known token."""
+        assert self._verify is not None, "what has draft tokens has proposers"
+        sequence, spans = item.sequence, []
+        for proposal in proposals:
+            spans.append(slice(row, row + len(proposal) + 1))
+            row = spans[-1].stop
+        verification = self._verify(sequence, proposals, logits, spans, self._report_probabilities)
+        self._results.verified[item.seq_id] = verification
+        outcome = self._emit(sequence, verification.sampled, logits, spans[verification.winner].start)
+        # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
+        num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
+        winner = item.forks[verification.winner - 1].seq_id if verification.winner else None
+        return outcome._replace(num_accepted=num_accepted, winner=winner)
 
     def _ended(
         self,

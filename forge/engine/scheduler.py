@@ -111,7 +111,7 @@ class Scheduler:
             except OutOfBlocks:
                 if not self.preemption.reserve(sequence, length - cache.reserved_length(seq_id), plan):
                     continue
-            # A decode. Its item is built here for speed: as `generation_item` and `plan.add` do, without the calls.
+            # A decode lacks its last token alone, an output token. For speed no `generation_item` and `plan.add` here.
             if start == length - 1 >= sequence.num_prompt_tokens:
                 table = cache.block_table(seq_id)
                 plan.items[seq_id] = PlanItem(seq_id, sequence, start, 1, _ONE_ROW, True, "decode", table)

@@ -44,6 +44,9 @@ class PlanItem(NamedTuple):
     phase: Phase
     block_table: tuple[int, ...]
     """The blocks of all positions that the item reads or writes, and perhaps of later ones, as of this step."""
+
+    # A plain decode step needs no field below.
+
     remaining: int = 0
     """Known tokens that a later step has to compute: the rest of a prompt that comes in chunks."""
     num_draft_slots: int = 0
@@ -63,6 +66,9 @@ class StepPlan:
 
     items: tuple[PlanItem, ...]
     """The rows of the step's forward pass, in order. Prefill-only items come last."""
+
+    # A plain decode step leaves the fields below empty.
+
     separate: tuple[PlanItem, ...] = ()
     """Items that take forward passes of their own: embeddings, and prompts scored in pieces."""
     copies: tuple[BlockCopy, ...] = ()
@@ -99,6 +105,9 @@ class PlanBuilder:
     """Those that are left."""
     items: dict[int, PlanItem] = field(default_factory=dict)
     """Scheduled generations, by sequence id."""
+
+    # A plain decode step leaves the fields below empty.
+
     prefill_only: list[PlanItem] = field(default_factory=list)
     separate: list[PlanItem] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
