@@ -37,7 +37,7 @@ class BlockTable:
     blocks: tuple[int, ...] = ()
     """Physical blocks in the order of the positions that they hold; as many as `reserved` takes."""
     reserved: int = 0
-    """Token slots owned."""
+    """Token slots that may be written, or have been."""
     computed: int = 0
     """Token slots with keys and values in them, the first ones."""
 

@@ -329,7 +329,7 @@ class BlockGeneration(BlocksView):
             self._console.print(Text(step_line(self.screen)), soft_wrap=True)
 
     def finish(self, result: RunResult) -> None:
-        self.__exit__()
+        self.close()
         console, width = self._console, self._console.width
         for text in sample_texts(result, self._prompt, quiet_prompt=self._shows and not self._echo):
             if text.plain:

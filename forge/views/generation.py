@@ -77,7 +77,7 @@ class LiveGeneration(LiveView):
         self.redraw()
 
     def finish(self, result: RunResult) -> None:
-        self.__exit__()  # the live picture goes
+        self.close()
         width = self._console.width
         texts = sample_texts(result, self._prompt, quiet_prompt=not self._echo)
         draw(self._console, [part for text in texts for part in (text, None)])

@@ -50,6 +50,10 @@ class LiveView(RunView):
         return self
 
     def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the picture away. Closing again does nothing."""
         if self._shows:
             self._live.update(Text(""), refresh=True)
             self._live.stop()
