@@ -74,7 +74,7 @@ CASES = (
 )
 LONG_CASES = (
     *(_decode(rows, context) for rows, context in ((64, 1024), (1, 4096), (16, 4096), (1, 8192), (1, 32768))),
-    *(_prefill(tokens) for tokens in (4096, 8192)),
+    *(_prefill(tokens) for tokens in (4096, 8192, 32768)),
 )
 
 

@@ -1,8 +1,9 @@
 """ik_llama.cpp, or llama.cpp, as a peer through its program `llama-batched-bench`: a turn is a run of it.
 
 Runs with any interpreter, without forge too. Prompts and answers are whole: a prefill is the second of two runs
-over the prompt, a decode the mean of 32 steps around the case's context. Its best setting is the fastest of `SETTINGS`
-that the program knows, tried before every figure. It shows no logits.
+over the prompt (the only one of a prompt that is longer than what settings are tried with, `for_trial`), a decode the
+mean of 32 steps around the case's context. Its best setting is the fastest of `SETTINGS` that the program knows, tried
+before every figure. It shows no logits.
 """
 
 import os
@@ -13,7 +14,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from forge.bench.worker import Missing, Worker, plural, timed
+from forge.bench.worker import TRIAL_TOKENS, Missing, Worker, for_trial, plural, timed
 
 PROGRAM = "llama-batched-bench"
 INSTALL = f"build github.com/ikawrakow/ik_llama.cpp (cmake --target {PROGRAM}), give its build/bin as --peer-bin"
@@ -50,13 +51,16 @@ class LlamaBinaryWorker(Worker):
         return {"description": description, "seconds": seconds, "first_time": False}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
-        prompt = len(token_ids[0]) if kind == "prefill" else max(1, context - STEPS // 2)
-        case, trials = (kind, prompt, len(token_ids)), {}
+        def case(context: int, token_ids: list[list[int]]) -> tuple[str, int, int]:
+            prompt = len(token_ids[0]) if kind == "prefill" else max(1, context - STEPS // 2)
+            return kind, prompt, len(token_ids)
+
+        trial, trials = case(*for_trial(context, token_ids)), {}
         for name, setting in SETTINGS.items():
             if self._own or "-rtr" not in setting:
-                trials[name] = self._seconds(*case, *setting)
+                trials[name] = self._seconds(*trial, *setting)
         best = min(trials, key=lambda name: trials[name])
-        self._chosen = partial(self._seconds, *case, *SETTINGS[best])
+        self._chosen = partial(self._seconds, *case(context, token_ids), *SETTINGS[best])
         return {"setting": f"flash attention, {best}", "seconds": trials[best]}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
@@ -72,7 +76,8 @@ class LlamaBinaryWorker(Worker):
         """Run a prefill or a decode by itself; return the seconds of a step, from the last row of the program's
         table."""
         steps = 1 if kind == "prefill" else STEPS
-        counts = {"-npp": prompt, "-ntg": steps, "-npl": "1,1" if kind == "prefill" else sequences}
+        twice = kind == "prefill" and prompt <= TRIAL_TOKENS
+        counts = {"-npp": prompt, "-ntg": steps, "-npl": "1,1" if twice else sequences}
         counts |= {"-c": -(-sequences * (prompt + steps + 16) // 256) * 256, "-b": 2048, "-ub": 512}
         arguments = [str(part) for pair in counts.items() for part in pair]
         command = [self._program, *self._arguments, *arguments, "-fa", "on", *setting]

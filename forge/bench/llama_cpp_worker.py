@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from forge.bench.worker import Missing, Worker, import_peer, plural, timed
+from forge.bench.worker import Missing, Worker, for_trial, import_peer, plural, timed
 
 UBATCH = 512
 TRIAL_STEPS = {"prefill": 1, "decode": 4}
@@ -44,9 +44,12 @@ class LlamaCppWorker(Worker):
         return {"description": description, "seconds": seconds, "first_time": False}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
-        self._past, self._token_ids = context, token_ids
+        self._past, self._token_ids = for_trial(context, token_ids)
         settings = product(KV_TYPES, (True, False) if len(token_ids) > 1 else (True,))
         kv, unified = self._set_up_fastest(settings, self._set_up, TRIAL_STEPS[kind])
+        if len(self._token_ids[0]) < len(token_ids[0]):
+            self._past, self._token_ids = context, token_ids
+            self._set_up((kv, unified))
         buffers = "" if len(token_ids) == 1 else ", one KV buffer" if unified else ", a KV buffer per sequence"
         return {"setting": f"flash attention auto, ubatch {UBATCH}, {kv} KV{buffers}", "seconds": self._expected}
 

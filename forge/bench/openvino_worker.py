@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from forge.bench.worker import Missing, Worker, import_peer, plural, timed
+from forge.bench.worker import Missing, Worker, for_trial, import_peer, plural, timed
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16"},
@@ -46,9 +46,8 @@ class OpenVinoWorker(Worker):
         return {"description": f"{version}, {plural(threads)}, KV 8 bits", "seconds": seconds, "first_time": False}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
-        begin = partial(self._begin, kind, context, token_ids)
-        best = self._set_up_fastest(SETTINGS, begin, TRIAL_STEPS)
-        begin(best)  # its context has grown with every step
+        best = self._set_up_fastest(SETTINGS, partial(self._begin, kind, *for_trial(context, token_ids)), TRIAL_STEPS)
+        self._begin(kind, context, token_ids, best)  # for a decode too that was tried whole: its context has grown
         return {"setting": f"{best}, paged attention, 8-bit KV", "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from forge.bench.forge_worker import ForgeWorker
 from forge.bench.llama_binary_worker import PROGRAM, STEPS, LlamaBinaryWorker
 from forge.bench.openvino_worker import OpenVinoWorker
-from forge.bench.worker import Missing
+from forge.bench.worker import Missing, for_trial
 from tests.small_models import write_small_qwen3
 
 IK = "-rtr, --run-time-repack"
@@ -60,6 +60,35 @@ def test_a_programs_best_setting_is_taken_and_timed_by_its_own_table(program):
     worker.prepare("prefill", 0, [[1] * 512])
     assert worker.turn(1, 0.1)["seconds"] == [0.5]
     assert "-npp 512 -ntg 1 -npl 1,1" in (folder / "calls").read_text()
+
+
+def test_settings_are_tried_with_fewer_tokens_than_a_long_case_has(program):
+    folder = program(IK)
+    worker = loaded(folder)
+
+    def calls() -> list[str]:
+        lines = (folder / "calls").read_text().splitlines()
+        (folder / "calls").write_text("")
+        return [line[line.index("-npp") : line.index(" -c")] for line in lines]
+
+    calls()
+    worker.prepare("decode", 32768, [[1] * 32769] * 2)
+    worker.turn(1, 0.1)
+    worker.prepare("prefill", 0, [[1] * 32768])
+    worker.turn(1, 0.1)
+    trials = ["-npp 4079 -ntg 32 -npl 2"] * 4, ["-npp 8192 -ntg 1 -npl 1,1"] * 4
+    assert calls() == [*trials[0], "-npp 32752 -ntg 32 -npl 2", *trials[1], "-npp 32768 -ntg 1 -npl 1"]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "context", "length", "shorter"),
+    [(1, 128, 129, (128, 129)), (1, 0, 8192, (0, 8192)), (1, 0, 8193, (0, 8192)), (1, 32768, 32769, (8191, 8192)),
+     (16, 1024, 1025, (511, 512))],
+)  # fmt: skip
+def test_a_case_is_shortened_to_so_many_tokens_of_all_sequences(sequences, context, length, shorter):
+    left, token_ids = for_trial(context, [list(range(length)) for _ in range(sequences)])
+    assert (left, len(token_ids[-1])) == shorter
+    assert token_ids == [list(range(shorter[1]))] * sequences
 
 
 def test_llama_cpps_own_program_is_said_to_be_that_and_is_not_told_to_repack(program):
