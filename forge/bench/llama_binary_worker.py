@@ -11,7 +11,6 @@ import resource
 import subprocess
 from collections.abc import Mapping
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from forge.bench.worker import TRIAL_TOKENS, Missing, Worker, for_trial, plural, timed
@@ -31,16 +30,17 @@ STEPS = 32
 class LlamaBinaryWorker(Worker):
     """The program, and the arguments of the case at hand."""
 
-    def load(self, model: str, threads: int, binary: str | None = None, **others: Any) -> Mapping[str, Any]:
-        """Find the program and its arguments. binary: the program, or the folder that it is in."""
+    def load(
+        self, model: str, threads: int, scratch: str, binary: str | None = None, **others: Any
+    ) -> Mapping[str, Any]:
+        """Find the program and its arguments. binary: the program, or the folder that it is in. scratch: a folder in
+        which it runs, and leaves its log."""
         if binary is None:
             raise Missing(INSTALL)
         self._program = os.path.abspath(os.path.join(binary, PROGRAM) if os.path.isdir(binary) else binary)
-        self._folder = TemporaryDirectory(prefix="forge-bench-")  # the program leaves its log where it runs
+        self._folder = scratch
         try:
-            usage = subprocess.run(
-                [self._program, "--help"], cwd=self._folder.name, capture_output=True, text=True
-            ).stdout
+            usage = subprocess.run([self._program, "--help"], cwd=self._folder, capture_output=True, text=True).stdout
         except OSError as error:
             raise Missing(f"{self._program}: {error.strerror}; {INSTALL}") from None
         self._own = "-rtr" in usage
@@ -81,7 +81,7 @@ class LlamaBinaryWorker(Worker):
         counts |= {"-c": -(-sequences * (prompt + steps + 16) // 256) * 256, "-b": 2048, "-ub": 512}
         arguments = [str(part) for pair in counts.items() for part in pair]
         command = [self._program, *self._arguments, *arguments, "-fa", "on", *setting]
-        run = subprocess.run(command, cwd=self._folder.name, capture_output=True, text=True)
+        run = subprocess.run(command, cwd=self._folder, capture_output=True, text=True)
         rows = [line.strip("| ").split("|") for line in (run.stdout + run.stderr).split("\n") if line.startswith("|")]
         if run.returncode or len(rows) < 3:
             raise RuntimeError(f"{PROGRAM} ended with {run.returncode}: {(run.stderr or run.stdout)[-200:]}")

@@ -7,6 +7,7 @@ its input close and ends itself.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -121,8 +122,9 @@ class BenchProcess(AbstractContextManager["BenchProcess"]):
         return answer["ok"]
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
-        self._process.kill()
+        """End the process, whatever it is doing, and the programs that it runs."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             assert pipe is not None

@@ -94,7 +94,7 @@ def import_peer(package: str, *modules: str) -> list[Any]:
 
 
 def serve_requests(worker: object) -> None:
-    """Answer requests until standard input closes. Returns never: the process ends."""
+    """Answer requests until standard input closes. Returns never: the process ends, with the programs that it runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not end up between the answers
@@ -164,6 +164,8 @@ def one_line(error: object) -> str:
 def _read(requests: "queue.SimpleQueue[str]") -> None:
     for line in sys.stdin:
         requests.put(line)
+    if os.getpgrp() == os.getpid():  # as `BenchProcess` starts it
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

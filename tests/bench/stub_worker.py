@@ -1,6 +1,7 @@
 """A worker that does nothing of use, for tests of the conversation."""
 
 import os
+import subprocess
 import sys
 import time
 
@@ -22,6 +23,9 @@ class Stub(Worker):
         print("Traceback …\nfatal: out of luck", file=sys.stderr)
         sys.stderr.flush()
         os._exit(3)
+
+    def start(self):
+        return {"pid": subprocess.Popen(["sleep", "600"]).pid}
 
     def sleep(self):
         time.sleep(600)

@@ -43,7 +43,8 @@ echo "|   112 |     32 |    4 |    576 |    0.500 |   100.00 |    $s |   100.00 
 
 def loaded(folder, model: str = "model.gguf") -> LlamaBinaryWorker:
     worker = LlamaBinaryWorker()
-    worker.said = worker.load(model, threads=2, binary=str(folder))["description"]
+    scratch = folder if folder.is_dir() else folder.parent
+    worker.said = worker.load(model, threads=2, scratch=str(scratch), binary=str(folder))["description"]
     return worker
 
 
@@ -107,7 +108,7 @@ def test_a_program_that_fails_says_why(program):
 @pytest.mark.parametrize("binary", [None, "no/such/folder"])
 def test_without_the_program_it_is_said_what_to_build(binary):
     with pytest.raises(Missing, match=r"github.com/ikawrakow/ik_llama.cpp .* --peer-bin"):
-        LlamaBinaryWorker().load("model.gguf", threads=2, binary=binary)
+        LlamaBinaryWorker().load("model.gguf", threads=2, scratch=".", binary=binary)
 
 
 def test_without_openvino_it_is_said_what_to_install(monkeypatch, tmp_path):

@@ -79,30 +79,28 @@ def test_round_trip_through_a_process():
     assert str(caught.value) == "stub ended during 'die': fatal: out of luck (exit status 3)"
 
 
-def test_closing_ends_a_busy_worker():
+def test_closing_ends_a_busy_worker_and_the_program_that_it_runs():
     with BenchProcess(StubLaunch()) as stub:
+        program = stub.ask("start")["pid"]
         stub._process.stdin.write(json.dumps({"do": "sleep"}) + "\n")
         stub._process.stdin.flush()
     assert stub._process.returncode is not None
+    assert has_ended(program)
 
 
 def test_a_worker_ends_with_its_parent_even_while_busy():
     code = (
         "import time\nfrom forge.bench.process import BenchProcess\nfrom tests.bench.stubs import StubLaunch\n"
-        "stub = BenchProcess(StubLaunch())\nstub.ask('echo')\nprint(stub.pid, flush=True)\nstub.ask('sleep')\n"
+        "stub = BenchProcess(StubLaunch())\nprint(stub.pid, stub.ask('start')['pid'], flush=True)\nstub.ask('sleep')\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
     )
-    worker = int(parent.stdout.readline())
+    worker, program = map(int, parent.stdout.readline().split())
     parent.kill()
     parent.wait()
-    for _ in range(300):
-        if not is_running(worker):
-            return
-        time.sleep(0.1)
-    os.kill(worker, signal.SIGKILL)
-    pytest.fail("the worker outlived its parent")
+    assert has_ended(worker), "the worker outlived its parent"
+    assert has_ended(program), "the worker's program outlived it"
 
 
 class BareLaunch(Launch):
@@ -118,6 +116,16 @@ def test_a_peers_worker_runs_in_an_interpreter_without_forge(peer):
     fields = {"model": "m.gguf", "device": "cpu", "threads": 1, "max_model_len": 9, "scratch": "."}
     with BenchProcess(BareLaunch(peer, f"{peer}_worker")) as process, pytest.raises(PeerMissing, match=r"pip|build"):
         process.ask("load", **fields)
+
+
+def has_ended(pid: int) -> bool:
+    """Wait until a process has ended; one that does not is killed."""
+    for _ in range(300):
+        if not is_running(pid):
+            return True
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    return False
 
 
 def is_running(pid: int) -> bool:
