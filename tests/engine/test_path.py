@@ -100,6 +100,8 @@ def test_the_values_of_the_reading_path_are_classes_of_files_that_it_lists():
     for _, values, _ in rows:
         for name in re.findall(r"`([A-Z][^`]*)`", values):
             assert any(re.search(rf"^class {name}\b", text, re.M) for text in texts.values()), name
+        for field in re.findall(r", to `(\w+)`", values):
+            assert any(re.search(rf"^    {field}: ", text, re.M) for text in texts.values()), field
 
 
 def test_a_plain_decode_reads_the_fields_of_a_sequence_that_the_readme_names(monkeypatch):
