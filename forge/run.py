@@ -36,7 +36,7 @@ class Run:
                 if self._watched is not None:
                     self._logits = self.logits  # without what a step that raised has left
                 record = self._engine.step()
-                self._close_if_ended()  # before the caller sees the record, which may be the last one that it reads
+                self._close_if_ended()  # now, so that `outputs` are whole if the caller stops at this record
             yield record
 
     def abort(self) -> None:

@@ -171,10 +171,10 @@ class Engine(RequestRegistry):
         batch = self._batch_builder.build(plan.items, drafts.proposals) if plan.items else None
         if plan.copies or plan.swap_outs or plan.swap_ins:
             self.scheduler.host_pool.move(self.storage, plan.swap_outs, plan.copies, plan.swap_ins)
-        launched = time.perf_counter()
+        forward_started = time.perf_counter()
         logits = self._model.forward(batch, self.storage) if batch is not None else _NO_LOGITS
         separate = run_separate_forwards(plan.separate, self._model, self.storage) if plan.separate else []
-        schedule_ms, forward_ms = (launched - started) * 1e3, (time.perf_counter() - launched) * 1e3
+        schedule_ms, forward_ms = (forward_started - started) * 1e3, (time.perf_counter() - forward_started) * 1e3
         return LaunchedStep(plan, drafts, batch, logits, separate, schedule_ms - drafts.total_ms, forward_ms)
 
     def _commit(self, step: LaunchedStep, results: StepResults, seconds: float) -> None:

@@ -97,7 +97,7 @@ class Sampler:
         plan, drafts, results = step.plan, step.drafts, self._results
         logits, end = StepLogits.of(step.logits), 0
         for item in plan.items:
-            first_row, end = end, end + len(item.logit_rows) - item.num_draft_slots  # of a decode one row
+            first_row, end = end, end + len(item.logit_rows) - item.num_draft_slots  # known tokens: of a decode one
             proposals = drafts.proposals.get(item.seq_id, ()) if item.num_draft_slots else ()
             if item.sequence.finish_reason is None:  # else it ended after this step was planned ahead
                 results.outcomes += self._outcomes(item, proposals, logits, first_row, end)

@@ -151,7 +151,7 @@ class Scheduler:
             elif item.num_draft_slots:
                 copies += self._commit_draft_tokens(item, outcome)
             elif outcome.finish_reason != "error":  # the plain case; what a broken forward wrote must serve no other
-                # Of a decode the token before the new one: the next step computes the new one's keys and values.
+                # The rows just computed: of a decode the token before the new one, which the next step computes.
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
             if sequence.waiting_samples and (outcome.finish_reason or not item.remaining):
                 copies += self._begin_samples(sequence, outcome_of)

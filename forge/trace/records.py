@@ -330,7 +330,7 @@ class StepRecord:
     schedule_ms: float
     """Until the forward began, without the time of proposers."""
     forward_ms: float
-    """The model's forward pass alone, logits on the host included. With async scheduling on a device: the time to
+    """The model's forward passes alone, logits on the host included. With async scheduling on a device: the time to
     launch it, and the time that the host then waited for it."""
     sample_ms: float
     """Until all tokens were known. No time tells the commit, which follows."""
