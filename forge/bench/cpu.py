@@ -394,7 +394,7 @@ def bench_cpu(
         str | None, option("The folder of ik_llama.cpp's binaries: its llama-batched-bench takes part.")
     ] = None,
     long: Annotated[
-        bool, option("Also contexts up to 32,768, and 64 sequences at 1,024: up to 8 GB for each peer.", "--long")
+        bool, option("Also contexts up to 32,768, and 64 sequences at 1,024: 9 GB and more for a peer.", "--long")
     ] = False,
     quick: QuickOption = False,
 ) -> Generator[Facts, None, None]:

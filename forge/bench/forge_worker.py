@@ -10,7 +10,7 @@ import numpy as np
 from forge import LLM, __version__
 from forge.backends.devices import why_not_cuda
 from forge.bench.cases import BLOCK_SIZE, WARM_ROUNDS, Load, answered, unique_prompts
-from forge.bench.worker import WORTH_WARMING_SECONDS, Missing, Worker, timed
+from forge.bench.worker import TRIAL_TOKENS, Missing, Worker, timed
 from forge.engine.sampler import argmax_rows
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 from forge.model.qwen3 import Qwen3
@@ -66,9 +66,8 @@ class ForgeWorker(Worker):
                 stop = min(context, start + CHUNK)
                 model.forward(batch_of([ids[start:stop]], start, blocks, first=index), self._storage)
         self._batch = batch_of([ids[context:] for ids in token_ids], context, blocks)
-        self._expected = self._step()
-        if self._expected < WORTH_WARMING_SECONDS:
-            self._expected = min(self._step() for _ in range(WARM_ROUNDS - 1))
+        rounds = WARM_ROUNDS if len(self._batch.token_ids) <= TRIAL_TOKENS else 1  # a longer one takes minutes
+        self._expected = min(self._step() for _ in range(rounds))
         assert isinstance(model, Qwen3)
         execution = getattr(model.backend, "execution", None)
         eager = f"{self._llm.kv_dtype} KV" if self._llm.device == "cpu" else "eager"

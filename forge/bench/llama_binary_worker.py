@@ -1,9 +1,9 @@
 """ik_llama.cpp, or llama.cpp, as a peer through its program `llama-batched-bench`: a turn is a run of it.
 
 Runs with any interpreter, without forge too. Prompts and answers are whole: a prefill is the second of two runs
-over the prompt (the only one of a prompt that is longer than what settings are tried with, `for_trial`), a decode the
-mean of 32 steps around the case's context. Its best setting is the fastest of `SETTINGS` that the program knows, tried
-before every figure. It shows no logits.
+over the prompt, or the only run if the prompt is longer than `TRIAL_TOKENS`; a decode is the mean of 32 steps around
+the case's context. Its best setting is the fastest of `SETTINGS` that the program knows, tried before every figure. It
+shows no logits.
 """
 
 import os

@@ -47,7 +47,7 @@ class OpenVinoWorker(Worker):
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         best = self._set_up_fastest(SETTINGS, partial(self._begin, kind, *for_trial(context, token_ids)), TRIAL_STEPS)
-        self._begin(kind, context, token_ids, best)  # for a decode too that was tried whole: its context has grown
+        self._begin(kind, context, token_ids, best)  # not only a short trial: a decode's context has grown
         return {"setting": f"{best}, paged attention, 8-bit KV", "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:

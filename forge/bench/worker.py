@@ -32,8 +32,7 @@ WORTH_WARMING_SECONDS = 0.2
 """A step that takes longer is not repeated before it is timed: waking up costs it nothing that could be seen."""
 MOST_STEPS = 200
 TRIAL_TOKENS = 8192
-"""Tokens of all sequences with which a program's settings are tried at most: a longer case would have to be computed
-once for every setting."""
+"""Tokens of all sequences up to which a case is repeated: to try each setting of a program with it, or to warm up."""
 _Setting = TypeVar("_Setting")
 
 
@@ -78,8 +77,8 @@ class Worker:
 
 
 def for_trial(context: int, token_ids: list[list[int]]) -> tuple[int, list[list[int]]]:
-    """Shorten a case to `TRIAL_TOKENS`: return its context and its token ids, without the last ones of a prompt, or of
-    what is in the caches before a decode."""
+    """Shorten a case to `TRIAL_TOKENS`: return its context and its token ids. A prompt loses its last tokens, a decode
+    the last ones of its context."""
     length = len(token_ids[0])
     kept = min(length, TRIAL_TOKENS // len(token_ids))
     return max(0, context - (length - kept)), [ids[:kept] for ids in token_ids]

@@ -5,8 +5,11 @@ import sys
 
 import pytest
 
+from forge.bench import forge_worker
+from forge.bench.cases import WARM_ROUNDS
 from forge.bench.forge_worker import ForgeWorker
 from forge.bench.llama_binary_worker import PROGRAM, STEPS, LlamaBinaryWorker
+from forge.bench.llama_cpp_worker import LlamaCppWorker
 from forge.bench.openvino_worker import OpenVinoWorker
 from forge.bench.worker import Missing, for_trial
 from tests.small_models import write_small_qwen3
@@ -90,6 +93,38 @@ def test_a_case_is_shortened_to_so_many_tokens_of_all_sequences(sequences, conte
     left, token_ids = for_trial(context, [list(range(length)) for _ in range(sequences)])
     assert (left, len(token_ids[-1])) == shorter
     assert token_ids == [list(range(shorter[1]))] * sequences
+
+
+@pytest.mark.parametrize(("worker", "set_up"), [(LlamaCppWorker, "_set_up"), (OpenVinoWorker, "_begin")])
+@pytest.mark.parametrize(("kind", "context"), [("decode", 9000), ("prefill", 0)])
+def test_a_library_tries_its_settings_with_a_shorter_case_and_then_computes_all_of_it(
+    worker, set_up, kind, context, monkeypatch
+):
+    peer, lengths = worker(), []
+
+    def record(*arguments):
+        if worker is LlamaCppWorker:
+            lengths.append((peer._past, len(peer._token_ids[0])))
+        else:
+            lengths.append((arguments[1], len(arguments[2][0])))
+
+    monkeypatch.setattr(peer, set_up, record)
+    monkeypatch.setattr(peer, "_step", lambda: 1.0)
+    peer.prepare(kind, context, [[1] * 9001])
+    short, whole = (max(0, context - 809), 8192), (context, 9001)
+    assert lengths[:2] == [short, short]
+    assert lengths[-1] == whole
+
+
+def test_forge_warms_up_with_one_step_of_a_case_that_is_too_long_to_repeat(tmp_path, monkeypatch):
+    worker, steps = ForgeWorker(), []
+    worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="cpu")
+    monkeypatch.setattr(worker, "_step", lambda: steps.append(1) or 1.0)
+    monkeypatch.setattr(forge_worker, "TRIAL_TOKENS", 16)
+    worker.prepare("prefill", 0, [list(range(16))])
+    assert len(steps) == WARM_ROUNDS
+    worker.prepare("prefill", 0, [list(range(17))])
+    assert len(steps) == WARM_ROUNDS + 1
 
 
 def test_llama_cpps_own_program_is_said_to_be_that_and_is_not_told_to_repack(program):
