@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from forge.gguf import GGUFFile
-from forge.model.backend import Array, Backend
+from forge.model.backend import Array, Backend, Tensor
 from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
 from forge.model.hf_directory import HuggingFaceDirectory
 from forge.model.model import Model
 from forge.model.qwen3 import DenseLayerWeights, Qwen3, Qwen3Weights
 from forge.model.qwen3_moe import MoeLayerWeights, Qwen3Moe
-from forge.model.weight_source import GGUFWeights, WeightSource, classifier_rows
+from forge.model.weight_source import GGUFWeights, WeightSource, balanced_norms, classifier_rows
 from forge.reasons import Pooling
 from forge.tokenizer import Tokenizer
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
@@ -86,8 +86,7 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
     def load(name: str) -> Array:
         nonlocal done
         tensor = source.tensor(f"{name}.weight")
-        values = classifier_rows(tensor) if name == "cls.output" else tensor
-        loaded = load_by_dimensions[len(tensor.shape)](values)
+        loaded = load_by_dimensions[len(tensor.shape)](_as_computed(source, name))
         source.release(f"{name}.weight")
         done += tensor.nbytes
         if on_progress is not None:
@@ -110,6 +109,18 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
         else:
             head = None
     return model_type(config, Qwen3Weights(embedding, layers, output_norm, head), backend)
+
+
+def _as_computed(source: WeightSource, name: str) -> Tensor:
+    """Return a tensor of the source, by its name without `.weight`, in the form that the model computes with."""
+    tensor = source.tensor(f"{name}.weight")
+    if name == "cls.output":
+        return classifier_rows(tensor)
+    if name.endswith("attn_q_norm"):
+        return balanced_norms(tensor, source.tensor(f"{name.replace('_q_norm', '_k_norm')}.weight"))[0]
+    if name.endswith("attn_k_norm"):
+        return balanced_norms(source.tensor(f"{name.replace('_k_norm', '_q_norm')}.weight"), tensor)[1]
+    return tensor
 
 
 def open_weights(path: Path) -> WeightSource:

@@ -62,7 +62,7 @@ class CudaBackend(Backend):
     where it can."""
 
     name = "cuda"
-    default_kv_dtype = DEFAULT_KV_DTYPE
+    default_kv_dtype = "bfloat16"
 
     def __init__(
         self,
