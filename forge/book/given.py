@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.cache.kv_storage import DEFAULT_KV_DTYPE, KV_ITEM_BYTES, vector_bytes
+from forge.cache.kv_storage import DEFAULT_KV_DTYPES, KV_ITEM_BYTES, vector_bytes
 from forge.model.catalog import DEFAULT_MODEL, is_hash_model, model_name, resolve_model
 from forge.views.json_output import picked
 
@@ -144,8 +144,9 @@ def _own_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def model_facts(name: str = DEFAULT_MODEL, kv_dtype: str | None = None) -> dict[str, Any]:
-    """Read the header of the model's file. Raises what `resolve_model` and `open_weights` raise."""
+def model_facts(name: str = DEFAULT_MODEL, kv_dtype: str | None = None, device: str = "cpu") -> dict[str, Any]:
+    """Read the header of the model's file. kv_dtype: the device's own if None. Raises what `resolve_model` and
+    `open_weights` raise."""
     if is_hash_model(name):
         from forge.tokenizer.byte_tokenizer import VOCAB_SIZE
 
@@ -158,7 +159,7 @@ def model_facts(name: str = DEFAULT_MODEL, kv_dtype: str | None = None) -> dict[
         config = source.config
         return _facts(
             model_name(path),
-            kv_dtype or DEFAULT_KV_DTYPE,
+            kv_dtype or DEFAULT_KV_DTYPES[device],
             num_kv_heads=config.num_key_value_heads,
             **picked(config, "num_layers", "head_dim", "vocab_size"),
             **picked(config, "num_attention_heads", "hidden_size", "intermediate_size"),
@@ -174,6 +175,7 @@ def _facts(name: str, kv_dtype: str, num_layers: int, num_kv_heads: int, head_di
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "bytes_per_number": KV_ITEM_BYTES[kv_dtype],
+        "scale_bytes": vector_bytes(head_dim, kv_dtype) - head_dim * KV_ITEM_BYTES[kv_dtype],
         "kv_bytes_per_token": 2 * num_layers * num_kv_heads * vector_bytes(head_dim, kv_dtype),
         "num_attention_heads": 0,
         "hidden_size": 0,

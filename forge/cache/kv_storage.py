@@ -14,8 +14,8 @@ import numpy as np
 
 KV_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 KV_DTYPES = tuple(KV_ITEM_BYTES)
-DEFAULT_KV_DTYPE = "int8"
-"""How a CPU and a GPU keep keys and values unless `--kv-dtype` says otherwise."""
+DEFAULT_KV_DTYPES = {"cpu": "int8", "cuda": "bfloat16", "reference": "float32"}
+"""How each device keeps keys and values unless `--kv-dtype` says otherwise."""
 LEAST_BFLOAT16 = np.float32(2.0**-50)
 """bfloat16: a number nearer to zero is stored as zero, so that instructions which take subnormal numbers for zero add
 the same as those that do not."""

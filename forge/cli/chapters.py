@@ -336,7 +336,7 @@ def new_session(chapter: "Chapter", overrides: "Given | None" = None) -> "Sessio
     from forge.book.given import model_facts
 
     values = {name: each(value)[0] for name, value in (overrides.values if overrides else {}).items() if each(value)}
-    options_of_facts = {"name": "model", "kv_dtype": "kv_dtype"}
+    options_of_facts = {"name": "model", "kv_dtype": "kv_dtype", "device": "device"}
     options_given = {name: values[option] for name, option in options_of_facts.items() if option in values}
     model = model_facts(**options_given) if "model" in chapter.names else {}
     return Session(chapter, run_reported, model=model, given=tuple(overrides.values) if overrides else ())

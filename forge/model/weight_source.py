@@ -136,13 +136,13 @@ def classifier_rows(head: Tensor) -> ArrayTensor:
 
 
 def balanced_norms(q_norm: Tensor, k_norm: Tensor) -> tuple[ArrayTensor, ArrayTensor]:
-    """Return the weights of a layer's norms, float32 `[head_dim]`, with the large numbers of its keys shared by its queries.
+    """Return a layer's norms of queries and keys, float32 `[head_dim]`, their large weights spread over both.
 
     A key in int8 has one scale, so a dimension that the norm makes 16 times as large as the others leaves them 4 bits.
     Each weight of the keys is divided, and that of the queries multiplied, by the power of two nearest to the square
     root of the keys' weight over the queries': SmoothQuant's balance (Xiao et al. 2023, α = 0.5), told by the weights
-    alone. Dimensions that RoPE turns into each other share a factor. With powers of two every product of a query and a key
-    is the same number as before, so in float32 and bfloat16 no score changes by a bit.
+    alone. Dimensions that RoPE turns into each other share a factor. With powers of two every product of a query and a
+    key is the same number as before, so in float32 and bfloat16 no score changes by a bit.
     """
     q, k = q_norm.dequantize(), k_norm.dequantize()
     largest_q, largest_k = (np.abs(weights).reshape(2, -1).max(axis=0) for weights in (q, k))

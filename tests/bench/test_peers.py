@@ -152,7 +152,7 @@ def test_without_openvino_it_is_said_what_to_install(monkeypatch, tmp_path):
         OpenVinoWorker().load("model.gguf", threads=2, scratch=str(tmp_path))
 
 
-@pytest.mark.parametrize(("asked", "used"), [(None, "bfloat16"), ("int8", "int8")])
+@pytest.mark.parametrize(("asked", "used"), [(None, "int8"), ("bfloat16", "bfloat16")])
 def test_on_a_cpu_forge_is_measured_with_the_kv_dtype_that_users_get(tmp_path, asked, used):
     worker = ForgeWorker()
     loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="cpu", kv_dtype=asked)

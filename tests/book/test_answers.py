@@ -53,12 +53,12 @@ def test_chapter_1(facts):
 
 def test_chapter_2(facts):
     long, precision, bytes_each, judge = exercises(2)
-    assert facts(long)["held_bytes"] == 259 * 6144
-    compared = facts(precision)
-    half, full = compared["sides"]
-    assert full["kv_bytes_held"] == 2 * half["kv_bytes_held"] and not compared["logits_same_bits"]
-    half, eight = facts(bytes_each)["sides"]
-    assert eight["kv_bytes_held"] / half["kv_bytes_held"] == 3264 / 6144
+    assert facts(long)["held_bytes"] == 259 * 3264
+    for exercise, bytes_per_token in ((precision, 12288), (bytes_each, 6144)):
+        compared = facts(exercise)
+        eight, more = compared["sides"]
+        assert more["kv_bytes_held"] / eight["kv_bytes_held"] == bytes_per_token / 3264
+        assert not compared["logits_same_bits"]
     without, basic = facts(judge)["sides"]
     assert len(without["forwards"]) == len(basic["forwards"]) == 1
     assert without["tokens_computed"] == basic["tokens_computed"]

@@ -52,9 +52,11 @@ def test_the_load_average_counts_where_the_system_tells_no_more(tmp_path, clock,
 def test_the_bundled_model():
     facts = model_facts()
     assert (facts["num_layers"], facts["num_kv_heads"], facts["head_dim"], facts["vocab_size"]) == (12, 2, 64, 4096)
-    assert facts["kv_bytes_per_token"] == 6144 and facts["has_weights"] and facts["weight_bytes"] > 1e7
+    assert facts["kv_bytes_per_token"] == 12 * 2 * 2 * (64 + 4) and facts["has_weights"] and facts["weight_bytes"] > 1e7
     assert model_facts(kv_dtype="float32")["kv_bytes_per_token"] == 12288
-    assert model_facts(kv_dtype="int8")["kv_bytes_per_token"] == 12 * 2 * 2 * (64 + 4)
+    assert model_facts(kv_dtype="bfloat16")["kv_bytes_per_token"] == 6144
+    assert model_facts(device="reference")["kv_bytes_per_token"] == 12288
+    assert model_facts(device="cuda")["bytes_per_number"] == 2
 
 
 def test_a_model_without_weights_has_every_fact_too():

@@ -96,7 +96,7 @@ def test_what_was_chosen_is_named_with_what_it_gains(forge, no_torch, bundled, m
     status, found = findings(forge)
     assert status == 0
     assert found["threads"]["text"].startswith("3, one for each usable CPU (--threads)")
-    assert found["keys and values"]["text"].startswith("bfloat16 (--kv-dtype)")
+    assert found["keys and values"]["text"].startswith("int8 (--kv-dtype)")
     assert found["huge pages"]["level"] == "note" and "echo madvise" in found["huge pages"]["text"]
     compiled, every = map(int, re.search(r"(\d+) of (\d+) are compiled", found["kernels"]["text"]).groups())
     assert every == len(all_items()) and compiled == sum(item.is_cached for item in all_items())

@@ -4,12 +4,14 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 
+from forge import LLM
 from forge.backends.reference import ReferenceBackend
 from forge.gguf import GGUFError, GGUFFile
 from forge.model.loader import load_qwen3
 from forge.model.qwen3 import DenseLayerWeights
-from forge.model.weight_source import GGUFWeights
+from forge.model.weight_source import ArrayTensor, GGUFWeights, balanced_norms
 from tests.small_models import write_small_qwen3
 
 
@@ -59,6 +61,8 @@ def test_each_weight_lands_in_its_own_field(tmp_path):
         model = load_qwen3(GGUFWeights(file), ReferenceBackend())
         for index, layer in enumerate(model.weights.layers):
             for field in fields(DenseLayerWeights):
+                if field.name in ("attn_q_norm", "attn_k_norm"):
+                    continue  # balanced, see below
                 expected = file.tensors[f"blk.{index}.{field.name}.weight"].dequantize()
                 assert np.array_equal(getattr(layer, field.name), expected), (index, field)
 
@@ -79,3 +83,47 @@ def test_nothing_is_loaded_from_a_file_that_contradicts_itself(tmp_path):
     with GGUFFile.open(path) as file, pytest.raises(GGUFError, match="ffn_gate"):
         load_qwen3(GGUFWeights(file), backend)
     assert backend.loaded == []
+
+
+def tensors_of(q: list[float], k: list[float]):
+    return (ArrayTensor(name, np.array(values, np.float32)) for name, values in (("q", q), ("k", k)))
+
+
+def test_large_keys_are_shared_with_the_queries_and_no_product_changes():
+    rng = np.random.default_rng(5)
+    q, k = rng.uniform(0.5, 2, (2, 64)).astype(np.float32)
+    k[[3, 35, 8]] *= (100, 90, -37)
+    q[[20, 52]] *= (12, 0.1)
+
+    balanced_q, balanced_k = (norm.dequantize() for norm in balanced_norms(*tensors_of(q, k)))
+
+    assert np.array_equal(balanced_q * balanced_k, q * k)
+    factors = balanced_q / q
+    assert np.array_equal(factors, np.exp2(np.rint(np.log2(factors))))  # powers of two
+    assert np.array_equal(factors[:32], factors[32:])  # of the two dimensions that RoPE turns into each other
+    assert np.abs(k).max() > 80 and np.abs(balanced_k).max() < 20
+    for ones in (balanced_q, balanced_k):
+        pairs = np.abs(ones).reshape(2, -1).max(axis=0)
+        assert pairs.max() / pairs.min() < 2 * (100 * 4) ** 0.5
+
+
+def test_norms_of_zeros_stay_as_they_are():
+    q, k = [0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0]
+    balanced_q, balanced_k = balanced_norms(*tensors_of(q, k))
+    assert balanced_q.values.tolist() == q and balanced_k.values.tolist() == k
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_a_model_whose_keys_have_outliers_says_the_same_to_the_bit(tmp_path, kv_dtype):
+    """The same function of the tokens, with powers of two moved from the queries' norms to the keys'."""
+    plain = write_small_qwen3(tmp_path / "plain.gguf")
+    outliers = tmp_path / "outliers.gguf"
+    outliers.write_bytes(plain.read_bytes())
+    tensors = {tensor.name: tensor.data for tensor in GGUFReader(outliers, "r+").tensors}
+    half = len(tensors["blk.0.attn_k_norm.weight"]) // 2
+    for name, factor in (("k", 64.0), ("q", 1 / 64)):
+        tensors[f"blk.0.attn_{name}_norm.weight"][[1, 1 + half]] *= factor
+
+    logits = [LLM(path, kv_dtype=kv_dtype).logits([1, 2, 3, 4, 5]) for path in (plain, outliers)]
+
+    assert np.array_equal(*logits)

@@ -36,7 +36,7 @@ from forge.backends.cpu.thread_pool import POOL_KERNELS, ThreadPool
 from forge.backends.cpu.tiles import GROUP
 from forge.backends.fusion import Fusion
 from forge.backends.timed import OperationClock, short_name
-from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage, vector_bytes
+from forge.cache.kv_storage import DEFAULT_KV_DTYPES, KV_DTYPES, BlockCopy, KvLayout, KvStorage, vector_bytes
 from forge.errors import UsageError
 from forge.gguf import FLOAT_TYPES, GGMLType
 from forge.model.backend import Backend, ForwardPass, Tensor
@@ -121,7 +121,7 @@ class CpuBackend(Backend):
     of kernels, and runs that program on a thread pool. A row's bits never depend on its batch."""
 
     name = "cpu"
-    default_kv_dtype = "int8"
+    default_kv_dtype = DEFAULT_KV_DTYPES[name]
 
     def __init__(
         self, threads: int | None = None, quantize: str | None = None, on_compile: CompileProgress | None = None

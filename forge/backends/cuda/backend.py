@@ -34,7 +34,7 @@ from forge.backends.cuda.storage import Rotations, TorchKvStorage
 from forge.backends.cuda.weights import Matrix, load_matrix
 from forge.backends.fusion import Fusion
 from forge.backends.timed import StepClock, TimedOperations
-from forge.cache.kv_storage import DEFAULT_KV_DTYPE, KvLayout
+from forge.cache.kv_storage import DEFAULT_KV_DTYPES, KvLayout
 from forge.errors import UsageError
 from forge.model.backend import Backend, ForwardPass, Tensor
 from forge.model.forward_batch import ForwardBatch
@@ -62,7 +62,7 @@ class CudaBackend(Backend):
     where it can."""
 
     name = "cuda"
-    default_kv_dtype = "bfloat16"
+    default_kv_dtype = DEFAULT_KV_DTYPES[name]
 
     def __init__(
         self,
