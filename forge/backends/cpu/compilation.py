@@ -48,7 +48,7 @@ from forge.backends.cpu.processor import (
     is_forced,
     usable_cpus,
 )
-from forge.backends.cpu.tiles import MAX_ROWS, PAIR, TileLayout, pairs_tiles
+from forge.backends.cpu.tiles import BLOCK, MAX_ROWS, PAIR, TileLayout, pairs_tiles
 
 if TYPE_CHECKING:
     import llvmlite.binding as llvm
@@ -262,14 +262,16 @@ class TileSet(MachineCode):
     def __init__(self, layout: TileLayout):
         super().__init__(f"tiles_{layout.name}")
         self.layout = layout
-        self.addresses = np.zeros(MAX_ROWS + 1, np.int64)
+        self.addresses = np.zeros(MAX_ROWS + 2, np.int64)
         """`addresses[rows]` is the tile function for that many rows, once compiled; `addresses[PAIR]` that for a pair,
-        or 0 where single tiles are as fast."""
+        or 0 where single tiles are as fast; `addresses[BLOCK]` that for a block, or 0 where there is none."""
 
     def compile(self) -> None:
         super().compile()
         if pairs_tiles(instruction_set(), self.layout):
             self.addresses[PAIR] = self._address("pair")
+        if instruction_set().has_blocks:
+            self.addresses[BLOCK] = self._address("block")
         for rows in range(1, MAX_ROWS + 1):
             self.addresses[rows] = self._address(f"tile_{rows}")
 

@@ -57,7 +57,7 @@ ROWS = fields(
 """Activations `[rows, stride]`, and their quantized form."""
 
 MATRIX = fields(
-    "tiles",  # int64 [MAX_ROWS + 1]: the machine code for each number of rows, and for a pair of tiles
+    "tiles",  # int64 [MAX_ROWS + 2]: the machine code for each number of rows, for a pair of tiles and for a block
     "weights",  # as `packing.py` lays them out
     "scales",
     "minimums",

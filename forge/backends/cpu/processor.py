@@ -104,6 +104,8 @@ class InstructionSet:
     """How many rows of a tile keep their integer sums in registers."""
     pairs_tiles = False
     """Whether the sums of two tiles fit the registers."""
+    has_blocks = False
+    """Whether 16 rows are multiplied with a tile by instructions for matrices (`blocks`)."""
 
     def dot(self, builder: ir.IRBuilder, acc: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
         """acc, weights and x are 16 int32 lanes; a lane of weights is 4 bytes, each lane of x the same 4 bytes."""
@@ -187,6 +189,16 @@ class Avx512Bf16(Avx512Vnni):
     def to_bfloat(self, builder, a):
         rounded = call_intrinsic(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFLOAT, LANES), a)
         return builder.bitcast(rounded, STORED["bf16"])
+
+
+class AmxInt8(Avx512Bf16):
+    """TDPBSSD on tile registers: 8,192 products of a group in one instruction (Intel since Sapphire Rapids)."""
+
+    name = "amx-int8"
+    needs = Avx512Bf16.needs | {"amx-tile", "amx-int8"}
+    target_features = Avx512Bf16.target_features + ",+amx-tile,+amx-int8"
+    pairs_tiles = False
+    has_blocks = True
 
 
 class AvxVnni(InstructionSet):
@@ -327,7 +339,7 @@ class Portable(InstructionSet):
 
 assert LANES == 16
 INSTRUCTION_SETS: dict[str, type[InstructionSet]] = {
-    set_.name: set_ for set_ in (Avx512Bf16, Avx512Vnni, AvxVnni, Avx2, NeonDot, Portable)
+    set_.name: set_ for set_ in (AmxInt8, Avx512Bf16, Avx512Vnni, AvxVnni, Avx2, NeonDot, Portable)
 }
 """Best first."""
 
@@ -335,19 +347,32 @@ _AT_HWCAP, _HWCAP_ASIMDDP = 16, 1 << 20
 """From Linux's asm/hwcap.h for arm64."""
 
 
+_TILES = frozenset({"amx-tile", "amx-int8", "amx-bf16"})
 _LLVM_NAMES = {"abm": "lzcnt", "bmi1": "bmi", "lahf_lm": "sahf", "sse4_1": "sse4.1", "sse4_2": "sse4.2"}
+_LLVM_NAMES |= {name.replace("-", "_"): name for name in _TILES}
 """LLVM's names of flags in /proc/cpuinfo. Those of the others differ in underscores alone, if at all."""
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+"""From Linux's asm/unistd_64.h, asm/prctl.h and asm/fpu/types.h."""
 
 
 @cache
 def host_features() -> frozenset[str]:
     """Return LLVM's names of the features that the processor and the operating system offer."""
     if flags := _processor_info().get("flags"):
-        return frozenset(_LLVM_NAMES.get(flag, flag.replace("_", "")) for flag in flags.split())
+        features = frozenset(_LLVM_NAMES.get(flag, flag.replace("_", "")) for flag in flags.split())
+        return features if features.isdisjoint(_TILES) or _may_use_tiles() else features - _TILES
     import llvmlite.binding as llvm
 
     features = {name for name, present in llvm.get_host_cpu_features().items() if present}
     return frozenset(features | ({"dotprod"} if is_arm() and has_arm_dot_product() else set()))
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for AMX's tile registers, 8 KiB for each thread, which a process has only once it has asked."""
+    with suppress(OSError, AttributeError):
+        granted: int = ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
+        return granted == 0
+    return False
 
 
 def host_model() -> str:
