@@ -26,13 +26,15 @@ import numpy as np
 from forge.backends.cpu.compilation import compile_all, tile_set
 from forge.backends.cpu.packing import Q4, Q8, aligned_empty, huge_pages
 from forge.backends.cpu.processor import usable_cpus
-from forge.backends.cpu.tiles import GROUP, LINE, MAX_ROWS, PAIR, PAIR_ROWS, TileLayout
+from forge.backends.cpu.tiles import BLOCK, BLOCK_ROWS, GROUP, LINE, MAX_ROWS, PAIR, PAIR_ROWS, TileLayout
 from forge.backends.cpu.vectors import LANES, call_tile
 from forge.backends.devices import why_not_cuda
 from forge.bench.worker import Missing, Worker, timed
 
 TILE_COLUMNS = 512
 """Inputs of the tile: 8 kB of weights (a pair 16) and 4 kB of activations, far less than any first-level data cache."""
+_ROWS = {MAX_ROWS: MAX_ROWS, PAIR: PAIR_ROWS, BLOCK: 4 * BLOCK_ROWS}
+"""Rows of each code that is tried."""
 _SHORT = 2_000
 
 
@@ -88,7 +90,7 @@ def product_rate(seconds: float, threads: int) -> float:
     """Measure int8 multiplications (each with its addition) per second that `threads` threads do together."""
     layouts = (Q8, Q4)
     compile_all([tile_set(layout) for layout in layouts])
-    tried = [(layout, code) for layout in layouts for code in (MAX_ROWS, PAIR) if tile_set(layout).addresses[code]]
+    tried = [(layout, code) for layout in layouts for code in _ROWS if tile_set(layout).addresses[code]]
     return max(_product_rate(layout, code, seconds / len(tried), threads) for layout, code in tried)
 
 
@@ -99,14 +101,13 @@ def _product_rate(layout: TileLayout, code: int, seconds: float, threads: int) -
     while timed(partial(work[0], times))[1] < seconds / 20:
         times *= 2
     taken = _passes([partial(repeat, times) for repeat in work], seconds)
-    rows, tiles = (PAIR_ROWS, 2) if code == PAIR else (code, 1)
-    return threads * times * rows * tiles * LANES * TILE_COLUMNS / float(np.median(taken))
+    return threads * times * _ROWS[code] * (2 if code == PAIR else 1) * LANES * TILE_COLUMNS / float(np.median(taken))
 
 
 def _tile(layout: TileLayout, code: int) -> Callable[[int], None]:
-    """Return a function that runs a tile of so many rows, or a pair, so many times, on operands that are one thread's
-    own."""
-    address = int(tile_set(layout).addresses[code])
+    """Return a function that runs a tile of so many rows, a pair or a block, so many times, on operands that are one
+    thread's own."""
+    address, rows = int(tile_set(layout).addresses[code]), _ROWS[code]
     groups = TILE_COLUMNS // GROUP
     rng = np.random.default_rng(1)
 
@@ -118,14 +119,14 @@ def _tile(layout: TileLayout, code: int) -> Callable[[int], None]:
     arrays = (
         filled((2, groups, layout.bits, LINE), np.uint8, rng.integers(1, 255, (2, groups, layout.bits, LINE))),
         filled((2, groups, LANES), np.float16, 0.01),
-        filled((MAX_ROWS, TILE_COLUMNS), np.int8, rng.integers(-127, 127, (MAX_ROWS, TILE_COLUMNS))),
-        filled((MAX_ROWS, groups, 2), np.float32, 0.01),
-        filled((MAX_ROWS, groups * 2), np.int32, 0),
-        filled((MAX_ROWS, 2 * LANES), np.float32, 0),
+        filled((rows, TILE_COLUMNS), np.int8, rng.integers(-127, 127, (rows, TILE_COLUMNS))),
+        filled((rows, groups, 2), np.float32, 0.01),
+        filled((rows, groups * 2), np.int32, 0),
+        filled((rows, 2 * LANES), np.float32, 0),
     )
 
     def repeat(times: int) -> None:
-        arguments = [address, *(array.ctypes.data for array in arrays), groups, TILE_COLUMNS, 2 * LANES]
+        arguments = [address, *(array.ctypes.data for array in arrays), groups, TILE_COLUMNS, 2 * LANES, rows]
         _repeat_tile(times, *arguments)
 
     return repeat
