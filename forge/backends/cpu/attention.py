@@ -8,6 +8,14 @@ same places however they came to be computed (the merging is that of Milakov and
 import numba
 import numpy as np
 
+from forge.backends.cpu.attention_blocks import (
+    add_value_blocks,
+    attends_in_blocks,
+    begin_blocks,
+    dot_key_blocks,
+    end_blocks,
+    pack_value_quads,
+)
 from forge.backends.cpu.attention_code import (
     LOWEST,
     add_values,
@@ -329,15 +337,20 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
         packs = (kind == INT8 and num_queries - first_query >= PACKED_FROM) or (kind == BFLOAT16 and not are_packed)
         if kind == INT8:
             _gather_scales(keys, values, rows, ctx.cache.row_bytes, scales)
+        in_blocks, first_block = packs and kind == INT8 and attends_in_blocks() != 0, first_query // 16 * 16
         if packs:
             pack_keys(kind, keys, rows, min(CHUNK, end - start), size, packed_keys, values)
+        if in_blocks:
+            dot_key_blocks(first_block, num_queries, queries, offsets, width, packed_keys, all_weights)
         query = first_query
         while query < num_queries:
             least = _seen(visible, group, query)
             together = _together(kind, least, group, query, num_queries)
             most = least if least == CHUNK else _seen(visible, group, query + together - 1)
             weights, numbers, offset = all_weights + 4 * CHUNK * query, queries + 4 * width * query, offsets + 4 * query
-            if are_packed:
+            if in_blocks:
+                pass
+            elif are_packed:
                 fetched = values if query == first_query else 0
                 dot_packed_keys(kind, together, numbers, offset, width, keys, rows, most, weights, fetched)
             elif packs:
@@ -347,11 +360,16 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             state, counts, factor = states + 4 * query, seen + 4 * query, factors + 4 * query
             softmax_chunk(kind, together, weights, start, counts, factor, scales, state, room)
             query += together
-        if packs:
+        if in_blocks:
+            pack_value_quads(values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
+            add_value_blocks(
+                first_block, first_query, num_queries, all_weights, packed_values, width, outs, states, room
+            )
+        elif packs:
             pack_values(kind, values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
         added, added_rows = (packed_values, packed_pairs) if packs else (values, rows)
         in_pairs, fetched = (1 if packs or are_packed else 0), 0 if packs else ahead
-        query = first_query
+        query = num_queries if in_blocks else first_query
         while query < num_queries:
             least = _seen(visible, group, query)
             together = _together(kind, least, group, query, num_queries)
@@ -422,6 +440,9 @@ def attention(op, ctx, thread, threads):
         if ctx.num_rows * kv_heads >= ITEMS_PER_THREAD * MOST_ROWS_PER_BLOCK * threads
         else ROWS_PER_BLOCK
     )
+    may_pack = ctx.num_rows * (op.heads // kv_heads) >= PACKED_FROM
+    if may_pack:
+        begin_blocks()
     item = next_item(op, together)
     sequence, before, first, last, head = _find_item(ctx, kv_heads, rows, item, np.int64(0), np.int64(0))
     if sequence < sequences:
@@ -441,3 +462,5 @@ def attention(op, ctx, thread, threads):
         next_table = _table_address(ctx, next_sequence)
         _attend_block(op, ctx, sequence, head, first, last, scratch, next_keys, next_table, next_end)
         sequence, first, last, head = next_sequence, next_first, next_last, next_head
+    if may_pack:
+        end_blocks()

@@ -56,6 +56,8 @@ _PAIRED = {BFLOAT16: "bf16", INT8: "int8"}
 """Kinds of which the instruction set multiplies several numbers of a lane of 32 bits at once."""
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
 LOWEST, MOST_WEIGHT = -3.0e38, 32767.0
+LOW_BYTES, HIGH_BYTES = 2 * CHUNK, 3 * CHUNK
+"""Where the bytes of weights in int16 lie behind them, for blocks of queries (`attention_blocks.py`)."""
 _ONES, _ZEROS, _INTEGER_ZEROS = constant(V_F32, 1.0), constant(V_F32, 0.0), constant(V_I32, 0)
 
 
@@ -83,11 +85,11 @@ def _for_each_kind(
     _each(b, kind, {number: of_kind(name) for number, name in kinds.items()})
 
 
-def _row(b: ir.IRBuilder, base: ir.Value, rows: ir.Value, number: ir.Value) -> ir.Value:
+def row_at(b: ir.IRBuilder, base: ir.Value, rows: ir.Value, number: ir.Value) -> ir.Value:
     return b.add(base, load(b, b.add(rows, b.mul(number, I64(8))), I64))
 
 
-def _fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
+def fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
     """Prefetch `size` bytes into the second-level cache."""
     for line in range(0, size, 64):
         prefetch_line(b, b.add(address, I64(line)))
@@ -117,7 +119,7 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
             offset = b.mul(index, item)
             with b.if_then(b.icmp_signed("==", b.and_(offset, I64(63)), I64(0))):
                 for row in upcoming:
-                    _fetch(b, b.add(row, offset), 64)
+                    fetch(b, b.add(row, offset), 64)
             key = [widen(b, load(b, b.add(address, offset), STORED[kind]), kind) for address in addresses]
             results = []
             for query in range(together):
@@ -134,7 +136,7 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
 
         def dimensions(index: ir.Value, sums: Values) -> Values:
             for row in upcoming:
-                _fetch(b, b.add(row, index), 64)
+                fetch(b, b.add(row, index), 64)
             key = [load(b, b.add(address, index), V_I32) for address in addresses]
             key = key if isa.signed_weights else [b.xor(part, TOP_BITS) for part in key]
             results = []
@@ -157,7 +159,7 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
         """Emit the scores of 16 / together keys from number `first` on."""
         step = LANES // together
         addresses, upcoming = (
-            [_row(b, base, rows, b.add(first, I64(number))) for number in range(step)] for base in (keys, ahead)
+            [row_at(b, base, rows, b.add(first, I64(number))) for number in range(step)] for base in (keys, ahead)
         )
         at_once, by_query = max(1, isa.sums_at_once // together), [Values() for _ in range(together)]
         for part in (slice(key, key + at_once) for key in range(0, step, at_once)):
@@ -274,6 +276,10 @@ def softmax_chunk(b, kind, together, weights, start, seen, factors, scales, stat
                     weight = b.fmul(value, b.fmul(number(scales, CHUNK + block), mine))
                     weight = rounded_code(b, b.select(is_seen, weight, _ZEROS))
                     store(b, b.add(row, I64(2 * block)), b.trunc(weight, ir.VectorType(I16, LANES)))
+                    if isa.has_blocks:
+                        high, bytes_ = b.lshr(weight, constant(V_I32, 8)), ir.VectorType(I8, LANES)
+                        store(b, b.add(row, I64(LOW_BYTES + block)), b.trunc(weight, bytes_))
+                        store(b, b.add(row, I64(HIGH_BYTES + block)), b.trunc(high, bytes_))
                 elif kind == "f32":
                     store(b, b.add(row, I64(4 * block)), value)
                 total = b.fadd(total, value)
@@ -288,7 +294,7 @@ def softmax_chunk(b, kind, together, weights, start, seen, factors, scales, stat
     _for_each_kind(b, kinds, kind, together, emit)
 
 
-def _in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.Value, int], None]) -> None:
+def in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.Value, int], None]) -> None:
     """Emit loops over the columns: `most` vectors of 16 at a time, and what is left one by one."""
     whole = b.and_(width, I64(-most * LANES))
 
@@ -324,8 +330,8 @@ def add_values(b, kind, together, weights, count, in_pairs, values, rows, width,
         """Prefetch what is ahead of a position. Return where its value lies, or that of `used`, from `column` on."""
         item = _ITEM_BYTES[kind]
         at = b.mul(column, I64(item))
-        _fetch(b, b.add(_row(b, ahead, ahead_rows, index), at), LANES * item * vectors)
-        return b.add(_row(b, values, rows, index if used is None else used), at)
+        fetch(b, b.add(row_at(b, ahead, ahead_rows, index), at), LANES * item * vectors)
+        return b.add(row_at(b, values, rows, index if used is None else used), at)
 
     def float_sums(kind: str, together: int, column: ir.Value, vectors: int) -> Values:
         def position(index: ir.Value, sums: Values) -> Values:
@@ -353,8 +359,8 @@ def add_values(b, kind, together, weights, count, in_pairs, values, rows, width,
             if lie_together:
                 at = b.mul(column, I64(4))
                 with b.if_then(b.icmp_signed("!=", ahead, I64(0))):
-                    _fetch(b, b.add(_row(b, ahead, ahead_rows, index), at), 4 * LANES * vectors)
-                line = b.add(_row(b, values, rows, index), at)
+                    fetch(b, b.add(row_at(b, ahead, ahead_rows, index), at), 4 * LANES * vectors)
+                line = b.add(row_at(b, values, rows, index), at)
                 value = [load(b, b.add(line, I64(4 * LANES * n)), V_I32) for n in range(vectors)]
                 if kind == "bf16":
                     used = splat(b, b.select(both_used, I32(-1), I32(0xFFFF)))
@@ -388,15 +394,15 @@ def add_values(b, kind, together, weights, count, in_pairs, values, rows, width,
     def emit(kind: str, together: int) -> None:
         most = min(4 if together == 4 else 8, max(1, isa.sums_at_once // together))
         if kind not in _PAIRED.values():
-            _in_columns(b, width, most, partial(columns, partial(float_sums, kind), together))
+            in_columns(b, width, most, partial(columns, partial(float_sums, kind), together))
             return
         if kind == "bf16":
-            _in_columns(b, width, most, partial(columns, partial(pair_sums, kind, True), together))
+            in_columns(b, width, most, partial(columns, partial(pair_sums, kind, True), together))
             return
         with b.if_else(b.icmp_signed("!=", in_pairs, I64(0))) as branches:
             for branch, lie_together in zip(branches, (True, False), strict=True):
                 with branch:
-                    _in_columns(b, width, most, partial(columns, partial(pair_sums, kind, lie_together), together))
+                    in_columns(b, width, most, partial(columns, partial(pair_sums, kind, lie_together), together))
 
     _for_each_kind(b, _KINDS, kind, together, emit)
 
@@ -404,7 +410,7 @@ def add_values(b, kind, together, weights, count, in_pairs, values, rows, width,
 # Keys and values rearranged once for many queries.
 
 
-def _padded_64(b: ir.IRBuilder, size: ir.Value) -> ir.Value:
+def padded_64(b: ir.IRBuilder, size: ir.Value) -> ir.Value:
     return b.and_(b.add(size, I64(63)), I64(-64))
 
 
@@ -436,13 +442,13 @@ def pack_keys(b, kind, keys, rows, count, size, packed, ahead):
 
     def block(first: ir.Value, _: Values) -> Values:
         addresses, upcoming = (
-            [_row(b, base, rows, b.add(first, I64(number))) for number in range(LANES)] for base in (keys, ahead)
+            [row_at(b, base, rows, b.add(first, I64(number))) for number in range(LANES)] for base in (keys, ahead)
         )
-        target = b.add(packed, b.mul(first, _padded_64(b, size)))
+        target = b.add(packed, b.mul(first, padded_64(b, size)))
 
         def dimensions(index: ir.Value, _: Values) -> Values:
             for row in upcoming:
-                _fetch(b, b.add(row, index), 64)
+                fetch(b, b.add(row, index), 64)
             lines = [b.xor(load(b, b.add(address, index), V_I32), top_bits) for address in addresses]
             for number, line in enumerate(transpose(b, lines)):
                 store(b, b.add(target, b.add(b.mul(index, I64(LANES)), I64(4 * LANES * number))), line)
@@ -476,13 +482,13 @@ def dot_packed_keys(b, kind, together, queries, offsets, width, keys, groups, co
 
         def keys_from(first: ir.Value, _: Values) -> Values:
             numbers = [b.add(first, I64(LANES * n)) for n in range(blocks)]
-            starts, upcoming = ([_row(b, base, groups, n) for n in numbers] for base in (keys, ahead))
+            starts, upcoming = ([row_at(b, base, groups, n) for n in numbers] for base in (keys, ahead))
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
                 at = b.mul(index, I64(LANES))
                 with b.if_then(b.icmp_signed("!=", ahead, I64(0))):
                     for group in upcoming:
-                        _fetch(b, b.add(group, at), 4 * LANES)
+                        fetch(b, b.add(group, at), 4 * LANES)
                 lines = [load(b, b.add(group, at), V_I32) for group in starts]
                 results = []
                 for query in range(together):
@@ -527,17 +533,19 @@ def pack_values(b, kind, values, rows, count, width, packed, ahead, ahead_rows):
 
     def positions(kind: str, index: ir.Value, _: Values) -> Values:
         numbers = index, b.add(index, I64(1))
-        pair, upcoming = ([_row(b, base, of, n) for n in numbers] for base, of in ((values, rows), (ahead, ahead_rows)))
+        pair, upcoming = (
+            [row_at(b, base, of, n) for n in numbers] for base, of in ((values, rows), (ahead, ahead_rows))
+        )
         target = b.add(packed, b.mul(b.mul(index, I64(2)), width))
 
         def columns(column: ir.Value, vectors: int) -> None:
             item = _ITEM_BYTES[kind]
             for row in upcoming:
-                _fetch(b, b.add(row, b.mul(column, I64(item))), LANES * item * vectors)
+                fetch(b, b.add(row, b.mul(column, I64(item))), LANES * item * vectors)
             for at in (b.add(column, I64(LANES * n)) for n in range(vectors)):
                 store(b, b.add(target, b.mul(at, I64(4))), _value_pairs(b, kind, pair, at))
 
-        _in_columns(b, width, 4, columns)
+        in_columns(b, width, 4, columns)
         return []
 
     _each(b, kind, {number: partial(emit, name) for number, name in _PAIRED.items()})

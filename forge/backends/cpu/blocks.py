@@ -1,25 +1,20 @@
-"""Code of the block: 16 rows of activations at a time times a tile, by AMX, which multiplies two small matrices in one
-instruction.
+"""Code of the block: 16 rows of activations at a time times a tile, by AMX (`amx.py`).
 
-A tile register holds 16 rows of up to 64 bytes. TDPBSSD multiplies the activations of 16 rows in a group with the
-tile's lines of that group, which lie in memory as the instruction wants them (`tiles.py`), and adds the products to
-integers in a third register: 8,192 of them, where VPDPBUSD has 64. The sums go to memory, and from there on everything
-is as in a tile: the same scales, in the same order. So the bits are the same.
+A tile's lines of a group lie in memory as AMX wants them (`tiles.py`). So one instruction multiplies the activations of
+16 rows in a group with the tile's weights. The sums go to memory, and from there on everything is as in a tile: the
+same scales, in the same order. So the bits are the same.
 
 First the tile's weights are unpacked, once for all rows, to signed bytes, w - bias: then no sum has to begin with the
-bias. What was stored a moment ago can be loaded into a tile register, or from where one was stored, only after it has
-reached the cache. So the products are `AHEAD` groups ahead of the sums that are scaled.
+bias. The products are `AHEAD` groups ahead of the sums that are scaled, which by then have reached the cache.
 
-Ledger, a core of a Granite Rapids at 3.3 GHz, Q8_0, 16 rows of 16 products with 32 inputs: a pair of tiles 36 ns. In a
-block the products take 5, their way to memory 4 more and scaling them 8, none of which the core does beside another.
-
-Sources: Intel's Architecture Instruction Set Extensions Programming Reference, chapter 3; Linux's
-Documentation/arch/x86/xstate.rst.
+Ledger, a core at 3.3 GHz with AMX, Q8_0, 16 rows of 16 products with 32 inputs: a pair of tiles 36 ns, a block 28. The
+products alone take 5, their way to memory 4 and scaling them 8 or 9; the core does little of one beside another.
 """
 
 from llvmlite import ir
 
-from forge.backends.cpu.llvm_code import I8, I64, TOP_BITS, V_F32, V_I32, call_intrinsic, constant, load, loop, store
+from forge.backends.cpu import amx
+from forge.backends.cpu.llvm_code import I8, I64, TOP_BITS, V_F32, V_I32, constant, load, loop, store
 from forge.backends.cpu.tiles import BLOCK_ROWS, GROUP, LINE, TileCode
 
 AHEAD = 1
@@ -36,12 +31,14 @@ class BlockCode(TileCode):
 
     def emit(self) -> None:
         b, parts = self.b, GROUP // self.layout.group
-        self.configure()
-        self.unpacked = self.room(self.arg["num_groups"], GROUP // 4 * LINE)
-        self.sums = self.room(I64(_PLACES), parts * _SUMS_BYTES)
+        inputs = self.layout.group  # of a part: bytes of a row of activations, and four in each line of weights
+        shapes = [(BLOCK_ROWS, 4 * BLOCK_ROWS), (BLOCK_ROWS, inputs), (inputs // 4, LINE)]
+        amx.configure(b, shapes * parts)
+        self.unpacked = amx.on_stack(b, self.arg["num_groups"], GROUP // 4 * LINE)
+        self.sums = amx.on_stack(b, I64(_PLACES), parts * _SUMS_BYTES)
         loop(b, self.arg["num_groups"], 1, [], self.unpack)
         loop(b, self.arg["rows"], BLOCK_ROWS, [], self.block)
-        self.call("tilerelease")
+        amx.release(b)
 
     def unpack(self, index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         """Emit the unpacking of a group's weights."""
@@ -97,46 +94,19 @@ class BlockCode(TileCode):
         group = b.select(b.icmp_signed("<", index, last), index, last)
         weights, x = self.place(self.unpacked, group, GROUP // 4 * LINE), self.x_address(0, group)
         for part in range(GROUP // self.layout.group):
-            sums, of_x, of_weights = (I8(3 * part + register) for register in (_SUMS, _X, _WEIGHTS))
-            self.call("tilezero", sums)
-            self.move("tileloadd64", of_x, b.add(x, I64(part * self.layout.group)), self.arg["x_stride"])
-            self.move("tileloadd64", of_weights, b.add(weights, I64(part * self.layout.group // 4 * LINE)), I64(LINE))
-            self.call("tdpbssd", sums, of_x, of_weights)
-            self.move("tilestored64", sums, self.sums_of(index, part), I64(4 * BLOCK_ROWS))
+            sums, of_x, of_weights = (3 * part + register for register in (_SUMS, _X, _WEIGHTS))
+            of_part = b.add(weights, I64(part * self.layout.group // 4 * LINE))
+            amx.clear(b, sums)
+            amx.load_register(b, of_x, b.add(x, I64(part * self.layout.group)), self.arg["x_stride"])
+            amx.load_register(b, of_weights, of_part, I64(LINE))
+            amx.multiply(b, sums, of_x, of_weights)
+            amx.store_register(b, sums, self.sums_of(index, part), I64(4 * BLOCK_ROWS))
 
     def sums_of(self, index: ir.Value, part: int) -> ir.Value:
         """Return where the sums of a part of a group lie: int32 `[16 rows, 16]`."""
         number = self.b.and_(index, I64(_PLACES - 1))
         group = self.place(self.sums, number, GROUP // self.layout.group * _SUMS_BYTES)
         return self.b.add(group, I64(part * _SUMS_BYTES))
-
-    def configure(self) -> None:
-        """Tell the processor how many rows, and how many bytes in each, a register has."""
-        inputs = self.layout.group  # of a part: bytes of a row of activations, and four in each line of weights
-        shapes = [(BLOCK_ROWS, 4 * BLOCK_ROWS), (BLOCK_ROWS, inputs), (inputs // 4, LINE)] * (GROUP // inputs)
-        table = bytearray(LINE)
-        table[0] = 1  # the palette, of eight registers of 1 KiB
-        for register, (rows, row_bytes) in enumerate(shapes):
-            table[16 + 2 * register] = row_bytes
-            table[48 + register] = rows
-        room = self.room(I64(1), LINE)
-        store(self.b, room, ir.Constant(_LINE, list(table)))
-        self.call("ldtilecfg", self.pointer(room))
-
-    def move(self, name: str, register: ir.Value, address: ir.Value, stride: ir.Value) -> None:
-        self.call(name, register, self.pointer(address), stride)
-
-    def call(self, name: str, *arguments: ir.Value) -> None:
-        call_intrinsic(self.b, f"llvm.x86.{name}", ir.VoidType(), *arguments)
-
-    def pointer(self, address: ir.Value) -> ir.Value:
-        return self.b.inttoptr(address, I8.as_pointer())
-
-    def room(self, count: ir.Value, size: int) -> ir.Value:
-        """Return the address of `count` times `size` bytes on the stack, a multiple of 64."""
-        allocated = self.b.alloca(ir.ArrayType(I8, size), count)
-        allocated.align = 64
-        return self.b.ptrtoint(allocated, I64)
 
     def place(self, room: ir.Value, number: ir.Value, size: int) -> ir.Value:
         return self.b.add(room, self.b.mul(number, I64(size)))

@@ -1,0 +1,195 @@
+"""The inner loops of attention for many queries of a chunk at a time, by AMX (`amx.py`), for keys and values in int8.
+
+Sixteen queries meet 64 keys, and their weights 64 values, in a few instructions. Both sums are of integers, which have
+no order, so they are those of `attention_code.py`. A weight of 16 bits is two bytes there, 256 * high + low, and so are
+its sums.
+
+Blocks begin at multiples of 16 queries and end behind the last. What they compute of queries that do not see the chunk,
+or of none, is not used.
+"""
+
+from llvmlite import ir
+from numba import types
+
+from forge.backends.cpu import amx
+from forge.backends.cpu.attention_code import HIGH_BYTES, LOW_BYTES, fetch, in_columns, padded_64, row_at
+from forge.backends.cpu.compilation import instruction_set
+from forge.backends.cpu.llvm_code import (
+    F32,
+    I8,
+    I32,
+    I64,
+    LANES,
+    V_F32,
+    V_I32,
+    Values,
+    constant,
+    fused_multiply_add,
+    load,
+    loop,
+    splat,
+    store,
+)
+from forge.backends.cpu.op_layout import CHUNK
+from forge.backends.cpu.vectors import emits
+
+_SCORES_BYTES = 4 * CHUNK
+"""Of a query: its scores, and then its weights."""
+_QUERIES, _KEYS = 4, 5
+"""Registers beside those of the sums with 16 keys each, 0 to 3."""
+_LOW, _HIGH, _VALUES = 4, 5, 6
+"""Registers beside those of the sums of low bytes, 0 and 2, and of high bytes, 1 and 3."""
+_COLUMNS = 4
+"""Vectors of a value that wait in memory at a time."""
+
+
+@emits(types.int64)
+def attends_in_blocks(b):
+    """Return 1 where the instruction set has blocks, else 0."""
+    return I64(int(instruction_set().has_blocks))
+
+
+@emits(types.void)
+def begin_blocks(b):
+    """Configure the thread's registers for the functions below."""
+    if instruction_set().has_blocks:
+        amx.configure(b, [(amx.ROWS, amx.ROW_BYTES)] * 8)
+
+
+@emits(types.void)
+def end_blocks(b):
+    if instruction_set().has_blocks:
+        amx.release(b)
+
+
+def _each_block(b: ir.IRBuilder, first: ir.Value, last: ir.Value, emit) -> None:
+    """Emit `for query in range(first, last, 16): emit(query)`."""
+
+    def block(index: ir.Value, _: Values) -> Values:
+        emit(b.add(first, index))
+        return []
+
+    loop(b, b.sub(last, first), amx.ROWS, [], block)
+
+
+@emits(types.void, *[types.int64] * 7)
+def dot_key_blocks(b, first, last, queries, offsets, width, keys, scores):
+    """Do what `dot_packed_keys` does, for the queries from `first` on, a multiple of 16, and all keys of a chunk.
+
+    keys: as `pack_keys` writes them, in one piece. Behind its `count` keys there are others.
+    """
+    if not instruction_set().has_blocks:
+        return
+    size = padded_64(b, width)
+
+    def dots(query: ir.Value) -> None:
+        row = b.add(queries, b.mul(b.mul(query, width), I64(4)))
+        for register in range(CHUNK // LANES):
+            amx.clear(b, register)
+
+        def dimensions(index: ir.Value, _: Values) -> Values:
+            amx.load_register(b, _QUERIES, b.add(row, index), b.mul(width, I64(4)))
+            for register in range(CHUNK // LANES):
+                line = b.add(b.mul(size, I64(LANES * register)), b.mul(index, I64(LANES)))
+                amx.load_register(b, _KEYS, b.add(keys, line), I64(amx.ROW_BYTES))
+                amx.multiply(b, register, _QUERIES, _KEYS, "su")
+            return []
+
+        loop(b, size, amx.ROW_BYTES, [], dimensions)
+        to = b.add(scores, b.mul(query, I64(_SCORES_BYTES)))
+        for register in range(CHUNK // LANES):
+            amx.store_register(b, register, b.add(to, I64(4 * LANES * register)), I64(_SCORES_BYTES))
+
+    def floats(query: ir.Value) -> None:
+        for number in range(amx.ROWS):
+            mine = b.add(query, I64(number))
+            offset = splat(b, load(b, b.add(offsets, b.mul(mine, I64(4))), I32))
+            for block in range(0, CHUNK, LANES):
+                at = b.add(scores, b.add(b.mul(mine, I64(_SCORES_BYTES)), I64(4 * block)))
+                store(b, at, b.sitofp(b.add(load(b, at, V_I32), offset), V_F32))
+
+    _each_block(b, first, last, dots)
+    _each_block(b, first, last, floats)
+
+
+@emits(types.void, *[types.int64] * 7)
+def pack_value_quads(b, values, rows, count, width, packed, ahead, ahead_rows):
+    """Write the first `count` values of a chunk to `packed`: int8 `[CHUNK / 4, width, 4 positions]`.
+
+    Beside the last there are any others. values, rows, ahead, ahead_rows: as of `add_values`.
+    """
+
+    def positions(index: ir.Value, _: Values) -> Values:
+        numbers = [b.add(index, I64(number)) for number in range(4)]
+        four, upcoming = (
+            [row_at(b, base, of, n) for n in numbers] for base, of in ((values, rows), (ahead, ahead_rows))
+        )
+        target = b.add(packed, b.mul(index, width))
+
+        def columns(column: ir.Value, vectors: int) -> None:
+            for row in upcoming:
+                fetch(b, b.add(row, column), LANES * vectors)
+            for at in (b.add(column, I64(LANES * n)) for n in range(vectors)):
+                lanes = [b.zext(load(b, b.add(row, at), ir.VectorType(I8, LANES)), V_I32) for row in four]
+                quad = lanes[0]
+                for number in (1, 2, 3):
+                    quad = b.or_(quad, b.shl(lanes[number], constant(V_I32, 8 * number)))
+                store(b, b.add(target, b.mul(at, I64(4))), quad)
+
+        in_columns(b, width, _COLUMNS, columns)
+        return []
+
+    loop(b, count, 4, [], positions)
+
+
+@emits(types.void, *[types.int64] * 9)
+def add_value_blocks(b, first, begin, last, weights, values, width, outs, states, room):
+    """Do what `add_values` does, for the queries from `begin` to `last` - 1, in blocks from `first` on.
+
+    first: a multiple of 16. weights: the bytes that `softmax_chunk` wrote. values: as `pack_value_quads` writes them.
+    """
+    if not instruction_set().has_blocks:
+        return
+    row_bytes = 4 * LANES * _COLUMNS
+    lows, highs = (amx.on_stack(b, I64(amx.ROWS), row_bytes) for _ in range(2))
+
+    def block(query: ir.Value) -> None:
+        row = b.add(weights, b.mul(query, I64(_SCORES_BYTES)))
+        amx.load_register(b, _LOW, b.add(row, I64(LOW_BYTES)), I64(_SCORES_BYTES))
+        amx.load_register(b, _HIGH, b.add(row, I64(HIGH_BYTES)), I64(_SCORES_BYTES))
+        of_block = b.sub(begin, query)
+        lowest = b.select(b.icmp_signed(">", of_block, I64(0)), of_block, I64(0))
+        left = b.sub(last, query)
+        highest = b.select(b.icmp_signed("<", left, I64(amx.ROWS)), left, I64(amx.ROWS))
+
+        def columns(column: ir.Value, vectors: int) -> None:
+            for n in range(vectors):
+                low, high = 2 * (n % 2), 2 * (n % 2) + 1
+                at = b.mul(b.add(column, I64(LANES * n)), I64(4))
+                amx.load_register(b, _VALUES, b.add(values, at), b.mul(width, I64(4)))
+                for sums, of_weights, signs, to in ((low, _LOW, "us", lows), (high, _HIGH, "ss", highs)):
+                    amx.clear(b, sums)
+                    amx.multiply(b, sums, of_weights, _VALUES, signs)
+                    amx.store_register(b, sums, b.add(to, I64(4 * LANES * n)), I64(row_bytes))
+
+            def of_row(index: ir.Value, _: Values) -> Values:
+                number = b.add(lowest, index)
+                mine = b.add(query, number)
+                kept, gained = (
+                    splat(b, load(b, b.add(states, b.mul(b.add(b.mul(I64(part), room), mine), I64(4))), F32))
+                    for part in (2, 3)
+                )
+                at = b.mul(number, I64(row_bytes))
+                for n in range(vectors):
+                    low, high = (load(b, b.add(to, b.add(at, I64(4 * LANES * n))), V_I32) for to in (lows, highs))
+                    total = b.sitofp(b.add(b.shl(high, constant(V_I32, 8)), low), V_F32)
+                    element = b.add(b.add(b.mul(mine, width), column), I64(LANES * n))
+                    out = b.add(outs, b.mul(element, I64(4)))
+                    store(b, out, fused_multiply_add(b, gained, total, b.fmul(load(b, out, V_F32), kept)))
+                return []
+
+            loop(b, b.sub(highest, lowest), 1, [], of_row)
+
+        in_columns(b, width, _COLUMNS, columns)
+
+    _each_block(b, first, last, block)
