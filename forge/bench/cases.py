@@ -11,8 +11,11 @@ A load of requests is a closed loop: when a request ends, the next begins.
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
+
+from forge.cache.kv_storage import vector_bytes
 
 FORGE = "forge"
 """The name of forge's own process beside its peers."""
@@ -23,6 +26,9 @@ BLOCK_SIZE = 16
 """Tokens of a KV block."""
 FLOAT_PRODUCT = 4
 """A float32 multiplication takes the room of this many int8 ones: the lanes of a vector are four times as wide."""
+ATTENTION_PRODUCTS = {"float32": 8, "float16": 8, "bfloat16": 4, "int8": 3}
+"""A query's product with a number of a key, and a weight's with one of a value, as int8 ones. float16 is multiplied in
+float32; int8 meets weights of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +142,9 @@ class ModelSize:
     """Multiplications per row of logits, counted likewise."""
     attention_products: int
     """Multiplications per pair of a query and a key position: both of its dot products, in every layer and query
-    head."""
+    head, counted as `ATTENTION_PRODUCTS`."""
     kv_bytes: int
-    """Bytes of one token's keys and values in all layers, at two bytes per number."""
+    """Bytes of one token's keys and values in all layers."""
     vocab_size: int
     max_context: int
     expert_bytes: int = 0
@@ -219,8 +225,9 @@ class Roofline:
         return cls(needs.bytes_read / seconds, needs.products / seconds, bound, least / seconds, least)
 
 
-def measure_model(path) -> ModelSize:
-    """Read the `ModelSize` of the model at `path`. Raises the `ForgeError` of its format if it is not sound."""
+def measure_model(path: Path, kv_dtype: str) -> ModelSize:
+    """Read the `ModelSize` of the model at `path`, with keys and values in `kv_dtype`. Raises the `ForgeError` of its
+    format if it is not sound."""
     from forge.gguf import GGMLType
     from forge.model.config import expected_tensors
     from forge.model.loader import open_weights
@@ -247,8 +254,8 @@ def measure_model(path) -> ModelSize:
             row_bytes=embedding.nbytes // embedding.shape[0],
             layer_products=sum(products(tensor) for tensor in layers if len(tensor.shape) > 1),
             head_products=products(head),
-            attention_products=2 * config.num_layers * config.query_size * FLOAT_PRODUCT,
-            kv_bytes=2 * config.num_layers * config.key_value_size * 2,
+            attention_products=config.num_layers * config.query_size * ATTENTION_PRODUCTS[kv_dtype],
+            kv_bytes=2 * config.num_layers * config.num_key_value_heads * vector_bytes(config.head_dim, kv_dtype),
             vocab_size=config.vocab_size,
             max_context=config.max_position_embeddings,
             expert_bytes=sum(tensor.nbytes for tensor in layers if len(tensor.shape) == 3),

@@ -36,6 +36,7 @@ from forge.bench.cases import (
 )
 from forge.bench.kit import Facts, Figure, Progress, QuickOption, option, ratios
 from forge.bench.process import Effort, Launch, PeerMissing, Runner, measure_limits
+from forge.cache.kv_storage import DEFAULT_KV_DTYPES
 from forge.cli.arguments import Takes
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -105,7 +106,7 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
     left out from there on, and its reason is in the result. Closing the iterator ends every process.
     """
     path = resolve_model(plan.model)
-    size, threads = measure_model(path), plan.threads or usable_cpus()
+    size, threads = measure_model(path, plan.kv_dtype or DEFAULT_KV_DTYPES["cpu"]), plan.threads or usable_cpus()
     facts = {
         "schema": SCHEMA,
         "benchmark": "cpu",
@@ -346,8 +347,8 @@ def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
     columns += ["at best: {roofline.limit_seconds:ms}", "took: {seconds:middle}", "share: {roofline.share:percent}"]
     yield Table.of(lines, *columns, formats=shown)
     sentence = (
-        "reads: the file's weights once, and the keys and values before the step at two bytes a number. products: "
-        "multiplications as int8; a float32 one counts as four, as do attention's. "
+        "reads: the file's weights once, and the keys and values before the step. products: multiplications as int8; a "
+        "float32 one counts as four, one in bfloat16, or of 16 bits with 8, as two. "
         "at best: what the nearer limit allows."
     )
     if any(entry["roofline"].bound == "memory" and entry["roofline"].share > 1 for entry in lines):

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, Needs, Roofline, measure_model, needs_of
 from forge.bench.worker import timed
+from forge.cache.kv_storage import DEFAULT_KV_DTYPES
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.engine_args import EngineArgs
@@ -231,7 +232,7 @@ def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Me
     from forge.llm import LLM
     from forge.model.qwen3 import Qwen3
 
-    size = measure_model(path)
+    size = measure_model(path, DEFAULT_KV_DTYPES["cpu"])
     longest = min(max(*ROWS, *CONTEXTS) + 1, size.max_context)
     llm = LLM(path, device="cpu", threads=threads, max_model_len=longest, max_num_seqs=1)
     blocks = -(-longest // BLOCK_SIZE)

@@ -98,7 +98,7 @@ def test_what_a_prefill_needs():
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_files_size_is_that_of_its_tensors(tmp_path, tie):
     path = write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0", tie=tie)
-    size = measure_model(path)
+    size = measure_model(path, "int8")
     with GGUFFile.open(path) as file:
         total = sum(tensor.nbytes for tensor in file.tensors.values())
         norm = file.tensors["output_norm.weight"].nbytes
@@ -107,15 +107,24 @@ def test_a_files_size_is_that_of_its_tensors(tmp_path, tie):
 
 
 def test_float_products_count_four_times(tmp_path):
-    floats = measure_model(write_small_qwen3(tmp_path / "f.gguf", tensor_type="F16"))
-    eight = measure_model(write_small_qwen3(tmp_path / "q.gguf", tensor_type="Q8_0"))
+    floats = measure_model(write_small_qwen3(tmp_path / "f.gguf", tensor_type="F16"), "int8")
+    eight = measure_model(write_small_qwen3(tmp_path / "q.gguf", tensor_type="Q8_0"), "int8")
     assert floats.layer_products == 4 * eight.layer_products
+
+
+def test_keys_and_values_count_as_they_are_stored_and_multiplied(tmp_path):
+    path = write_small_qwen3(tmp_path / "m.gguf")
+    numbers = 2 * 2 * 2 * 32  # keys and values, layers, heads of each, numbers of a head
+    sizes = {kv_dtype: measure_model(path, kv_dtype) for kv_dtype in ("float32", "bfloat16", "int8")}
+    assert [size.kv_bytes for size in sizes.values()] == [4 * numbers, 2 * numbers, numbers + 4 * numbers // 32]
+    assert [size.attention_products for size in sizes.values()] == [2 * 4 * 32 * each for each in (8, 4, 3)]
 
 
 def test_a_mixture_of_experts_reads_the_experts_in_use(tmp_path):
     """A row reads its own 2 of 8; more rows read more of them; each row multiplies with 2 whatever the batch."""
     path = write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0", num_experts=8, num_experts_per_tok=2)
-    size, dense = measure_model(path), measure_model(write_small_qwen3(tmp_path / "d.gguf", tensor_type="Q8_0"))
+    size = measure_model(path, "int8")
+    dense = measure_model(write_small_qwen3(tmp_path / "d.gguf", tensor_type="Q8_0"), "int8")
     with GGUFFile.open(path) as file:
         experts = sum(tensor.nbytes for name, tensor in file.tensors.items() if name.endswith("_exps.weight"))
         total = sum(tensor.nbytes for tensor in file.tensors.values()) - file.tensors["output_norm.weight"].nbytes

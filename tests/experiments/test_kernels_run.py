@@ -22,7 +22,7 @@ def test_a_model_is_measured_with_more_and_more_rows(tmp_path, short):
     result = kernels.run(path, threads=1, on_progress=said.append)
     (model,) = result.models
     assert [found.rows for found in model.passes] == [1, 2, 4, 8, 16]  # no more than its context
-    size = measure_model(path)
+    size = measure_model(path, "int8")
     for found in model.passes:
         assert found.bytes_read == size.layer_bytes + size.head_bytes + found.rows * size.row_bytes
         assert found.products >= found.rows * size.layer_products + size.head_products and found.seconds > 0

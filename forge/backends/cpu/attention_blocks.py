@@ -159,8 +159,6 @@ def add_value_blocks(b, first, begin, last, weights, values, width, outs, states
         amx.load_register(b, _HIGH, b.add(row, I64(HIGH_BYTES)), I64(_SCORES_BYTES))
         of_block = b.sub(begin, query)
         lowest = b.select(b.icmp_signed(">", of_block, I64(0)), of_block, I64(0))
-        left = b.sub(last, query)
-        highest = b.select(b.icmp_signed("<", left, I64(amx.ROWS)), left, I64(amx.ROWS))
 
         def columns(column: ir.Value, vectors: int) -> None:
             for n in range(vectors):
@@ -188,7 +186,7 @@ def add_value_blocks(b, first, begin, last, weights, values, width, outs, states
                     store(b, out, fused_multiply_add(b, gained, total, b.fmul(load(b, out, V_F32), kept)))
                 return []
 
-            loop(b, b.sub(highest, lowest), 1, [], of_row)
+            loop(b, b.sub(I64(amx.ROWS), lowest), 1, [], of_row)
 
         in_columns(b, width, _COLUMNS, columns)
 

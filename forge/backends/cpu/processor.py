@@ -363,8 +363,8 @@ def host_features() -> frozenset[str]:
         return features if features.isdisjoint(_TILES) or _may_use_tiles() else features - _TILES
     import llvmlite.binding as llvm
 
-    features = {name for name, present in llvm.get_host_cpu_features().items() if present}
-    return frozenset(features | ({"dotprod"} if is_arm() and has_arm_dot_product() else set()))
+    present = {name for name, is_present in llvm.get_host_cpu_features().items() if is_present}
+    return frozenset(present - _TILES | ({"dotprod"} if is_arm() and has_arm_dot_product() else set()))
 
 
 def _may_use_tiles() -> bool:

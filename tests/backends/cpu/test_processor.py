@@ -90,6 +90,32 @@ def test_where_cpuinfo_cannot_be_read_llvm_tells(back_here, monkeypatch):
     assert processor.host_model() == "znver9"
 
 
+@pytest.mark.parametrize("granted", [True, False])
+def test_tile_registers_are_used_where_the_system_grants_them(back_here, monkeypatch, granted):
+    needed = " ".join(sorted(feature.replace("-", "_") for feature in INSTRUCTION_SETS["amx-int8"].needs))
+    monkeypatch.setattr(processor, "_processor_info", lambda: {"flags": needed})
+    asked = []
+
+    def syscall(*numbers: int) -> int:
+        asked.append(numbers)
+        return 0 if granted else -1
+
+    monkeypatch.setattr(processor.ctypes, "CDLL", lambda name: type("Library", (), {"syscall": staticmethod(syscall)}))
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    processor.host_features.cache_clear()
+    assert processor.runnable()[0] == ("amx-int8" if granted else "avx512-bf16")
+    assert asked == [(158, 0x1023, 18)]
+
+
+def test_tile_registers_are_left_alone_where_no_system_is_asked(back_here, monkeypatch):
+    monkeypatch.setattr(processor, "_processor_info", lambda: {})
+    has = dict.fromkeys(INSTRUCTION_SETS["amx-int8"].needs, True)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: has)
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    processor.host_features.cache_clear()
+    assert processor.runnable()[0] == "avx512-bf16"
+
+
 def on_arm(monkeypatch, system: str = "Linux", capabilities: int | None = None) -> None:
     """As if this were an ARM machine whose LLVM reports no `dotprod`; without `capabilities` there is no getauxval."""
 
