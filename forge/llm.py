@@ -18,7 +18,7 @@ import numpy as np
 from forge.backends.devices import create_backend, is_gpu, kv_memory
 from forge.cache.block_pool import blocks_for
 from forge.cache.factory import CacheSize
-from forge.cache.kv_storage import KvLayout, KvStorage
+from forge.cache.kv_storage import DEFAULT_KV_DTYPES, KvLayout, KvStorage
 from forge.engine import tasks
 from forge.engine.async_scheduling import AsyncEngine
 from forge.engine.engine import Engine
@@ -98,8 +98,10 @@ class LLM:
         self.engine = self._engine_of(target, config)
         self.kv = self.engine.cache.kind
         draft_device = args.draft_device or device
+        elsewhere = args.kv_dtype or DEFAULT_KV_DTYPES[draft_device]
+        draft_kv_dtype = self.kv_dtype if draft_device == device else elsewhere
         self._target = Target(
-            self.tokenizer, target.vocab_size, self.path, *limits, draft_device, threads, self.kv_dtype
+            self.tokenizer, target.vocab_size, self.path, *limits, draft_device, threads, draft_kv_dtype
         )
         self.speculate_with(args.speculate, args.drafts)
         self._request_ids = count()

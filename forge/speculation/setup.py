@@ -45,6 +45,7 @@ class Target:
     """Where drafts are computed."""
     threads: int | None
     kv_dtype: str
+    """How a draft's keys and values are stored: as the target's on its device, as another device's own there."""
 
 
 def checked_mode(mode: str | Proposer | None, k: int) -> str | Proposer:

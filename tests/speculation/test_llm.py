@@ -215,6 +215,24 @@ def test_the_draft_may_be_on_another_device(files, plain, params):
     assert outputs(llm, {"greedy": GREEDY, "sampled": SAMPLED}[params]) == plain[params]
 
 
+@pytest.mark.parametrize(
+    ("draft_device", "kv_dtype", "expected"),
+    [(None, None, "int8"), ("reference", None, "float32"), ("reference", "float16", "float16")],
+)
+def test_a_draft_keeps_keys_as_its_device_can_unless_told_otherwise(files, draft_device, kv_dtype, expected):
+    llm = LLM(
+        files["target"],
+        threads=1,
+        max_model_len=96,
+        speculate="draft",
+        draft=files["other"],
+        draft_device=draft_device,
+        kv_dtype=kv_dtype,
+    )
+    (draft,) = llm.engine.proposers
+    assert draft.storage.layout.kv_dtype == expected
+
+
 def test_a_draft_device_that_there_is_none_of_is_refused_before_anything_is_loaded():
     with pytest.raises(UsageError, match="unknown device 'tpu'"):
         LLM("no such model", speculate="draft", draft_device="tpu")
