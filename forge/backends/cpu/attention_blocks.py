@@ -1,11 +1,12 @@
-"""The inner loops of attention for many queries of a chunk at a time, by AMX (`amx.py`), for keys and values in int8.
+"""The inner loops of attention by AMX (`amx.py`): 16 queries at a time against a chunk's keys and values in int8.
 
-Sixteen queries meet 64 keys, and their weights 64 values, in a few instructions. Both sums are of integers, which have
-no order, so they are those of `attention_code.py`. A weight of 16 bits is two bytes there, 256 * high + low, and so are
-its sums.
+Sums of integers have no order, so they are those of `attention_code.py`. AMX multiplies bytes: a weight of 16 bits is
+256 * high + low, and so is its sum of values.
 
-Blocks begin at multiples of 16 queries and end behind the last. What they compute of queries that do not see the chunk,
-or of none, is not used.
+Blocks begin at multiples of 16 queries. The first may begin before the queries that see the chunk, and the last may end
+behind the last query; what is computed of such rows is not used.
+
+Ledger, attention of a prefill of 2,048 tokens in a 0.6B model, 2 cores with AMX: 1,114 ms with VPDPBUSD, 823 so.
 """
 
 from llvmlite import ir
@@ -76,7 +77,7 @@ def _each_block(b: ir.IRBuilder, first: ir.Value, last: ir.Value, emit) -> None:
 def dot_key_blocks(b, first, last, queries, offsets, width, keys, scores):
     """Do what `dot_packed_keys` does, for the queries from `first` on, a multiple of 16, and all keys of a chunk.
 
-    keys: as `pack_keys` writes them, in one piece. Behind its `count` keys there are others.
+    keys: as `pack_keys` writes them; behind a chunk's last key lies anything, whose scores are not used.
     """
     if not instruction_set().has_blocks:
         return
@@ -116,7 +117,7 @@ def dot_key_blocks(b, first, last, queries, offsets, width, keys, scores):
 def pack_value_quads(b, values, rows, count, width, packed, ahead, ahead_rows):
     """Write the first `count` values of a chunk to `packed`: int8 `[CHUNK / 4, width, 4 positions]`.
 
-    Beside the last there are any others. values, rows, ahead, ahead_rows: as of `add_values`.
+    An incomplete four is filled up with any other values. values, rows, ahead, ahead_rows: as of `add_values`.
     """
 
     def positions(index: ir.Value, _: Values) -> Values:

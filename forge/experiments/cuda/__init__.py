@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from rich.text import Text
 
+from forge.cache.kv_storage import DEFAULT_KV_DTYPES
 from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
@@ -96,7 +97,7 @@ def _measure(text: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Re
     from forge.model.qwen3 import Qwen3
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    on_cpu = create_llm(engine, device="cpu", kernels=None)
+    on_cpu = create_llm(engine, device="cpu", kernels=None, kv_dtype=engine.kv_dtype or DEFAULT_KV_DTYPES["cuda"])
     results = [("cpu", "c", _warm_run(on_cpu, text, params))]
     on_gpu = create_llm(engine, threads=None)
     assert isinstance(on_gpu.model, Qwen3)

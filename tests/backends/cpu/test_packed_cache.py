@@ -136,3 +136,54 @@ def test_files_that_were_not_used_for_a_month_go(folder, tmp_path):
     os.utime(folder / "old.packed", (0, 0))
     load(write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0"))
     assert [file.name for file in folder.iterdir()] != ["old.packed"] and len(list(folder.iterdir())) == 1
+
+
+def mapping_of(model: Qwen3) -> str:
+    """Return the line of /proc/self/maps that a model's weights lie in."""
+    address = model.weights.layers[0].attn_q.packed.quants.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, _, last = line.split()[0].partition("-")
+        if int(first, 16) <= address < int(last, 16):
+            return line
+    raise AssertionError(f"no mapping holds {address:x}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
+@pytest.mark.parametrize(
+    ("share", "system", "is_copied"),
+    [(0.5, "always [madvise] never", True), (0.95, "always [madvise] never", False), (0.5, "madvise [never]", False)],
+)
+def test_weights_in_small_pages_are_copied_where_a_copy_has_large_ones(
+    folder, tmp_path, monkeypatch, share, system, is_copied
+):
+    path = write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0")
+    first = load(path)
+    (tmp_path / "enabled").write_text(system)
+    monkeypatch.setattr(packed_cache, "_ENABLED", tmp_path / "enabled")
+    monkeypatch.setattr(packed_cache, "LEAST_COPIED", 1)
+    monkeypatch.setattr(packed_cache, "_huge_share", lambda address, size: share)
+    second = load(path)
+    assert mapping_of(second).endswith(".packed") != is_copied and is_mapped(second)  # read-only either way
+    assert one_prefill(first, TOKENS).tobytes() == one_prefill(second, TOKENS).tobytes()
+
+
+def test_the_share_of_huge_pages_is_that_of_the_mapping_at_the_address(tmp_path, monkeypatch):
+    smaps = tmp_path / "smaps"
+    smaps.write_text(
+        "1000-2000 r--p 0 fd:00 1 /other.packed\nRss: 4 kB\nFilePmdMapped:        0 kB\n"
+        "200000-c00000 r--p 0 fd:00 2 /mine.packed\nRss:  9000 kB\nFilePmdMapped:     6144 kB\nVmFlags: rd mr\n"
+    )
+    monkeypatch.setattr(packed_cache, "_SMAPS", smaps)
+    assert packed_cache._huge_share(0x200000, 8 << 20) == 0.75
+    assert packed_cache._huge_share(0x1000, 4096) == 0
+    with pytest.raises(OSError, match="no such mapping"):
+        packed_cache._huge_share(0x2000, 4096)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
+def test_where_linux_does_not_say_weights_stay_mapped(folder, tmp_path, monkeypatch):
+    path = write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0")
+    load(path)
+    monkeypatch.setattr(packed_cache, "LEAST_COPIED", 1)
+    monkeypatch.setattr(packed_cache, "_SMAPS", tmp_path / "none")
+    assert mapping_of(load(path)).endswith(".packed")
