@@ -26,14 +26,14 @@ import numpy as np
 from forge.backends.cpu.compilation import compile_all, tile_set
 from forge.backends.cpu.packing import Q4, Q8, aligned_empty, huge_pages
 from forge.backends.cpu.processor import usable_cpus
-from forge.backends.cpu.tiles import BLOCK, BLOCK_ROWS, GROUP, LINE, MAX_ROWS, PAIR, PAIR_ROWS, TileLayout
+from forge.backends.cpu.tiles import AMX, AMX_ROWS, GROUP, LINE, MAX_ROWS, PAIR, PAIR_ROWS, TileLayout
 from forge.backends.cpu.vectors import LANES, call_tile
 from forge.backends.devices import why_not_cuda
 from forge.bench.worker import Missing, Worker, timed
 
 TILE_COLUMNS = 512
 """Inputs of the tile: 8 kB of weights (a pair 16) and 4 kB of activations, far less than any first-level data cache."""
-_ROWS = {MAX_ROWS: MAX_ROWS, PAIR: PAIR_ROWS, BLOCK: 4 * BLOCK_ROWS}
+_ROWS = {MAX_ROWS: MAX_ROWS, PAIR: PAIR_ROWS, AMX: 4 * AMX_ROWS}
 """Rows of each code that is tried."""
 _SHORT = 2_000
 
@@ -105,8 +105,8 @@ def _product_rate(layout: TileLayout, code: int, seconds: float, threads: int) -
 
 
 def _tile(layout: TileLayout, code: int) -> Callable[[int], None]:
-    """Return a function that runs a tile of so many rows, a pair or a block, so many times, on operands that are one
-    thread's own."""
+    """Return a function that runs a tile of so many rows, a pair, or a tile by AMX, so many times, on operands that are
+    one thread's own."""
     address, rows = int(tile_set(layout).addresses[code]), _ROWS[code]
     groups = TILE_COLUMNS // GROUP
     rng = np.random.default_rng(1)

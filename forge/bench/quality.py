@@ -99,6 +99,7 @@ def bench_quality(
     if tokens < 2:
         raise UsageError(f"--tokens is at least 2, and {tokens} is less")
     pairs = [REFERENCE, *((device, dtype) for device in devices for dtype in kv_dtype or kv_dtypes_of(device))]
+    content = _read(text)
     loaded: dict[tuple[str, str], LLM] = {}
     variants = []
     for model in dict.fromkeys(models or DEFAULT_MODELS):
@@ -109,7 +110,7 @@ def bench_quality(
                 loaded[model, one] = LLM(model, device=one, threads=threads, max_num_seqs=1)
             variants.append(_Variant(model, one, dtype, loaded[model, one]))
     first = variants[0]
-    windows = _windows(first.llm, _read(text), tokens, min(WINDOW, *(llm.max_model_len for llm in loaded.values())))
+    windows = _windows(first.llm, content, tokens, min(WINDOW, *(llm.max_model_len for llm in loaded.values())))
     for llm in loaded.values():
         if not _speaks_like(llm, first.llm):
             raise UsageError(f"{llm.model_name} and {first.llm.model_name} have different vocabularies: one at a time")

@@ -146,6 +146,12 @@ def test_a_text_that_is_none_is_refused(models, tmp_path, content, message):
         run(models[:1], text=path, devices=["reference"])
 
 
+def test_a_text_that_is_not_there_is_refused_before_anything_is_loaded(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(quality, "LLM", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(UsageError, match="No such file"):
+        run(models[:1], text=tmp_path / "none.txt", devices=["reference"])
+
+
 def test_the_bundled_text_is_held_out_of_the_training():
     documents = pytest.importorskip("models.corpus.documents")
     text = quality.HELD_OUT.read_text(encoding="utf-8")

@@ -1,13 +1,13 @@
 """AMX's instructions on tile registers, as pieces of LLVM code.
 
-A register holds up to 16 rows of up to 64 bytes. TDPBSSD and its like multiply a register of a's rows, bytes, with one
-whose rows hold four bytes for each of 16 columns, as a line of weights does, and add the products to int32 `[16, 16]`
-in a third:
+A register holds up to 16 rows of up to 64 bytes. TDPBSSD and its like multiply two registers of bytes, a and b, and add
+the products to int32 `[16, 16]` in a third. A row of b holds four bytes for each of 16 columns, as a line of weights
+does:
 
     sums[row, column] += a[row, 4k + i] * b[k, 4 column + i]        k = 0 … 15, i = 0 … 3
 
-That is 16,384 products where VPDPBUSD has 64. What was stored a moment ago can be loaded into a register, or from where
-a register was stored, only once it has reached the cache.
+That is 16,384 products; VPDPBUSD has 64. A register is loaded from what was just stored, or memory from a register that
+was just stored, only once the stored bytes have reached the cache.
 
 Sources: Intel's Architecture Instruction Set Extensions Programming Reference, chapter 3; Linux's
 Documentation/arch/x86/xstate.rst.

@@ -8,12 +8,12 @@ same places however they came to be computed (the merging is that of Milakov and
 import numba
 import numpy as np
 
-from forge.backends.cpu.attention_blocks import (
-    add_value_blocks,
-    attends_in_blocks,
-    begin_blocks,
-    dot_key_blocks,
-    end_blocks,
+from forge.backends.cpu.amx_attention import (
+    add_values_by_amx,
+    begin_amx,
+    dot_keys_by_amx,
+    end_amx,
+    multiplies_by_amx,
     pack_value_quads,
 )
 from forge.backends.cpu.attention_code import (
@@ -29,6 +29,7 @@ from forge.backends.cpu.attention_code import (
 from forge.backends.cpu.kernels import ONE, VECTOR, ZERO
 from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8, MOST_ROWS_PER_BLOCK, ROWS_PER_BLOCK
 from forge.backends.cpu.thread_pool_code import next_item
+from forge.backends.cpu.tiles import AMX_ROWS
 from forge.backends.cpu.vectors import (
     absolute,
     fma,
@@ -337,18 +338,18 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
         packs = (kind == INT8 and num_queries - first_query >= PACKED_FROM) or (kind == BFLOAT16 and not are_packed)
         if kind == INT8:
             _gather_scales(keys, values, rows, ctx.cache.row_bytes, scales)
-        in_blocks, first_block = packs and kind == INT8 and attends_in_blocks() != 0, first_query // 16 * 16
+        by_amx, first_of_16 = packs and kind == INT8 and multiplies_by_amx() != 0, first_query // AMX_ROWS * AMX_ROWS
         if packs:
             pack_keys(kind, keys, rows, min(CHUNK, end - start), size, packed_keys, values)
-        if in_blocks:
-            dot_key_blocks(first_block, num_queries, queries, offsets, width, packed_keys, all_weights)
+        if by_amx:
+            dot_keys_by_amx(first_of_16, num_queries, queries, offsets, width, packed_keys, all_weights)
         query = first_query
         while query < num_queries:
             least = _seen(visible, group, query)
             together = _together(kind, least, group, query, num_queries)
             most = least if least == CHUNK else _seen(visible, group, query + together - 1)
             weights, numbers, offset = all_weights + 4 * CHUNK * query, queries + 4 * width * query, offsets + 4 * query
-            if in_blocks:
+            if by_amx:
                 pass
             elif are_packed:
                 fetched = values if query == first_query else 0
@@ -360,16 +361,16 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             state, counts, factor = states + 4 * query, seen + 4 * query, factors + 4 * query
             softmax_chunk(kind, together, weights, start, counts, factor, scales, state, room)
             query += together
-        if in_blocks:
+        if by_amx:
             pack_value_quads(values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
-            add_value_blocks(
-                first_block, first_query, num_queries, all_weights, packed_values, width, outs, states, room
+            add_values_by_amx(
+                first_of_16, first_query, num_queries, all_weights, packed_values, width, outs, states, room
             )
         elif packs:
             pack_values(kind, values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
         added, added_rows = (packed_values, packed_pairs) if packs else (values, rows)
         in_pairs, fetched = (1 if packs or are_packed else 0), 0 if packs else ahead
-        query = num_queries if in_blocks else first_query
+        query = num_queries if by_amx else first_query
         while query < num_queries:
             least = _seen(visible, group, query)
             together = _together(kind, least, group, query, num_queries)
@@ -442,7 +443,7 @@ def attention(op, ctx, thread, threads):
     )
     may_pack = ctx.num_rows * (op.heads // kv_heads) >= PACKED_FROM
     if may_pack:
-        begin_blocks()
+        begin_amx()
     item = next_item(op, together)
     sequence, before, first, last, head = _find_item(ctx, kv_heads, rows, item, np.int64(0), np.int64(0))
     if sequence < sequences:
@@ -463,4 +464,4 @@ def attention(op, ctx, thread, threads):
         _attend_block(op, ctx, sequence, head, first, last, scratch, next_keys, next_table, next_end)
         sequence, first, last, head = next_sequence, next_first, next_last, next_head
     if may_pack:
-        end_blocks()
+        end_amx()

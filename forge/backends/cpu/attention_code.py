@@ -57,7 +57,7 @@ _PAIRED = {BFLOAT16: "bf16", INT8: "int8"}
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
 LOWEST, MOST_WEIGHT = -3.0e38, 32767.0
 LOW_BYTES, HIGH_BYTES = 2 * CHUNK, 3 * CHUNK
-"""Where the bytes of weights in int16 lie behind them, for blocks of queries (`attention_blocks.py`)."""
+"""Where the bytes of weights in int16 lie behind them, for AMX (`amx_attention.py`)."""
 _ONES, _ZEROS, _INTEGER_ZEROS = constant(V_F32, 1.0), constant(V_F32, 0.0), constant(V_I32, 0)
 
 
@@ -276,7 +276,7 @@ def softmax_chunk(b, kind, together, weights, start, seen, factors, scales, stat
                     weight = b.fmul(value, b.fmul(number(scales, CHUNK + block), mine))
                     weight = rounded_code(b, b.select(is_seen, weight, _ZEROS))
                     store(b, b.add(row, I64(2 * block)), b.trunc(weight, ir.VectorType(I16, LANES)))
-                    if isa.has_blocks:
+                    if isa.has_amx:
                         high, bytes_ = b.lshr(weight, constant(V_I32, 8)), ir.VectorType(I8, LANES)
                         store(b, b.add(row, I64(LOW_BYTES + block)), b.trunc(weight, bytes_))
                         store(b, b.add(row, I64(HIGH_BYTES + block)), b.trunc(high, bytes_))

@@ -48,7 +48,7 @@ from forge.backends.cpu.processor import (
     is_forced,
     usable_cpus,
 )
-from forge.backends.cpu.tiles import BLOCK, MAX_ROWS, PAIR, TileLayout, pairs_tiles
+from forge.backends.cpu.tiles import AMX, MAX_ROWS, PAIR, TileLayout, pairs_tiles
 
 if TYPE_CHECKING:
     import llvmlite.binding as llvm
@@ -264,14 +264,14 @@ class TileSet(MachineCode):
         self.layout = layout
         self.addresses = np.zeros(MAX_ROWS + 2, np.int64)
         """`addresses[rows]` is the tile function for that many rows, once compiled; `addresses[PAIR]` that for a pair,
-        or 0 where single tiles are as fast; `addresses[BLOCK]` that for a block, or 0 where there is none."""
+        or 0 where single tiles are as fast; `addresses[AMX]` that by AMX, or 0 without it."""
 
     def compile(self) -> None:
         super().compile()
         if pairs_tiles(instruction_set(), self.layout):
             self.addresses[PAIR] = self._address("pair")
-        if instruction_set().has_blocks:
-            self.addresses[BLOCK] = self._address("block")
+        if instruction_set().has_amx:
+            self.addresses[AMX] = self._address("amx")
         for rows in range(1, MAX_ROWS + 1):
             self.addresses[rows] = self._address(f"tile_{rows}")
 

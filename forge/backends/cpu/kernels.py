@@ -14,7 +14,7 @@ import numpy as np
 
 from forge.backends.cpu.op_layout import FLOAT16, FLOAT32, ROWS_NEAR
 from forge.backends.cpu.thread_pool_code import atomic_load, claim, next_item
-from forge.backends.cpu.tiles import BLOCK, BLOCK_ROWS, PAIR, PAIR_ROWS
+from forge.backends.cpu.tiles import AMX, AMX_ROWS, PAIR, PAIR_ROWS
 from forge.backends.cpu.vectors import (
     absolute,
     address,
@@ -283,8 +283,8 @@ def next_range(op, thread, threads, chunk, count, piece):
 def multiply_tile(matrix, code, tile, x, row, out, out_stride, adds, low, high, rows=0):
     """Multiply some rows of x, from `row` on, by the 16 weight rows of a tile: `[rows, 16]`, `out_stride` apart.
 
-    code: how many rows; or `PAIR`, which is `PAIR_ROWS` by two tiles, `[PAIR_ROWS, 32]`; or `BLOCK`, for `rows`. `low`
-    and `high` are the tile that is fetched meanwhile, in two halves (`tiles.py`); 0 for none.
+    code: how many rows; or `PAIR`, which is `PAIR_ROWS` by two tiles, `[PAIR_ROWS, 32]`; or `AMX`, for `rows` of them.
+    low, high: the tile that is fetched meanwhile, in two halves (`tiles.py`); 0 for none.
     """
     call_tile(
         get_i64(matrix.tiles + 8 * code),
@@ -310,15 +310,15 @@ def multiply_rows(matrix, tile, x, first, last, out, out_stride, adds, ahead):
     """Multiply rows `first` to `last` - 1 of x by the 16 weight rows of a tile: `[last - first, 16]`, `out_stride`
     apart.
 
-    All of them pass over the tile while its weights are near: where there are blocks as many as fill them, then up to
-    eight at a time, the rest in a tile made for exactly as many. The block, or else the first two passes, half of it
-    each, fetch the tile at `ahead`, unless that is 0.
+    All of them pass over the tile while its weights are near: by AMX a multiple of 16, then up to eight at a
+    time, the rest in a tile made for exactly as many. AMX, or else the first two passes, half of it each, fetch the
+    tile at `ahead`, unless that is 0.
     """
     row, rows = first, last - first
-    if rows >= BLOCK_ROWS and get_i64(matrix.tiles + 8 * BLOCK) != 0:
-        in_blocks = rows // BLOCK_ROWS * BLOCK_ROWS
-        multiply_tile(matrix, BLOCK, tile, x, row, out, out_stride, adds, ahead, ahead, in_blocks)
-        row, ahead = first + in_blocks, 0
+    if rows >= AMX_ROWS and get_i64(matrix.tiles + 8 * AMX) != 0:
+        count = rows // AMX_ROWS * AMX_ROWS
+        multiply_tile(matrix, AMX, tile, x, row, out, out_stride, adds, ahead, ahead, count)
+        row, ahead = first + count, 0
     while row < last:
         count = min(8, last - row)
         low, high = ahead if row == first else 0, ahead if row == first + 8 or rows <= 8 else 0

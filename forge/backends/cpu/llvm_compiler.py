@@ -7,12 +7,12 @@ from functools import cache
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from forge.backends.cpu.blocks import BlockCode
+from forge.backends.cpu.amx_tiles import AmxTileCode
 from forge.backends.cpu.llvm_code import F32, HALF, I64, float_to_half, half_to_float
 from forge.backends.cpu.object_file import Find
 from forge.backends.cpu.processor import InstructionSet, is_arm, is_forced
 from forge.backends.cpu.tiles import (
-    BLOCK_ROWS,
+    AMX_ROWS,
     MAX_ROWS,
     PAIR_ROWS,
     TILE_ARGUMENTS,
@@ -64,16 +64,16 @@ def optimize(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
 
 
 def tile_module(isa: InstructionSet, layout: TileLayout) -> llvm.ModuleRef:
-    """Return the intermediate code of a layout's tiles, for 1 to `MAX_ROWS` rows, and of a pair and a block where they
+    """Return the intermediate code of a layout's tiles, for 1 to `MAX_ROWS` rows, and of a pair and by AMX where they
     are taken."""
     module = ir.Module(f"tiles_{layout.name}")
     signature = ir.FunctionType(ir.VoidType(), [I64] * len(TILE_ARGUMENTS))
     codes: list[tuple[str, int]] = [(f"tile_{rows}", rows) for rows in range(1, MAX_ROWS + 1)]
-    codes += [("pair", PAIR_ROWS)] * pairs_tiles(isa, layout) + [("block", BLOCK_ROWS)] * isa.has_blocks
+    codes += [("pair", PAIR_ROWS)] * pairs_tiles(isa, layout) + [("amx", AMX_ROWS)] * isa.has_amx
     for name, rows in codes:
         function = ir.Function(module, signature, name)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        kind = BlockCode if name == "block" else TileCode
+        kind = AmxTileCode if name == "amx" else TileCode
         tile = kind(builder, isa, layout, rows, dict(zip(TILE_ARGUMENTS, function.args, strict=True)))
         (PairCode(tile) if name == "pair" else tile).emit()
         builder.ret_void()

@@ -57,7 +57,7 @@ ROWS = fields(
 """Activations `[rows, stride]`, and their quantized form."""
 
 MATRIX = fields(
-    "tiles",  # int64 [MAX_ROWS + 2]: the machine code for each number of rows, for a pair of tiles and for a block
+    "tiles",  # int64 [MAX_ROWS + 2]: the machine code for each number of rows, for a pair of tiles, and by AMX
     "weights",  # as `packing.py` lays them out
     "scales",
     "minimums",

@@ -104,8 +104,8 @@ class InstructionSet:
     """How many rows of a tile keep their integer sums in registers."""
     pairs_tiles = False
     """Whether the sums of two tiles fit the registers."""
-    has_blocks = False
-    """Whether 16 rows are multiplied with a tile by instructions for matrices (`blocks`)."""
+    has_amx = False
+    """Whether 16 rows are multiplied at a time by AMX (`amx_tiles.py`, `amx_attention.py`)."""
 
     def dot(self, builder: ir.IRBuilder, acc: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
         """acc, weights and x are 16 int32 lanes; a lane of weights is 4 bytes, each lane of x the same 4 bytes."""
@@ -198,7 +198,7 @@ class AmxInt8(Avx512Bf16):
     needs = Avx512Bf16.needs | {"amx-tile", "amx-int8"}
     target_features = Avx512Bf16.target_features + ",+amx-tile,+amx-int8"
     pairs_tiles = False
-    has_blocks = True
+    has_amx = True
 
 
 class AvxVnni(InstructionSet):

@@ -33,6 +33,7 @@ from functools import partial
 
 from llvmlite import ir
 
+from forge.backends.cpu import amx
 from forge.backends.cpu.llvm_code import (
     F32,
     I8,
@@ -63,10 +64,10 @@ LINE = 64
 MAX_ROWS = 8
 PAIR_ROWS = 4
 """Rows of a pair of tiles: as many as leave all sums in registers."""
-PAIR, BLOCK = 0, MAX_ROWS + 1
-"""Where the codes of a pair and of a block (`blocks.py`) stand among those of tiles for 1 to `MAX_ROWS` rows."""
-BLOCK_ROWS = 16
-"""Rows that a block computes at a time: as many as one of AMX's registers has."""
+PAIR, AMX = 0, MAX_ROWS + 1
+"""Where the codes of a pair and by AMX (`amx_tiles.py`) stand among those of tiles for 1 to `MAX_ROWS` rows."""
+AMX_ROWS = amx.ROWS
+"""Rows that a tile by AMX computes at a time."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ weights, scales, minimums: this tile's. x: int8 `[rows, x_stride]`. x_scales: fl
 group's scale and minus its scale times the sum of its quants. x_sums: int32 `[rows, x_stride / 16]`, sums of 16
 consecutive quants. out: float32 `[rows, out_stride]`, of which 16 columns are written; or added to, where `add` is 1.
 ahead_low, ahead_high: where a tile's weights lie, the first or the second half of each group of which is to be fetched
-meanwhile, or 0. A pair takes the addresses of its first tile. rows: of a block, a multiple of `BLOCK_ROWS`; the other
+meanwhile, or 0. A pair takes the addresses of its first tile. rows: by AMX, a multiple of `AMX_ROWS`; the other
 codes have a number of their own.
 """
 

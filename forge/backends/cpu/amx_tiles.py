@@ -1,13 +1,13 @@
-"""Code of the block: 16 rows of activations at a time times a tile, by AMX (`amx.py`).
+"""Code of a tile by AMX (`amx.py`): 16 rows of activations at a time, a multiple of 16 in all.
 
 A tile's lines of a group lie in memory as AMX wants them (`tiles.py`). So one instruction multiplies the activations of
 16 rows in a group with the tile's weights. The sums go to memory, and from there on everything is as in a tile: the
 same scales, in the same order. So the bits are the same.
 
 First the tile's weights are unpacked, once for all rows, to signed bytes, w - bias: then no sum has to begin with the
-bias. The products are one group ahead of the sums that are scaled, from one block to the next, too.
+bias. The products are one group ahead of the sums that are scaled, from 16 rows to the next 16, too.
 
-Ledger, a core at 3.3 GHz with AMX, Q8_0, 16 rows of 16 products with 32 inputs: a pair of tiles 36 ns, a block 28. The
+Ledger, a core at 3.3 GHz with AMX, Q8_0, 16 rows of 16 products with 32 inputs: a pair of tiles 36 ns, by AMX 28. The
 products alone take 5, their way to memory 4 and scaling them 8 or 9; the core does little of one beside another.
 """
 
@@ -27,27 +27,27 @@ from forge.backends.cpu.llvm_code import (
     loop,
     store,
 )
-from forge.backends.cpu.tiles import BLOCK_ROWS, GROUP, LINE, TileCode
+from forge.backends.cpu.tiles import AMX_ROWS, GROUP, LINE, TileCode
 
 _SUMS, _X, _WEIGHTS = range(3)
 """Tile registers of a group's first part; those of the second are the next three."""
-_SUMS_BYTES = 4 * BLOCK_ROWS * BLOCK_ROWS
+_SUMS_BYTES = 4 * AMX_ROWS * AMX_ROWS
 _LINE = ir.VectorType(I8, LINE)
 
 
-class BlockCode(TileCode):
-    """Emits the code of a block, for a multiple of 16 rows. Read `emit` first."""
+class AmxTileCode(TileCode):
+    """Emits the code of a tile by AMX, for a multiple of 16 rows. Read `emit` first."""
 
     def emit(self) -> None:
         b, parts = self.b, GROUP // self.layout.group
         inputs = self.layout.group  # of a part: bytes of a row of activations, and four in each line of weights
-        shapes = [(BLOCK_ROWS, 4 * BLOCK_ROWS), (BLOCK_ROWS, inputs), (inputs // 4, LINE)]
+        shapes = [(AMX_ROWS, 4 * AMX_ROWS), (AMX_ROWS, inputs), (inputs // 4, LINE)]
         amx.configure(b, shapes * parts)
         self.unpacked = amx.on_stack(b, self.arg["num_groups"], GROUP // 4 * LINE)
         self.sums = amx.on_stack(b, I64(2), parts * _SUMS_BYTES)
         loop(b, self.arg["num_groups"], 1, [], self.unpack)
         self.multiply(self.arg["x"], I64(0), I64(0))
-        loop(b, self.arg["rows"], BLOCK_ROWS, [], self.block)
+        loop(b, self.arg["rows"], AMX_ROWS, [], self.sixteen)
         amx.release(b)
 
     def unpack(self, index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
@@ -63,13 +63,13 @@ class BlockCode(TileCode):
             return self.b.xor(line, TOP_BITS)
         return self.b.sub(self.b.bitcast(line, _LINE), constant(_LINE, self.layout.bias))
 
-    def block(self, first: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def sixteen(self, first: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         """Emit 16 rows. Behind their last group come products of the next 16 rows, or of the last again."""
         b, groups = self.b, self.arg["num_groups"]
-        after, last = b.add(first, I64(BLOCK_ROWS)), b.sub(self.arg["rows"], I64(BLOCK_ROWS))
+        after, last = b.add(first, I64(AMX_ROWS)), b.sub(self.arg["rows"], I64(AMX_ROWS))
         rows = self.from_row(first)
         next_rows = self.from_row(b.select(b.icmp_signed("<", after, last), after, last))
-        done = b.mul(b.udiv(first, I64(BLOCK_ROWS)), groups)
+        done = b.mul(b.udiv(first, I64(AMX_ROWS)), groups)
         rows.prefetch_out()
 
         def group(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
@@ -81,7 +81,7 @@ class BlockCode(TileCode):
             self.multiply(x, following, b.add(number, I64(1)))
             for part in range(GROUP // self.layout.group):
                 from_ = self.sums_of(number, part)
-                integers = [load(b, b.add(from_, I64(4 * BLOCK_ROWS * row)), V_I32, align=64) for row in self.rows]
+                integers = [load(b, b.add(from_, I64(4 * AMX_ROWS * row)), V_I32, align=64) for row in self.rows]
                 totals = rows.scaled(index, part, integers, totals)
             return totals
 
@@ -96,7 +96,7 @@ class BlockCode(TileCode):
             pointer = b.inttoptr(address, I8.as_pointer())
             call_intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(1), I32(3), I32(1))
 
-    def from_row(self, first: ir.Value) -> "BlockCode":
+    def from_row(self, first: ir.Value) -> "AmxTileCode":
         """Return the code of 16 rows, of which this is the first."""
         b, arg = self.b, self.arg
         per_row = {
@@ -108,7 +108,7 @@ class BlockCode(TileCode):
         moved = {name: b.add(arg[name], b.mul(first, step)) for name, step in per_row.items()}
         is_first = b.icmp_signed("==", first, I64(0))
         moved |= {name: b.select(is_first, arg[name], I64(0)) for name in ("ahead_low", "ahead_high")}
-        return BlockCode(b, self.isa, self.layout, BLOCK_ROWS, arg | moved)
+        return AmxTileCode(b, self.isa, self.layout, AMX_ROWS, arg | moved)
 
     def multiply(self, x: ir.Value, index: ir.Value, number: ir.Value) -> None:
         """Emit the products of group `index` with 16 rows from x on, and their way to the place of `number`."""
@@ -120,7 +120,7 @@ class BlockCode(TileCode):
             amx.load_register(b, of_x, b.add(x, I64(part * self.layout.group)), self.arg["x_stride"])
             amx.load_register(b, of_weights, of_part, I64(LINE))
             amx.multiply(b, sums, of_x, of_weights)
-            amx.store_register(b, sums, self.sums_of(number, part), I64(4 * BLOCK_ROWS))
+            amx.store_register(b, sums, self.sums_of(number, part), I64(4 * AMX_ROWS))
 
     def sums_of(self, number: ir.Value, part: int) -> ir.Value:
         """Return where the sums of a part of a group lie, in one of two places in turn: int32 `[16 rows, 16]`."""
