@@ -18,7 +18,6 @@ from forge.backends.cpu.compilation import instruction_set
 from forge.backends.cpu.llvm_code import (
     F32,
     I8,
-    I32,
     I64,
     LANES,
     V_F32,
@@ -40,7 +39,7 @@ _QUERIES, _KEYS = 4, 5
 """Registers beside those of the sums with 16 keys each, 0 to 3."""
 _LOW, _HIGH, _VALUES = 4, 5, 6
 """Registers beside those of the sums of low bytes, 0 and 2, and of high bytes, 1 and 3."""
-_COLUMNS = 4
+_COLUMNS = 8
 """Vectors of a value that wait in memory at a time."""
 
 
@@ -73,8 +72,8 @@ def _each_16(b: ir.IRBuilder, first: ir.Value, last: ir.Value, emit) -> None:
     loop(b, b.sub(last, first), amx.ROWS, [], sixteen)
 
 
-@emits(types.void, *[types.int64] * 7)
-def dot_keys_by_amx(b, first, last, queries, offsets, width, keys, scores):
+@emits(types.void, *[types.int64] * 6)
+def dot_keys_by_amx(b, first, last, queries, width, keys, scores):
     """Do what `dot_packed_keys` does, for the queries from `first` on, a multiple of 16, and all keys of a chunk.
 
     keys: as `pack_keys` writes them; behind a chunk's last key lies anything, whose scores are not used.
@@ -101,16 +100,7 @@ def dot_keys_by_amx(b, first, last, queries, offsets, width, keys, scores):
         for register in range(CHUNK // LANES):
             amx.store_register(b, register, b.add(to, I64(4 * LANES * register)), I64(_SCORES_BYTES))
 
-    def floats(query: ir.Value) -> None:
-        for number in range(amx.ROWS):
-            mine = b.add(query, I64(number))
-            offset = splat(b, load(b, b.add(offsets, b.mul(mine, I64(4))), I32))
-            for key in range(0, CHUNK, LANES):
-                at = b.add(scores, b.add(b.mul(mine, I64(_SCORES_BYTES)), I64(4 * key)))
-                store(b, at, b.sitofp(b.add(load(b, at, V_I32), offset), V_F32))
-
     _each_16(b, first, last, dots)
-    _each_16(b, first, last, floats)
 
 
 @emits(types.void, *[types.int64] * 7)
@@ -143,16 +133,16 @@ def pack_value_quads(b, values, rows, count, width, packed, ahead, ahead_rows):
     loop(b, count, 4, [], positions)
 
 
-@emits(types.void, *[types.int64] * 9)
-def add_values_by_amx(b, first, begin, last, weights, values, width, outs, states, room):
+@emits(types.void, *[types.int64] * 10)
+def add_values_by_amx(b, first, begin, last, weights, values, width, outs, states, room, sums):
     """Do what `add_values` does, for the queries from `begin` to `last` - 1, 16 at a time from `first` on.
 
     first: a multiple of 16. weights: the bytes that `softmax_chunk` wrote. values: as `pack_value_quads` writes them.
+    sums: room for int32 `[2, width / 16, 16 queries, 16]`, of low bytes and of high bytes.
     """
     if not instruction_set().has_amx:
         return
-    row_bytes = 4 * LANES * _COLUMNS
-    lows, highs = (amx.on_stack(b, I64(amx.ROWS), row_bytes) for _ in range(2))
+    lows, highs = sums, b.add(sums, b.mul(width, I64(4 * amx.ROWS)))
 
     def sixteen(query: ir.Value) -> None:
         row = b.add(weights, b.mul(query, I64(_SCORES_BYTES)))
@@ -161,34 +151,38 @@ def add_values_by_amx(b, first, begin, last, weights, values, width, outs, state
         hidden = b.sub(begin, query)
         lowest = b.select(b.icmp_signed(">", hidden, I64(0)), hidden, I64(0))
 
-        def columns(column: ir.Value, vectors: int) -> None:
+        def sums_of(column: ir.Value, vectors: int) -> None:
             for n in range(vectors):
                 low, high = 2 * (n % 2), 2 * (n % 2) + 1
-                at = b.mul(b.add(column, I64(LANES * n)), I64(4))
-                amx.load_register(b, _VALUES, b.add(values, at), b.mul(width, I64(4)))
-                for sums, of_weights, signs, to in ((low, _LOW, "us", lows), (high, _HIGH, "ss", highs)):
-                    amx.clear(b, sums)
-                    amx.multiply(b, sums, of_weights, _VALUES, signs)
-                    amx.store_register(b, sums, b.add(to, I64(4 * LANES * n)), I64(row_bytes))
+                at = b.add(column, I64(LANES * n))
+                amx.load_register(b, _VALUES, b.add(values, b.mul(at, I64(4))), b.mul(width, I64(4)))
+                for total, of_weights, signs, to in ((low, _LOW, "us", lows), (high, _HIGH, "ss", highs)):
+                    amx.clear(b, total)
+                    amx.multiply(b, total, of_weights, _VALUES, signs)
+                    amx.store_register(b, total, b.add(to, b.mul(at, I64(4 * amx.ROWS))), I64(4 * LANES))
 
-            def of_row(index: ir.Value, _: Values) -> Values:
-                number = b.add(lowest, index)
-                mine = b.add(query, number)
-                kept, gained = (
-                    splat(b, load(b, b.add(states, b.mul(b.add(b.mul(I64(part), room), mine), I64(4))), F32))
-                    for part in (2, 3)
-                )
-                at = b.mul(number, I64(row_bytes))
+        def of_row(index: ir.Value, _: Values) -> Values:
+            number = b.add(lowest, index)
+            mine = b.add(query, number)
+            kept, gained = (
+                splat(b, load(b, b.add(states, b.mul(b.add(b.mul(I64(part), room), mine), I64(4))), F32))
+                for part in (2, 3)
+            )
+            of_number = b.mul(number, I64(4 * LANES))
+
+            def add_sums(column: ir.Value, vectors: int) -> None:
                 for n in range(vectors):
-                    low, high = (load(b, b.add(to, b.add(at, I64(4 * LANES * n))), V_I32) for to in (lows, highs))
+                    element = b.add(column, I64(LANES * n))
+                    at = b.add(of_number, b.mul(element, I64(4 * amx.ROWS)))
+                    low, high = (load(b, b.add(to, at), V_I32) for to in (lows, highs))
                     total = b.sitofp(b.add(b.shl(high, constant(V_I32, 8)), low), V_F32)
-                    element = b.add(b.add(b.mul(mine, width), column), I64(LANES * n))
-                    out = b.add(outs, b.mul(element, I64(4)))
+                    out = b.add(outs, b.mul(b.add(b.mul(mine, width), element), I64(4)))
                     store(b, out, fused_multiply_add(b, gained, total, b.fmul(load(b, out, V_F32), kept)))
-                return []
 
-            loop(b, b.sub(I64(amx.ROWS), lowest), 1, [], of_row)
+            in_columns(b, width, _COLUMNS, add_sums)
+            return []
 
-        in_columns(b, width, _COLUMNS, columns)
+        in_columns(b, width, _COLUMNS, sums_of)
+        loop(b, b.sub(I64(amx.ROWS), lowest), 1, [], of_row)
 
     _each_16(b, first, last, sixteen)

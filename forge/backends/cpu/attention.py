@@ -17,6 +17,7 @@ from forge.backends.cpu.amx_attention import (
     pack_value_quads,
 )
 from forge.backends.cpu.attention_code import (
+    BY_AMX,
     LOWEST,
     add_values,
     dot_keys,
@@ -26,8 +27,8 @@ from forge.backends.cpu.attention_code import (
     pack_values,
     softmax_chunk,
 )
-from forge.backends.cpu.kernels import ONE, VECTOR, ZERO
-from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8, MOST_ROWS_PER_BLOCK, ROWS_PER_BLOCK
+from forge.backends.cpu.kernels import ONE, VECTOR, ZERO, quantize_group, values_of
+from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8, QUERIES_PER_BLOCK, ROWS_PER_BLOCK
 from forge.backends.cpu.thread_pool_code import next_item
 from forge.backends.cpu.tiles import AMX_ROWS
 from forge.backends.cpu.vectors import (
@@ -57,8 +58,9 @@ from forge.backends.cpu.vectors import (
 )
 
 ITEMS_PER_THREAD = 32
-"""Items that each thread has at least where an item has `MOST_ROWS_PER_BLOCK` rows: with few, one thread waits long for
-the last. Ledger, one layer at 2,048 tokens on one thread, 16 and 32 rows: int8 95 and 90 ms, bfloat16 111 and 107."""
+"""Items that each thread has at least where an item has more than `ROWS_PER_BLOCK` rows: with few, one thread waits
+long for the last. Ledger, one layer at 2,048 tokens on one thread, 16 and 32 rows: int8 95 and 90 ms, bfloat16 111 and
+107. With AMX, 28 layers on 2 cores, 32, 64 and 128 rows of two queries each: 715, 655 and 620 ms."""
 PACKED_FROM = 8
 """Queries for which rearranging a chunk's int8 keys takes less than adding up their products across lanes, and its
 values than pairing them for each few queries."""
@@ -288,7 +290,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     width = (head_dim + 15) // 16 * 16
     group = op.heads // kv_heads
     scale = op.scale
-    num_queries, room = (last_row - first_row) * group, MOST_ROWS_PER_BLOCK * group
+    num_queries, room = (last_row - first_row) * group, max(QUERIES_PER_BLOCK, ROWS_PER_BLOCK * group)
     rows, next_rows = scratch, scratch + 8 * CHUNK
     packed_keys = scratch + 16 * CHUNK
     size = width if kind == INT8 else 2 * width  # of what is packed
@@ -303,6 +305,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     all_weights = queries + 4 * width * room
     outs = all_weights + 4 * CHUNK * room
     states = outs + 4 * width * room
+    sums = states + 16 * room
     q_stride, head_bytes = op.q.stride, 4 * head_dim
     first_position = np.int64(get_i32(ctx.positions + 4 * first_row))
     for i in range(num_queries):
@@ -342,7 +345,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
         if packs:
             pack_keys(kind, keys, rows, min(CHUNK, end - start), size, packed_keys, values)
         if by_amx:
-            dot_keys_by_amx(first_of_16, num_queries, queries, offsets, width, packed_keys, all_weights)
+            dot_keys_by_amx(first_of_16, num_queries, queries, width, packed_keys, all_weights)
         query = first_query
         while query < num_queries:
             least = _seen(visible, group, query)
@@ -359,12 +362,13 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             else:
                 dot_keys(kind, together, numbers, offset, width, keys, rows, most, weights, values)
             state, counts, factor = states + 4 * query, seen + 4 * query, factors + 4 * query
-            softmax_chunk(kind, together, weights, start, counts, factor, scales, state, room)
+            scored = BY_AMX if by_amx else kind
+            softmax_chunk(scored, together, weights, start, counts, factor, offset, scales, state, room)
             query += together
         if by_amx:
             pack_value_quads(values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
             add_values_by_amx(
-                first_of_16, first_query, num_queries, all_weights, packed_values, width, outs, states, room
+                first_of_16, first_query, num_queries, all_weights, packed_values, width, outs, states, room, sums
             )
         elif packs:
             pack_values(kind, values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
@@ -386,14 +390,19 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             _fetch(ctx, next_keys, next_rows, end - start, min(CHUNK, next_end))  # what a short chunk left out
         rows, next_rows = next_rows, rows
     for i in range(num_queries):
-        inverse = ONE / get_f32(states + 4 * (room + i))
-        out = op.out.values + 4 * (first_row + i // group) * q_stride
-        out += (kv_head * group + i % group) * head_bytes
-        source, whole = outs + 4 * i * width, head_dim // 16 * 16
-        for element in range(0, whole, 16):
-            store_f32(out + 4 * element, load_f32(source + 4 * element) * splat_f32(inverse))
-        for element in range(whole, head_dim):
-            put_f32(out + 4 * element, get_f32(source + 4 * element) * inverse)
+        inverse, source = ONE / get_f32(states + 4 * (room + i)), outs + 4 * i * width
+        row, column = first_row + i // group, (kv_head * group + i % group) * head_dim
+        for element in range(0, width, 16):
+            store_f32(source + 4 * element, load_f32(source + 4 * element) * splat_f32(inverse))
+        if op.out.values != 0:
+            out, whole = values_of(op.out, row) + 4 * column, head_dim // 16 * 16
+            for element in range(0, whole, 16):
+                store_f32(out + 4 * element, load_f32(source + 4 * element))
+            for element in range(whole, head_dim):
+                put_f32(out + 4 * element, get_f32(source + 4 * element))
+        if op.out.quants != 0 and head_dim % 32 == 0:
+            for element in range(0, head_dim, 32):
+                quantize_group(source + 4 * element, op.out, row, (column + element) // 32)
 
 
 @numba.njit
@@ -436,12 +445,10 @@ def attention(op, ctx, thread, threads):
     scratch = ctx.scratch + thread * ctx.scratch_bytes
     kv_heads, sequences, positions = op.kv_heads, ctx.num_sequences, ctx.positions
     together = max(1, min(4, sequences * kv_heads // threads))
-    rows = (
-        MOST_ROWS_PER_BLOCK
-        if ctx.num_rows * kv_heads >= ITEMS_PER_THREAD * MOST_ROWS_PER_BLOCK * threads
-        else ROWS_PER_BLOCK
-    )
-    may_pack = ctx.num_rows * (op.heads // kv_heads) >= PACKED_FROM
+    group, rows = op.heads // kv_heads, ROWS_PER_BLOCK
+    while 2 * rows * group <= QUERIES_PER_BLOCK and ctx.num_rows * kv_heads >= 2 * rows * ITEMS_PER_THREAD * threads:
+        rows *= 2
+    may_pack = ctx.num_rows * group >= PACKED_FROM
     if may_pack:
         begin_amx()
     item = next_item(op, together)

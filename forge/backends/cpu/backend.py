@@ -23,8 +23,9 @@ from forge.backends.cpu.op_layout import (
     CONTEXT,
     GLU_SCRATCH_FLOATS,
     MAX_THREADS,
-    MOST_ROWS_PER_BLOCK,
     OPERATION,
+    QUERIES_PER_BLOCK,
+    ROWS_PER_BLOCK,
     structure,
 )
 from forge.backends.cpu.packed_cache import PackedCache, packed_cache
@@ -33,7 +34,7 @@ from forge.backends.cpu.processor import usable_cpus
 from forge.backends.cpu.program import ExpertMatrices, Matrix, Program, Recording, Traffic, Vector, allocate
 from forge.backends.cpu.recorder import Recorder
 from forge.backends.cpu.thread_pool import POOL_KERNELS, ThreadPool
-from forge.backends.cpu.tiles import GROUP
+from forge.backends.cpu.tiles import AMX_ROWS, GROUP
 from forge.backends.fusion import Fusion
 from forge.backends.timed import OperationClock, short_name
 from forge.cache.kv_storage import DEFAULT_KV_DTYPES, KV_DTYPES, BlockCopy, KvLayout, KvStorage, vector_bytes
@@ -252,11 +253,12 @@ class CpuBackend(Backend):
         self._pool = ThreadPool(self.threads)
         weakref.finalize(self, self._pool.close)  # its threads end with the backend
         width, group = padded(layout.head_dim, LANES), recording.heads_per_kv_head
-        queries = MOST_ROWS_PER_BLOCK * group
+        queries = max(QUERIES_PER_BLOCK, ROWS_PER_BLOCK * group)
         # Laid out by `_attend_block`: rows of a chunk, its keys and values packed, their scales; of queries
-        # their factors, sums, positions, numbers, weights, outputs, states.
+        # their factors, sums, positions, numbers, weights, outputs, states; and 16 queries' sums of values by AMX.
         of_chunk = CHUNK * (4 + padded(2 * width, 64) // 4 + width // 2 + 7)
-        floats = max(of_chunk + queries * (CHUNK + 2 * width + 7), GLU_SCRATCH_FLOATS)
+        of_attention = of_chunk + queries * (CHUNK + 2 * width + 7) + 2 * AMX_ROWS * width
+        floats = max(of_attention, GLU_SCRATCH_FLOATS, recording.widest_without_values)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch
         self._context.scratch, self._context.scratch_bytes = scratch.ctypes.data, scratch.shape[1]
@@ -305,7 +307,7 @@ class CpuBackend(Backend):
     def _run_timed(self, program: Program, pool: ThreadPool, batch: ForwardBatch, clock: OperationClock) -> None:
         """Run and time one operation at a time, each as a program of its own."""
         written = int((batch.slot_mapping >= 0).sum())
-        traffic = Traffic(self._context, program.recording.quantized, int(batch.context_lens.sum()), written)
+        traffic = Traffic(self._context, program.recording, int(batch.context_lens.sum()), written)
         single, layer = self._runs_single_threaded(program, batch), None
         for number, operation in enumerate(program.recording.operations):
             if operation.layer != layer:

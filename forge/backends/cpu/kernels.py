@@ -5,14 +5,14 @@ share the work by taking numbered items from the operation one after another (`n
 16 weight rows, or a head of a row. Nothing that a thread computes depends on which thread it
 is or on which other items exist. That is the whole secret of getting the same bits from every batch.
 
-Activations are float32 `[rows, stride]`, strides a multiple of 32 and padding zero. Before a quantized matrix product
+Activations are float32 `[rows, columns]`, columns a multiple of 32 and padding zero. Before a quantized matrix product
 they are also quantized to int8, 32 at a time (`_quantize_32`).
 """
 
 import numba
 import numpy as np
 
-from forge.backends.cpu.op_layout import FLOAT16, FLOAT32, ROWS_NEAR
+from forge.backends.cpu.op_layout import FLOAT16, FLOAT32, NEAR_BYTES, ROWS_NEAR
 from forge.backends.cpu.thread_pool_code import atomic_load, claim, next_item
 from forge.backends.cpu.tiles import AMX, AMX_ROWS, PAIR, PAIR_ROWS
 from forge.backends.cpu.vectors import (
@@ -196,11 +196,11 @@ def quantize_group(x, rows, row, group):
 
 
 @numba.njit
-def _quantize_row(rows, row):
-    """Quantize a whole row of floats, 32 at a time."""
-    x, quants = values_of(rows, row), quants_of(rows, row)
+def _quantize_row(x, rows, row):
+    """Quantize a whole row of floats at x, 32 at a time, into `rows`."""
+    quants = quants_of(rows, row)
     scales, sums = scales_of(rows, row), sums_of(rows, row)
-    groups = rows.stride // 32
+    groups = rows.columns // 32
     together = groups // 16 * 16
     for group in range(0, together, 16):
         at = 8 * group
@@ -210,23 +210,24 @@ def _quantize_row(rows, row):
 
 
 def rms_norm(op, ctx, thread, threads):
-    """x / sqrt(mean(x²) + eps) * weight, quantized too where a quantized product follows. One item per row.
+    """x / sqrt(mean(x²) + eps) * weight, quantized where a quantized product follows. One item per row.
 
     The rows are those of the batch, or for the last norm those that need logits; a negative one, which only an engine
     with a bug in it asks for, stands for the first.
     """
     width, weight = op.width, op.weight
+    scratch = ctx.scratch + thread * ctx.scratch_bytes
     while True:
         row = next_item(op, 1)
         if row >= num_rows(ctx, op.out):
             break
         source = max(np.int64(get_i32(ctx.logit_rows + 4 * row)), 0) if op.logit_rows_only != 0 else row
-        x, out = values_of(op.x, source), values_of(op.out, row)
+        x, out = values_of(op.x, source), values_of(op.out, row) if op.out.values != 0 else scratch
         factor = splat_f32(ONE / np.sqrt(_mean_square(x, width) + op.eps))
-        for offset in range(0, 4 * op.out.stride, VECTOR):
+        for offset in range(0, 4 * op.out.columns, VECTOR):
             store_f32(out + offset, load_f32(x + offset) * factor * load_f32(weight + offset))
         if op.out.quants != 0:
-            _quantize_row(op.out, row)
+            _quantize_row(out, op.out, row)
 
 
 def quantize(op, ctx, thread, threads):
@@ -235,7 +236,7 @@ def quantize(op, ctx, thread, threads):
         row = next_item(op, 1)
         if row >= num_rows(ctx, op.x):
             break
-        _quantize_row(op.x, row)
+        _quantize_row(values_of(op.x, row), op.x, row)
 
 
 # Matrix products
@@ -315,7 +316,7 @@ def multiply_rows(matrix, tile, x, first, last, out, out_stride, adds, ahead):
     tile at `ahead`, unless that is 0.
     """
     row, rows = first, last - first
-    if rows >= AMX_ROWS and get_i64(matrix.tiles + 8 * AMX) != 0:
+    if rows >= AMX_ROWS and matrix.num_groups > 1 and get_i64(matrix.tiles + 8 * AMX) != 0:
         count = rows // AMX_ROWS * AMX_ROWS
         multiply_tile(matrix, AMX, tile, x, row, out, out_stride, adds, ahead, ahead, count)
         row, ahead = first + count, 0
@@ -324,6 +325,12 @@ def multiply_rows(matrix, tile, x, first, last, out, out_stride, adds, ahead):
         low, high = ahead if row == first else 0, ahead if row == first + 8 or rows <= 8 else 0
         multiply_tile(matrix, count, tile, x, row, out + 4 * (row - first) * out_stride, out_stride, adds, low, high)
         row += count
+
+
+@numba.njit
+def rows_near(columns):
+    """Return how many rows with so many columns pass over weights together: a multiple of 16."""
+    return max(64, min(ROWS_NEAR, NEAR_BYTES // columns // AMX_ROWS * AMX_ROWS))
 
 
 @numba.njit
@@ -357,16 +364,16 @@ def matmul_quantized(op, ctx, thread, threads):
     """out (+)= x · weightsᵀ for quantized weights. One item per tile of 16 weight rows.
 
     A thread takes the next items before it has done the last of those it has, so that it knows which tile to fetch
-    ahead. Of a large batch, `ROWS_NEAR` rows at a time pass over all the tiles that the thread has.
+    ahead. Of a large batch, some rows at a time (`rows_near`) pass over all the tiles that the thread has.
     """
-    rows, num_tiles = num_rows(ctx, op.x), op.num_tiles
+    rows, num_tiles, near = num_rows(ctx, op.x), op.num_tiles, rows_near(op.x.columns)
     matrix, tile_bytes = op.matrix, op.matrix.tile_bytes
     step = 2 if takes_pairs(matrix, rows) else 1
     first, last, piece = next_range(op, thread, threads, op.chunk, num_tiles, 0)
     while first < num_tiles:
         upcoming, its_last, piece = next_range(op, thread, threads, op.chunk, num_tiles, piece)
-        for begin in range(0, rows, ROWS_NEAR):
-            end = min(begin + ROWS_NEAR, rows)
+        for begin in range(0, rows, near):
+            end = min(begin + near, rows)
             for tile in range(first, last, step):
                 following = tile + step if tile + step < last else upcoming
                 ahead = matrix.weights + following * tile_bytes if begin == 0 and following < num_tiles else 0
@@ -394,7 +401,7 @@ def float_tile(load, weights, step, x, columns):
 
 @numba.njit
 def _matmul_float(op, ctx, load, step):
-    rows, num_tiles, chunk, columns = num_rows(ctx, op.x), op.num_tiles, op.chunk, op.x.stride
+    rows, num_tiles, chunk, columns = num_rows(ctx, op.x), op.num_tiles, op.chunk, op.x.columns
     while True:
         first = next_item(op, chunk)
         if first >= num_tiles:
@@ -434,21 +441,22 @@ def _silu(gate):
 
 
 def swiglu(op, ctx, thread, threads):
-    """silu(gate) * up, quantized too where a quantized product follows. One item per 256 columns of a row."""
-    stride = op.out.stride
-    parts = (stride + 255) // 256
+    """silu(gate) * up, quantized where a quantized product follows. One item per 256 columns of a row."""
+    columns, scratch = op.out.columns, ctx.scratch + thread * ctx.scratch_bytes
+    parts = (columns + 255) // 256
     while True:
         item = next_item(op, 1)
         if item >= num_rows(ctx, op.out) * parts:
             break
         row, first = item // parts, item % parts * 256
-        for column in range(first, min(first + 256, stride), 32):
-            at = 4 * (row * stride + column)
-            for offset in (at, at + 64):
-                silu = _silu(load_f32(op.gate.values + offset))
-                store_f32(op.out.values + offset, silu * load_f32(op.up.values + offset))
+        for column in range(first, min(first + 256, columns), 32):
+            at = 4 * (row * op.out.stride + column)
+            out = op.out.values + at if op.out.values != 0 else scratch
+            for offset in (0, 64):
+                silu = _silu(load_f32(op.gate.values + at + offset))
+                store_f32(out + offset, silu * load_f32(op.up.values + at + offset))
             if op.out.quants != 0:
-                quantize_group(op.out.values + at, op.out, row, column // 32)
+                quantize_group(out, op.out, row, column // 32)
 
 
 @numba.njit
@@ -470,14 +478,14 @@ def gate_up_swiglu(op, ctx, thread, threads):
     The two products never reach memory: some rows at a time they wait in the thread's scratch. For a prefill of 512
     tokens that saves a third of a gigabyte of traffic.
     """
-    rows, pairs = num_rows(ctx, op.x), op.num_pairs
+    rows, pairs, near = num_rows(ctx, op.x), op.num_pairs, rows_near(op.x.columns)
     gates = ctx.scratch + thread * ctx.scratch_bytes
     ups = gates + 128 * ROWS_NEAR
     first, last, piece = next_range(op, thread, threads, op.chunk, pairs, 0)
     while first < pairs:
         upcoming, its_last, piece = next_range(op, thread, threads, op.chunk, pairs, piece)
-        for begin in range(0, rows, ROWS_NEAR):
-            end = min(begin + ROWS_NEAR, rows)
+        for begin in range(0, rows, near):
+            end = min(begin + near, rows)
             for pair in range(first, last):
                 following = pair + 1 if pair + 1 < last else upcoming
                 fetches = begin == 0 and following < pairs

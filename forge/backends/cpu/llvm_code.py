@@ -71,10 +71,16 @@ def in_registers(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Valu
     if len(vectors) == 1:
         return vectors
     outputs = ir.LiteralStructType([vector.type for vector in vectors])
-    constraints = [*["=x"] * len(vectors), *map(str, range(len(vectors))), "~{memory}"]
+    constraints = [*["=v"] * len(vectors), *map(str, range(len(vectors))), "~{memory}"]
     function = ir.FunctionType(outputs, [vector.type for vector in vectors])
     result = builder.call(ir.InlineAsm(function, "", ",".join(constraints), side_effect=True), vectors)
     return [builder.extract_value(result, number) for number in range(len(vectors))]
+
+
+def opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Return a number that LLVM knows nothing about: what is added to it is added where memory is addressed."""
+    function = ir.FunctionType(I64, [I64])
+    return builder.call(ir.InlineAsm(function, "", "=r,0"), [address])
 
 
 def fused_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:

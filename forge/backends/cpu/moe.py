@@ -126,18 +126,18 @@ def _copy(source, target, count):
 
 def gather(op, ctx, thread, threads):
     """Copy rows in the order of their experts: floats, or quants, scales and sums. One item per row."""
-    stride = op.x.stride
+    columns = op.x.columns
     while True:
         at = next_item(op, 1)
         if at >= ctx.num_expert_rows:
             break
         row = np.int64(get_i32(values_of(op.sources, at)))
         if op.copies_values != 0:
-            _copy(values_of(op.x, row), values_of(op.out, at), 4 * stride)
+            _copy(values_of(op.x, row), values_of(op.out, at), 4 * columns)
         if op.out.quants != 0:
-            _copy(quants_of(op.x, row), quants_of(op.out, at), stride)
-            _copy(scales_of(op.x, row), scales_of(op.out, at), stride // 4)
-            _copy(sums_of(op.x, row), sums_of(op.out, at), stride // 4)
+            _copy(quants_of(op.x, row), quants_of(op.out, at), columns)
+            _copy(scales_of(op.x, row), scales_of(op.out, at), columns // 4)
+            _copy(sums_of(op.x, row), sums_of(op.out, at), columns // 4)
 
 
 def experts_quantized(op, ctx, thread, threads):
@@ -154,7 +154,7 @@ def experts_quantized(op, ctx, thread, threads):
 
 @numba.njit
 def _experts_float(op, ctx, load, step):
-    columns = op.x.stride
+    columns = op.x.columns
     item = next_item(op, 1)
     while item < _QUARTERS * op.num_experts:
         begin, last, first_tile, last_tile = _share(op, ctx, item)
@@ -183,7 +183,7 @@ def experts_bf16(op, ctx, thread, threads):
 
 def combine(op, ctx, thread, threads):
     """Add the weighted sum of a row's results to x, experts in ascending order. One item per row."""
-    used, width = op.num_used, op.out.stride
+    used, width = op.num_used, op.out.columns
     while True:
         row = next_item(op, 1)
         if row >= ctx.num_rows:

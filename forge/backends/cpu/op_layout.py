@@ -52,9 +52,10 @@ ROWS = fields(
     "quants",  # int8; 0 for rows that are not quantized
     "scales",  # [rows, stride / 32, 2]: the scale, and minus the scale times the sum of the quants
     "sums",  # int32 [rows, stride / 16], of the quants
-    "stride",  # elements of a row, a multiple of 32
+    "columns",  # elements of a row, a multiple of 32
+    "stride",  # elements from a row to the next, see `program.Buffer`
 )
-"""Activations `[rows, stride]`, and their quantized form."""
+"""Activations `[rows, columns]`, and their quantized form."""
 
 MATRIX = fields(
     "tiles",  # int64 [MAX_ROWS + 2]: the machine code for each number of rows, for a pair of tiles, and by AMX
@@ -194,10 +195,12 @@ COMBINE = operation(("x", ROWS), ("shares", ROWS), ("places", ROWS), ("out", ROW
 
 CHUNK = 64
 """Keys that attention reduces together: absolute positions 0 to 63, 64 to 127, …"""
-ROWS_PER_BLOCK, MOST_ROWS_PER_BLOCK = 16, 32
-"""Rows of one sequence that share a pass over its keys; and where there are enough of them for all threads."""
-ROWS_NEAR = 128
-"""Rows of a large batch that pass over weights together: their quants stay in the second-level cache meanwhile."""
+ROWS_PER_BLOCK, QUERIES_PER_BLOCK = 16, 256
+"""Rows of one sequence that share a pass over its keys, at least; and queries, at most, where there are more rows than
+all threads need."""
+ROWS_NEAR, NEAR_BYTES = 256, 512 << 10
+"""Rows of a large batch that pass over weights together, at most; and bytes of their quants, which stay in the
+second-level cache meanwhile."""
 GLU_SCRATCH_FLOATS = ROWS_NEAR * 2 * 32
 """Scratch of a thread for `gate_up_swiglu`: 32 gates and 32 ups of each of those rows."""
 DRAW_COUNTERS = 256

@@ -11,6 +11,7 @@ sums are 1.5. Each byte counts once, however often threads read it.
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,22 @@ from forge.model.rope import Rope
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """float32 `[rows of the batch, width]`, rows padded to a multiple of 32."""
+    """float32 `[rows of the batch, width]`."""
 
     width: int
     count: str = "num_rows"
     """The field of the context that counts its rows."""
 
     @property
-    def stride(self) -> int:
+    def columns(self) -> int:
+        """The width, padded with zeros to a multiple of 32."""
         return padded(self.width, GROUP)
+
+    @property
+    def stride(self) -> int:
+        """Elements from a row to the next: an odd multiple of 64. A tile reads, and writes, the same columns of 16 rows
+        one after the other: rows a power of two apart share a set of a cache, which has fewer ways."""
+        return padded(self.columns - 64, 128) + 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +109,29 @@ class Recording:
         assert self.output is not None, "a recording ends with a result"
         return self.output
 
-    def shape(self, buffer: Buffer) -> tuple[int, str, bool]:
+    def shape(self, buffer: Buffer) -> tuple[int, str, bool, bool]:
         """Return what buffers must have in common to share memory."""
-        return buffer.width, buffer.count, buffer in self.quantized
+        return buffer.width, buffer.count, buffer in self.quantized, buffer in self.with_values
+
+    @cached_property
+    def with_values(self) -> set[Buffer]:
+        """The buffers whose values are in memory: all but those that are read in their quantized form alone, and are
+        written by a kernel that writes no other."""
+        needless = {
+            operation.arguments["out"]
+            for operation in self.operations
+            if operation.kernel in (*_WRITE_BOTH, k.gate_up_swiglu) and operation.arguments["out"] in self.quantized
+        } - {self.logits}
+        for operation in self.operations:
+            named = ((name, a) for name, a in operation.arguments.items() if isinstance(a, Buffer) and name != "out")
+            needless -= {buffer for name, buffer in named if _forms_read(operation, name, self.quantized)[0]}
+        return {buffer for operation in self.operations for buffer in operation.buffers} - needless
+
+    @property
+    def widest_without_values(self) -> int:
+        """Columns of the widest buffer without values, a row of which has some in a thread's scratch meanwhile."""
+        buffers = (buffer for operation in self.operations for buffer in operation.buffers)
+        return max((buffer.columns for buffer in buffers if buffer not in self.with_values), default=0)
 
     def kernels(self) -> list[Kernel | TileSet]:
         """Return the kernels that must be compiled before the program can run."""
@@ -161,7 +189,7 @@ def allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> Progra
 
 def _write_rows(written: ctypes.Structure, buffer: Buffer, parts: Parts) -> None:
     assert CONTEXT.fields is not None
-    written.count, written.stride = CONTEXT.fields[buffer.count][1], buffer.stride
+    written.count, written.columns, written.stride = CONTEXT.fields[buffer.count][1], buffer.columns, buffer.stride
     for name, array in parts.items():
         setattr(written, name, array.ctypes.data)
 
@@ -186,7 +214,7 @@ def _buffer_memory(recording: Recording, max_rows: int, max_logit_rows: int) -> 
         "num_logit_rows": max_logit_rows,
         "num_expert_rows": max_rows * recording.experts_per_row,
     }
-    free: dict[tuple[int, str, bool], list[Parts]] = {}
+    free: dict[tuple[int, str, bool, bool], list[Parts]] = {}
     done: list[Buffer] = []  # last used, but threads may still be reading until the next wait
     memory: dict[Buffer, Parts] = {}
     arena = Arena()  # its memory is zero, as padding has to be
@@ -194,8 +222,7 @@ def _buffer_memory(recording: Recording, max_rows: int, max_logit_rows: int) -> 
         for buffer in operation.buffers:
             if buffer not in memory:
                 spare = free.get(recording.shape(buffer))
-                quantized = buffer in recording.quantized
-                memory[buffer] = spare.pop() if spare else _new_parts(buffer, most[buffer.count], quantized, arena)
+                memory[buffer] = spare.pop() if spare else _new_parts(recording, buffer, most[buffer.count], arena)
         done += [buffer for buffer, last in last_use.items() if last == number]
         if operation.waits:
             for buffer in done:
@@ -204,10 +231,12 @@ def _buffer_memory(recording: Recording, max_rows: int, max_logit_rows: int) -> 
     return memory
 
 
-def _new_parts(buffer: Buffer, rows: int, quantized: bool, arena: Arena) -> Parts:
-    # A row of slack: a head that is not a multiple of 16 wide is read a little past its end.
-    parts = {"values": arena.empty((rows + 1, buffer.stride), np.float32)}
-    if quantized:
+def _new_parts(recording: Recording, buffer: Buffer, rows: int, arena: Arena) -> Parts:
+    parts = {}
+    if buffer in recording.with_values:
+        # A row of slack: a head that is not a multiple of 16 wide is read a little past its end.
+        parts["values"] = arena.empty((rows + 1, buffer.stride), np.float32)
+    if buffer in recording.quantized:
         parts |= {
             "quants": arena.empty((rows, buffer.stride), np.int8),
             "scales": arena.empty((rows, buffer.stride // GROUP, 2), np.float32),
@@ -218,8 +247,8 @@ def _new_parts(buffer: Buffer, rows: int, quantized: bool, arena: Arena) -> Part
 
 _READ_QUANTS = (k.matmul_quantized, k.gate_up_swiglu, k.experts_quantized)
 """Kernels that read the quantized form of `x`."""
-_WRITE_BOTH = (k.rms_norm, k.swiglu, k.gather)
-"""Kernels that write values, and the quantized form too if a product reads it."""
+_WRITE_BOTH = (k.rms_norm, k.attention, k.swiglu, k.gather)
+"""Kernels that write values, the quantized form, or both: what is read."""
 _WRITE_QUANTS = (k.gate_up_swiglu, k.quantize)
 _IN_PLACE = {k.quantize: ("x",), k.norm_rope_store: ("q", "k")}
 """Arguments that are read and written."""
@@ -228,13 +257,21 @@ _WRITTEN = {k.route: ("experts", "shares"), k.sort_by_expert: ("places", "source
 _EMBEDS, _ADDS = (k.embed_quantized, k.embed_float), (k.combine,)
 
 
+def _forms_read(operation: Operation, name: str, quantized: set[Buffer]) -> tuple[bool, bool]:
+    """Return whether an operation reads a buffer's values, and whether it reads the quantized form."""
+    if operation.kernel is k.gather and name == "x":
+        return operation.arguments["copies_values"], operation.arguments["out"] in quantized
+    quants = name == "x" and operation.kernel in _READ_QUANTS
+    return not quants, quants
+
+
 class Traffic:
     """Counts for the operations of one batch."""
 
-    def __init__(self, context: Any, quantized: set[Buffer], num_keys: int, num_written: int):
-        """context: the batch context. quantized: the buffers that have that form. num_keys: positions that attention
-        reads, of all sequences together. num_written: rows that have a slot."""
-        self._context, self._quantized = context, quantized
+    def __init__(self, context: Any, recording: Recording, num_keys: int, num_written: int):
+        """context: the batch context. num_keys: positions that attention reads, of all sequences together. num_written:
+        rows that have a slot."""
+        self._context, self._quantized, self._with_values = context, recording.quantized, recording.with_values
         self._num_keys, self._num_written = num_keys, num_written
 
     def reads(self, operation: Operation) -> Iterator[Operand]:
@@ -246,7 +283,7 @@ class Traffic:
         for name, argument in arguments.items():
             if isinstance(argument, Buffer) and name not in written:
                 yield from self._forms(
-                    argument, self._num_rows(operation, argument), *self._forms_read(operation, name)
+                    argument, self._num_rows(operation, argument), *_forms_read(operation, name, self._quantized)
                 )
             elif isinstance(argument, FloatMatrix | QuantizedMatrix):
                 yield _matrix(argument, arguments)
@@ -263,20 +300,13 @@ class Traffic:
         for name in _IN_PLACE.get(kernel, _WRITTEN.get(kernel, ("out",))):
             argument = operation.arguments[name]
             if isinstance(argument, Buffer):
-                values = kernel not in _WRITE_QUANTS and operation.arguments.get("copies_values", True)
+                values = kernel not in _WRITE_QUANTS and argument in self._with_values
                 quants = kernel in _WRITE_QUANTS or (kernel in _WRITE_BOTH and argument in self._quantized)
                 yield from self._forms(argument, self._num_rows(operation, argument), values, quants)
             else:
                 yield Operand(argument.shape, argument.nbytes)
         if kernel is k.norm_rope_store:
             yield from self._stored(operation.arguments, self._num_written)
-
-    def _forms_read(self, operation: Operation, name: str) -> tuple[bool, bool]:
-        """Return whether an operation reads a buffer's values, and whether it reads the quantized form."""
-        if operation.kernel is k.gather and name == "x":
-            return operation.arguments["copies_values"], operation.arguments["out"] in self._quantized
-        quants = name == "x" and operation.kernel in _READ_QUANTS
-        return not quants, quants
 
     def _num_rows(self, operation: Operation, buffer: Buffer) -> int:
         """Return a buffer's number of rows; an operation that picks rows reads as many as it writes."""
@@ -288,7 +318,7 @@ class Traffic:
         if values:
             yield Operand(shape, 4 * rows * buffer.width)
         if quants:
-            yield Operand(shape, rows * (buffer.width + 8 * (buffer.stride // GROUP) + 4 * (buffer.stride // 16)))
+            yield Operand(shape, rows * (buffer.width + 8 * (buffer.columns // GROUP) + 4 * (buffer.columns // 16)))
 
     def _stored(self, arguments: dict[str, Any], tokens: int) -> list[Operand]:
         """Return the keys and the values of `tokens` tokens as operands."""

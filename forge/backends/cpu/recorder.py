@@ -28,7 +28,7 @@ from forge.model.rope import Rope
 _EXPERTS = {"f32": k.experts_f32, "f16": k.experts_f16, "bf16": k.experts_bf16, "quantized": k.experts_quantized}
 _MATMUL = {"f32": k.matmul_f32, "f16": k.matmul_f16, "bf16": k.matmul_bf16, "quantized": k.matmul_quantized}
 _KIND = {"f32": FLOAT32, "f16": FLOAT16, "bf16": BFLOAT16}
-_QUANTIZING_KERNELS = (k.rms_norm, k.swiglu)
+_QUANTIZING_KERNELS = (k.rms_norm, k.attention, k.swiglu)
 """Kernels that quantize what they write where a quantized product reads it."""
 
 
@@ -181,7 +181,8 @@ class Recorder(FusedOperations):
         writer = next(
             operation for operation in reversed(self.recording.operations) if operation.arguments.get("out") is x
         )
-        if writer.kernel not in _QUANTIZING_KERNELS:
+        fits = writer.kernel is not k.attention or self._head_dim % GROUP == 0
+        if writer.kernel not in _QUANTIZING_KERNELS or not fits:
             self._step(k.quantize, "quantize", x=x)
 
     def _use_in_product(self, x: Buffer, matrix: Matrix | ExpertMatrices) -> str:

@@ -125,6 +125,12 @@ class TileLayout:
         return self.factor_bytes + SUPERBLOCK // self.group * self.integer_bytes
 
     @property
+    def scale_bytes_per_group(self) -> int:
+        """Bytes of the scales of 16 weight rows per 32 inputs, with a K type's factors and minimums. Exact for whole
+        superblocks."""
+        return self.scale_bytes if self.scale_kind == "f16" else self.superblock_bytes * GROUP // SUPERBLOCK
+
+    @property
     def name(self) -> str:
         minimum = "m" if self.has_minimum else ""
         unit = "" if self.unit == 1 else f"u{self.unit:g}".replace(".", "_")
@@ -169,10 +175,7 @@ class TileCode:
     def beside(self) -> "TileCode":
         """Return the code of the tile that lies behind this one in memory, for the same rows."""
         b, layout, groups = self.b, self.layout, self.arg["num_groups"]
-        scale_bytes = (
-            layout.scale_bytes if layout.scale_kind == "f16" else layout.superblock_bytes * GROUP // SUPERBLOCK
-        )
-        steps = {"weights": layout.bytes_per_group, "scales": scale_bytes}
+        steps = {"weights": layout.bytes_per_group, "scales": layout.scale_bytes_per_group}
         moved = {name: b.add(self.arg[name], b.mul(groups, I64(step))) for name, step in steps.items()}
         moved["out"] = b.add(self.arg["out"], I64(4 * LANES))
         return TileCode(b, self.isa, layout, len(self.rows), self.arg | moved)
@@ -245,26 +248,33 @@ class TileCode:
 
     def scaled(self, index, part, integers, sums):
         """Emit sums + integers * (weight scale * activation scale) - minimum * (activation scale * activation sum)."""
-        b = self.b
-        scale, minimum = self.group_scales(index, part)
-        results = []
-        for row, integer, total in zip(self.rows, integers, sums, strict=True):
-            address = self.row_address("x_scales", row, 16, index, 8)
-            x_scale = splat(b, load(b, address, F32))
-            total = fused_multiply_add(b, b.sitofp(integer, V_F32), b.fmul(scale, x_scale), total)
-            if minimum is not None:
-                offset = self.minimum_factor(row, index, part, address)
-                total = fused_multiply_add(b, minimum, splat(b, offset), total)
-            results.append(total)
-        return results
+        factors = self.group_scales(index, part)
+        per_row = zip(self.rows, integers, sums, strict=True)
+        return [self.scaled_row(row, index, part, integer, factors, total) for row, integer, total in per_row]
 
-    def minimum_factor(self, row: int, index: ir.Value, part: int, address: ir.Value) -> ir.Value:
+    def scaled_row(self, row, index, part, integer, factors, total):
+        """Emit `scaled` for one row. factors: the part's scale and minimum."""
+        b, (scale, minimum) = self.b, factors
+        x_scale = self.x_scale(row, index)
+        total = fused_multiply_add(b, b.sitofp(integer, V_F32), b.fmul(scale, splat(b, x_scale)), total)
+        if minimum is None:
+            return total
+        offset = self.minimum_factor(row, index, part, x_scale)
+        return fused_multiply_add(b, minimum, splat(b, offset), total)
+
+    def minimum_factor(self, row: int, index: ir.Value, part: int, x_scale: ir.Value) -> ir.Value:
         """Emit -(activation scale * activation sum): stored for a part of 32, multiplied here for one of 16."""
-        b = self.b
         if self.layout.group == GROUP:
-            return load(b, b.add(address, I64(4)), F32)
-        activations = b.sitofp(b.neg(self.activation_sum(row, index, part)), F32)
-        return b.fmul(load(b, address, F32), activations)
+            return self.x_offset(row, index)
+        return self.b.fmul(x_scale, self.b.sitofp(self.b.neg(self.activation_sum(row, index, part)), F32))
+
+    def x_scale(self, row: int, index: ir.Value) -> ir.Value:
+        """Load the scale of a group's activations."""
+        return load(self.b, self.row_address("x_scales", row, 16, index, 8), F32)
+
+    def x_offset(self, row: int, index: ir.Value) -> ir.Value:
+        """Load minus the scale of a group's activations times their sum."""
+        return load(self.b, self.b.add(self.row_address("x_scales", row, 16, index, 8), I64(4)), F32)
 
     def group_scales(self, index: ir.Value, part: int) -> tuple[ir.Value, ir.Value | None]:
         """Emit the scale and minimum of 16 weight rows for one part of a group, as float32."""

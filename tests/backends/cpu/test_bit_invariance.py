@@ -9,7 +9,7 @@ import pytest
 
 from forge.backends.cpu.attention import ITEMS_PER_THREAD
 from forge.backends.cpu.backend import CpuBackend
-from forge.backends.cpu.op_layout import MOST_ROWS_PER_BLOCK
+from forge.backends.cpu.op_layout import ROWS_PER_BLOCK
 from forge.cache.kv_storage import KV_DTYPES
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
@@ -59,7 +59,8 @@ def model_of(shape: tuple, threads: int) -> Qwen3:
     tensor_type, head_dim, heads, kv_heads, _ = shape
     sizes = {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     if tensor_type not in K_TYPES:
-        sizes |= {"hidden_size": 64, "intermediate_size": 96}
+        one_group_or_two = 32 if head_dim == 24 else 64
+        sizes |= {"hidden_size": one_group_or_two, "intermediate_size": 96}
     return small_model(ThreadedBackend(threads), tensor_type, seed=3, num_layers=2, **sizes)
 
 
@@ -114,10 +115,10 @@ def test_neighbours_chunks_blocks_and_threads_cannot_be_seen(models):
 
 
 def test_how_many_rows_pass_over_keys_together_cannot_be_seen(models):
-    """32 in a long prefill, 16 in its chunks."""
+    """64 in a long prefill, 16 in its chunks."""
     loaded, kv_dtype = models
     model = loaded[1]
-    length = ITEMS_PER_THREAD * MOST_ROWS_PER_BLOCK // model.config.num_key_value_heads + 5
+    length = ITEMS_PER_THREAD * 4 * ROWS_PER_BLOCK // model.config.num_key_value_heads + 5
     tokens = np.random.default_rng(8).integers(0, 288, length).tolist()
     expected = alone(model, tokens, kv_dtype, block_size=16)
     table = list(range(-(-length // 16)))
@@ -275,3 +276,14 @@ def test_through_the_engine_no_kind_of_cache_changes_a_bit(tensor_type, tmp_path
     for tokens, logits in said.values():
         assert tokens == first_tokens
         assert all(np.array_equal(a, b) for a, b in zip(logits, first_logits, strict=True))
+
+
+def test_a_thread_has_room_for_the_widest_row_of_which_the_quants_alone_are_kept():
+    """Its floats wait there to be quantized."""
+    width = 48 * 1024
+    sizes = {"head_dim": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = small_model(
+        ThreadedBackend(1), "Q8_0", seed=1, num_layers=1, hidden_size=width, intermediate_size=32, **sizes
+    )
+    alone(model, [1, 2, 3], "int8")
+    assert model.backend._context.scratch_bytes >= 4 * width

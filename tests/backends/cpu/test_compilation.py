@@ -103,10 +103,10 @@ def quantizes(kernel: Kernel) -> bool:
     rows = Buffer(32)
     program = allocate(Recording([Operation(kernel, {"x": rows}, -1, "", waits=True)], {rows}, output=rows), 1, 1)
     context = structure(CONTEXT)(num_rows=1)
-    program.logits[0] = x
+    program.logits[0, :32] = x
     ThreadPool(1).run(program.address, 1, ctypes.addressof(context))
     _values, quants, _scales, _sums = program.keep
-    return quants[0].tolist() == np.rint(x * np.float32(127)).tolist()
+    return quants[0, :32].tolist() == np.rint(x * np.float32(127)).tolist()
 
 
 # The folder's name
