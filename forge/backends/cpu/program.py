@@ -257,6 +257,11 @@ _WRITTEN = {k.route: ("experts", "shares"), k.sort_by_expert: ("places", "source
 _EMBEDS, _ADDS = (k.embed_quantized, k.embed_float), (k.combine,)
 
 
+def quantizes_heads(operation: Operation) -> bool:
+    """Return whether a kernel's heads, if it has some, are whole groups, so that it can quantize what it writes."""
+    return bool(operation.arguments.get("head_dim", GROUP) % GROUP == 0)
+
+
 def _forms_read(operation: Operation, name: str, quantized: set[Buffer]) -> tuple[bool, bool]:
     """Return whether an operation reads a buffer's values, and whether it reads the quantized form."""
     if operation.kernel is k.gather and name == "x":
@@ -301,7 +306,8 @@ class Traffic:
             argument = operation.arguments[name]
             if isinstance(argument, Buffer):
                 values = kernel not in _WRITE_QUANTS and argument in self._with_values
-                quants = kernel in _WRITE_QUANTS or (kernel in _WRITE_BOTH and argument in self._quantized)
+                both = kernel in _WRITE_BOTH and argument in self._quantized
+                quants = kernel in _WRITE_QUANTS or (both and quantizes_heads(operation))
                 yield from self._forms(argument, self._num_rows(operation, argument), values, quants)
             else:
                 yield Operand(argument.shape, argument.nbytes)

@@ -20,7 +20,7 @@ import numpy as np
 from forge.backends.cpu import kernel_table as k
 from forge.backends.cpu.op_layout import BFLOAT16, FLOAT16, FLOAT32
 from forge.backends.cpu.packing import FloatMatrix, QuantizedMatrix
-from forge.backends.cpu.program import Buffer, ExpertMatrices, Matrix, Operation, Recording
+from forge.backends.cpu.program import Buffer, ExpertMatrices, Matrix, Operation, Recording, quantizes_heads
 from forge.backends.cpu.tiles import GROUP
 from forge.backends.fusion import Experts, FusedOperations, Norm, Source
 from forge.model.rope import Rope
@@ -181,8 +181,7 @@ class Recorder(FusedOperations):
         writer = next(
             operation for operation in reversed(self.recording.operations) if operation.arguments.get("out") is x
         )
-        fits = writer.kernel is not k.attention or self._head_dim % GROUP == 0
-        if writer.kernel not in _QUANTIZING_KERNELS or not fits:
+        if writer.kernel not in _QUANTIZING_KERNELS or not quantizes_heads(writer):
             self._step(k.quantize, "quantize", x=x)
 
     def _use_in_product(self, x: Buffer, matrix: Matrix | ExpertMatrices) -> str:
