@@ -7,7 +7,7 @@ same scales, in the same order. So the bits are the same.
 First the tile's weights are unpacked, once for all rows, to signed bytes, w - bias: then no sum has to begin with the
 bias. While a group's sums are scaled, those of the next are on their way to memory, and the products of the one after
 it are computed, from 16 rows to the next 16, too: a store whose register is not ready yet, or a load of what has not
-reached the cache, holds up everything behind it. So a matrix has at least two groups.
+reached the cache, holds up everything behind it. So this code is for two groups and more.
 
 Ledger, a core with AMX, Q8_0, 16 rows of 16 products with 32 inputs: 19 ns; a pair of tiles takes 36. The products
 alone take 4, their way to memory 4. Scaling takes 12, with no AMX beside it 7: within some 500 cycles of an instruction

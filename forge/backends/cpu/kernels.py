@@ -318,7 +318,7 @@ def multiply_rows(matrix, tile, x, first, last, out, out_stride, adds, ahead):
     row, rows = first, last - first
     if rows >= AMX_ROWS and matrix.num_groups > 1 and get_i64(matrix.tiles + 8 * AMX) != 0:
         count = rows // AMX_ROWS * AMX_ROWS
-        multiply_tile(matrix, AMX, tile, x, row, out, out_stride, adds, ahead, ahead, count)
+        multiply_tile(matrix, AMX, tile, x, row, out, out_stride, adds, ahead, 0, count)
         row, ahead = first + count, 0
     while row < last:
         count = min(8, last - row)

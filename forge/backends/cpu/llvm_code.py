@@ -78,7 +78,8 @@ def in_registers(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Valu
 
 
 def opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Return a number that LLVM knows nothing about: what is added to it is added where memory is addressed."""
+    """Return an address from an empty piece of assembly. LLVM cannot see how it was computed, so a constant that is
+    added to it becomes part of the load that uses the sum."""
     function = ir.FunctionType(I64, [I64])
     return builder.call(ir.InlineAsm(function, "", "=r,0"), [address])
 

@@ -115,8 +115,8 @@ class Recording:
 
     @cached_property
     def with_values(self) -> set[Buffer]:
-        """The buffers whose values are in memory: all but those that are read in their quantized form alone, and are
-        written by a kernel that writes no other."""
+        """The buffers that keep float32 values. A buffer keeps none if all that read it read its quantized form, and
+        its kernel can leave the values out."""
         needless = {
             operation.arguments["out"]
             for operation in self.operations
@@ -129,7 +129,7 @@ class Recording:
 
     @property
     def widest_without_values(self) -> int:
-        """Columns of the widest buffer without values, a row of which has some in a thread's scratch meanwhile."""
+        """Columns of the widest buffer without values: a thread keeps a row's in its scratch until it is quantized."""
         buffers = (buffer for operation in self.operations for buffer in operation.buffers)
         return max((buffer.columns for buffer in buffers if buffer not in self.with_values), default=0)
 
@@ -258,7 +258,7 @@ _EMBEDS, _ADDS = (k.embed_quantized, k.embed_float), (k.combine,)
 
 
 def quantizes_heads(operation: Operation) -> bool:
-    """Return whether a kernel's heads, if it has some, are whole groups, so that it can quantize what it writes."""
+    """Return whether an operation's heads, if it has any, consist of whole groups: only then can it quantize them."""
     return bool(operation.arguments.get("head_dim", GROUP) % GROUP == 0)
 
 

@@ -152,8 +152,8 @@ weights, scales, minimums: this tile's. x: int8 `[rows, x_stride]`. x_scales: fl
 group's scale and minus its scale times the sum of its quants. x_sums: int32 `[rows, x_stride / 16]`, sums of 16
 consecutive quants. out: float32 `[rows, out_stride]`, of which 16 columns are written; or added to, where `add` is 1.
 ahead_low, ahead_high: where a tile's weights lie, the first or the second half of each group of which is to be fetched
-meanwhile, or 0. A pair takes the addresses of its first tile. rows: by AMX, a multiple of `AMX_ROWS`; the other
-codes have a number of their own.
+meanwhile, or 0; by AMX, `ahead_low` alone says where all of it lies. A pair takes the addresses of its first tile.
+rows: by AMX, a multiple of `AMX_ROWS`; the other codes have a number of their own.
 """
 
 
