@@ -61,7 +61,7 @@ def _sum_four_streams(values):
 @numba.njit(nogil=True)
 def _repeat_tile(times, tile, weights, scales, x, x_scales, x_sums, out, groups, x_stride, out_stride, rows):
     for _ in range(times):
-        call_tile(tile, weights, scales, 0, x, x_scales, x_sums, out, groups, x_stride, out_stride, 0, 0, 0, rows)
+        call_tile(tile, weights, scales, 0, x, x_scales, x_sums, out, groups, x_stride, out_stride, 0, 0, 0, rows, 1)
 
 
 def measure_cpu(array_bytes: int, seconds: float) -> Mapping[str, Any]:

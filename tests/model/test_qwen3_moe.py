@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from forge.backends.cpu.op_layout import ROWS_NEAR
 from forge.backends.devices import create_backend
 from forge.backends.reference import ReferenceBackend
 from forge.errors import ForgeError
@@ -120,6 +121,19 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(model
             parts = [Part(prompts[n], 0, len(prompts[n]), blocks[n]) for n in order]
             together = model.forward(flat_batch(parts, 16), storage)
             assert together.tobytes() == np.concatenate([alone[n] for n in order]).tobytes()
+
+
+def test_more_rows_than_pass_over_weights_together_change_no_bit():
+    """Of a prefill whose every row has the same two experts, against its chunks."""
+    model = small_model(ThreadedBackend(2), "Q8_0", seed=4, num_experts=2, num_experts_per_tok=2, num_layers=1)
+    prompt = np.random.default_rng(2).integers(0, 280, 2 * ROWS_NEAR + 25).tolist()
+    whole, table = one_prefill(model, prompt, kv_dtype="float32"), list(range(-(-len(prompt) // 16)))
+    storage = new_storage(model, len(table), 16, "float32")
+    for start in range(0, len(prompt), 40):
+        end = min(start + 40, len(prompt))
+        got = model.forward(flat_batch([Part(prompt, start, end, table)], 16), storage)
+        assert np.array_equal(got, whole[start:end]), start
+    model.backend._pool.close()
 
 
 def test_devices_without_experts_say_so():

@@ -339,8 +339,6 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
         _find_rows(ctx, ahead_table, upcoming, min(CHUNK, (end if following < end else next_end) - upcoming), next_rows)
         visible, first_query = first_position + 1 - start, max(0, start - first_position) * group
         packs = (kind == INT8 and num_queries - first_query >= PACKED_FROM) or (kind == BFLOAT16 and not are_packed)
-        if kind == INT8:
-            _gather_scales(keys, values, rows, ctx.cache.row_bytes, scales)
         by_amx, first_of_16 = packs and kind == INT8 and multiplies_by_amx() != 0, first_query // AMX_ROWS * AMX_ROWS
         if packs:
             pack_keys(kind, keys, rows, min(CHUNK, end - start), size, packed_keys, values)
@@ -361,6 +359,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
                 dot_packed_keys(kind, together, numbers, offset, width, packed_keys, packed_groups, most, weights, 0)
             else:
                 dot_keys(kind, together, numbers, offset, width, keys, rows, most, weights, values)
+            if kind == INT8 and query == first_query:
+                _gather_scales(keys, values, rows, ctx.cache.row_bytes, scales)
             state, counts, factor = states + 4 * query, seen + 4 * query, factors + 4 * query
             scored = BY_AMX if by_amx else kind
             softmax_chunk(scored, together, weights, start, counts, factor, offset, scales, state, room)

@@ -49,6 +49,10 @@ VECTOR = 64
 ONE, ZERO = np.float32(1.0), np.float32(0.0)
 PAIRS_FROM = 48
 """Rows that take tiles in pairs. Fewer wait for memory, which is read less well where two tiles take turns."""
+AMX_TILES = 8
+"""Adjacent tiles that are multiplied by one call of AMX's code."""
+PADDED_FROM = 9
+"""Rows that AMX multiplies as 16 are: two tiles, of eight rows and the rest, take longer."""
 _PIECES = 8
 """In which a thread does its own stretch of a matrix, as far as a word has bits for all threads' pieces."""
 
@@ -281,10 +285,11 @@ def next_range(op, thread, threads, chunk, count, piece):
 
 
 @numba.njit
-def multiply_tile(matrix, code, tile, x, row, out, out_stride, adds, low, high, rows=0):
+def multiply_tile(matrix, code, tile, x, row, out, out_stride, adds, low, high, rows=0, tiles=1):
     """Multiply some rows of x, from `row` on, by the 16 weight rows of a tile: `[rows, 16]`, `out_stride` apart.
 
-    code: how many rows; or `PAIR`, which is `PAIR_ROWS` by two tiles, `[PAIR_ROWS, 32]`; or `AMX`, for `rows` of them.
+    code: how many rows; or `PAIR`, which is `PAIR_ROWS` by two tiles, `[PAIR_ROWS, 32]`; or `AMX`, for `rows` of them
+    by `tiles`.
     low, high: the tile that is fetched meanwhile, in two halves (`tiles.py`); 0 for none.
     """
     call_tile(
@@ -303,34 +308,52 @@ def multiply_tile(matrix, code, tile, x, row, out, out_stride, adds, low, high, 
         low,
         high,
         rows,
+        tiles,
     )
 
 
 @numba.njit
-def multiply_rows(matrix, tile, x, first, last, out, out_stride, adds, ahead):
-    """Multiply rows `first` to `last` - 1 of x by the 16 weight rows of a tile: `[last - first, 16]`, `out_stride`
-    apart.
+def multiply_rows(matrix, tile, tiles, x, first, last, out, out_stride, adds, ahead):
+    """Multiply rows `first` to `last` - 1 of x by the 16 weight rows of each of some tiles: `[last - first, 16 tiles]`,
+    `out_stride` apart.
 
-    All of them pass over the tile while its weights are near: by AMX a multiple of 16, then up to eight at a
-    time, the rest in a tile made for exactly as many. AMX, or else the first two passes, half of it each, fetch the
-    tile at `ahead`, unless that is 0.
+    By AMX a multiple of 16 pass over tile after tile; then, or without it, up to eight at a time pass over a tile while
+    its weights are near, the rest in a tile made for exactly as many. AMX, or else the first two passes, half of it
+    each, fetch the next tile, and with the last that at `ahead`; unless that is 0.
     """
     row, rows = first, last - first
-    if rows >= AMX_ROWS and matrix.num_groups > 1 and get_i64(matrix.tiles + 8 * AMX) != 0:
+    if takes_amx(matrix, rows):
         count = rows // AMX_ROWS * AMX_ROWS
-        multiply_tile(matrix, AMX, tile, x, row, out, out_stride, adds, ahead, 0, count)
+        multiply_tile(matrix, AMX, tile, x, row, out, out_stride, adds, ahead, 0, count, tiles)
         row, ahead = first + count, 0
-    while row < last:
-        count = min(8, last - row)
-        low, high = ahead if row == first else 0, ahead if row == first + 8 or rows <= 8 else 0
-        multiply_tile(matrix, count, tile, x, row, out + 4 * (row - first) * out_stride, out_stride, adds, low, high)
-        row += count
+    for number in range(tiles if row < last else 0):
+        is_last = number + 1 == tiles
+        upcoming = ahead if ahead == 0 or is_last else matrix.weights + (tile + number + 1) * matrix.tile_bytes
+        for begin in range(row, last, 8):
+            count = min(8, last - begin)
+            low, high = upcoming if begin == first else 0, upcoming if begin == first + 8 or rows <= 8 else 0
+            place = out + 4 * (begin - first) * out_stride + 64 * number
+            multiply_tile(matrix, count, tile + number, x, begin, place, out_stride, adds, low, high)
 
 
 @numba.njit
 def rows_near(columns):
     """Return how many rows with so many columns pass over weights together: a multiple of 16."""
     return max(64, min(ROWS_NEAR, NEAR_BYTES // columns // AMX_ROWS * AMX_ROWS))
+
+
+@numba.njit
+def takes_amx(matrix, rows):
+    """Return whether AMX multiplies so many rows, but for the last up to 15."""
+    return rows >= AMX_ROWS and matrix.num_groups > 1 and get_i64(matrix.tiles + 8 * AMX) != 0
+
+
+@numba.njit
+def rows_multiplied(matrix, rows):
+    """Return how many rows are multiplied for so many: by AMX 16 for `PADDED_FROM` or more of them. Behind a batch's
+    rows, buffers have some that nothing reads."""
+    padded = (rows + AMX_ROWS - 1) // AMX_ROWS * AMX_ROWS
+    return padded if padded - rows <= AMX_ROWS - PADDED_FROM and takes_amx(matrix, padded) else rows
 
 
 @numba.njit
@@ -354,10 +377,8 @@ def multiply_pair(matrix, tile, x, first, last, out, out_stride, adds, ahead):
             low, high = upcoming if number % 2 == 0 else 0, upcoming if number % 2 == 1 else 0
             multiply_tile(matrix, PAIR, tile, x, row, out + (row - first) * step, out_stride, adds, low, high)
         row = last - (last - first) % PAIR_ROWS
-    for half in range(2):
-        upcoming = ahead + half * matrix.tile_bytes if ahead != 0 and row == first else 0
-        place = out + (row - first) * step + 64 * half
-        multiply_rows(matrix, tile + half, x, row, last, place, out_stride, adds, upcoming)
+    upcoming = ahead if row == first else 0
+    multiply_rows(matrix, tile, 2, x, row, last, out + (row - first) * step, out_stride, adds, upcoming)
 
 
 def matmul_quantized(op, ctx, thread, threads):
@@ -366,9 +387,9 @@ def matmul_quantized(op, ctx, thread, threads):
     A thread takes the next items before it has done the last of those it has, so that it knows which tile to fetch
     ahead. Of a large batch, some rows at a time (`rows_near`) pass over all the tiles that the thread has.
     """
-    rows, num_tiles, near = num_rows(ctx, op.x), op.num_tiles, rows_near(op.x.columns)
-    matrix, tile_bytes = op.matrix, op.matrix.tile_bytes
-    step = 2 if takes_pairs(matrix, rows) else 1
+    num_tiles, near, matrix, tile_bytes = op.num_tiles, rows_near(op.x.columns), op.matrix, op.matrix.tile_bytes
+    rows = rows_multiplied(matrix, num_rows(ctx, op.x))
+    step = AMX_TILES if takes_amx(matrix, rows) else 2 if takes_pairs(matrix, rows) else 1
     first, last, piece = next_range(op, thread, threads, op.chunk, num_tiles, 0)
     while first < num_tiles:
         upcoming, its_last, piece = next_range(op, thread, threads, op.chunk, num_tiles, piece)
@@ -381,7 +402,8 @@ def matmul_quantized(op, ctx, thread, threads):
                 if step == 2 and tile + 1 < last:
                     multiply_pair(matrix, tile, op.x, begin, end, out, op.out.stride, op.adds, ahead)
                 else:
-                    multiply_rows(matrix, tile, op.x, begin, end, out, op.out.stride, op.adds, ahead)
+                    tiles = min(step, last - tile)
+                    multiply_rows(matrix, tile, tiles, op.x, begin, end, out, op.out.stride, op.adds, ahead)
         first, last = upcoming, its_last
 
 
@@ -478,7 +500,7 @@ def gate_up_swiglu(op, ctx, thread, threads):
     The two products never reach memory: some rows at a time they wait in the thread's scratch. For a prefill of 512
     tokens that saves a third of a gigabyte of traffic.
     """
-    rows, pairs, near = num_rows(ctx, op.x), op.num_pairs, rows_near(op.x.columns)
+    pairs, near, rows = op.num_pairs, rows_near(op.x.columns), rows_multiplied(op.gate, num_rows(ctx, op.x))
     gates = ctx.scratch + thread * ctx.scratch_bytes
     ups = gates + 128 * ROWS_NEAR
     first, last, piece = next_range(op, thread, threads, op.chunk, pairs, 0)
@@ -488,10 +510,11 @@ def gate_up_swiglu(op, ctx, thread, threads):
             end = min(begin + near, rows)
             for pair in range(first, last):
                 following = pair + 1 if pair + 1 < last else upcoming
+                ahead = op.up.weights + 2 * pair * op.up.tile_bytes if begin == 0 else 0
+                multiply_pair(op.gate, 2 * pair, op.x, begin, end, gates, 32, 0, ahead)
                 fetches = begin == 0 and following < pairs
-                for matrix, out in ((op.gate, gates), (op.up, ups)):
-                    ahead = matrix.weights + 2 * following * matrix.tile_bytes if fetches else 0
-                    multiply_pair(matrix, 2 * pair, op.x, begin, end, out, 32, 0, ahead)
+                ahead = op.gate.weights + 2 * following * op.gate.tile_bytes if fetches else 0
+                multiply_pair(op.up, 2 * pair, op.x, begin, end, ups, 32, 0, ahead)
                 for offset in range(0, 128 * (end - begin), VECTOR):
                     store_f32(gates + offset, _silu(load_f32(gates + offset)) * load_f32(ups + offset))
                 _quantize_column(gates, op.out, begin, end, pair)

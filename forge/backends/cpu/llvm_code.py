@@ -25,10 +25,11 @@ def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 1
 
 
-def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Prefetch the cache line at an address into the second-level cache."""
-    pointer = builder.inttoptr(address, I8.as_pointer())
-    call_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
+def prefetch_line(builder: ir.IRBuilder, address: ir.Value, level: int = 2, is_written: bool = False) -> None:
+    """Prefetch the cache line at an address into the first-level cache or the second; one that will be written, as this
+    core's own."""
+    pointer, locality = builder.inttoptr(address, I8.as_pointer()), 4 - level
+    call_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(int(is_written)), I32(locality), I32(1))
 
 
 def constant(type_: ir.VectorType, number: float) -> ir.Constant:

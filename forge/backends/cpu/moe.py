@@ -13,7 +13,7 @@ expert's rows cannot be seen in a tile's result. So a row has the same bits in a
 import numba
 import numpy as np
 
-from forge.backends.cpu.kernels import float_tile, multiply_rows, quants_of, scales_of, sums_of, values_of
+from forge.backends.cpu.kernels import float_tile, multiply_rows, quants_of, rows_near, scales_of, sums_of, values_of
 from forge.backends.cpu.thread_pool_code import next_item
 from forge.backends.cpu.vectors import (
     exp_f32,
@@ -142,13 +142,14 @@ def gather(op, ctx, thread, threads):
 
 def experts_quantized(op, ctx, thread, threads):
     """Compute out = x · matrixᵀ, each expert's rows with its own quantized matrix. One item per quarter expert."""
-    item = next_item(op, 1)
+    near, item = rows_near(op.x.columns), next_item(op, 1)
     while item < _QUARTERS * op.num_experts:
         begin, last, first_tile, last_tile = _share(op, ctx, item)
-        for tile in range(first_tile, last_tile if begin < last else first_tile):
+        for tile in range(first_tile, last_tile):
             weights = item // _QUARTERS * op.tiles_each + tile
-            out = values_of(op.out, begin) + 64 * tile
-            multiply_rows(op.matrix, weights, op.x, begin, last, out, op.out.stride, 0, 0)
+            for first in range(begin, last, near):
+                out = values_of(op.out, first) + 64 * tile
+                multiply_rows(op.matrix, weights, 1, op.x, first, min(first + near, last), out, op.out.stride, 0, 0)
         item = next_item(op, 1)
 
 

@@ -21,7 +21,7 @@ from forge.backends.cpu.compilation import Kernel, TileSet, tile_set
 from forge.backends.cpu.kernel_table import OperationKernel
 from forge.backends.cpu.op_layout import CONTEXT, OPERATION_BYTES, structure
 from forge.backends.cpu.packing import Arena, FloatMatrix, PackedMatrix, QuantizedMatrix, padded
-from forge.backends.cpu.tiles import GROUP
+from forge.backends.cpu.tiles import AMX_ROWS, GROUP
 from forge.model.operation_time import Operand
 from forge.model.rope import Rope
 
@@ -232,7 +232,7 @@ def _buffer_memory(recording: Recording, max_rows: int, max_logit_rows: int) -> 
 
 
 def _new_parts(recording: Recording, buffer: Buffer, rows: int, arena: Arena) -> Parts:
-    parts = {}
+    parts, rows = {}, padded(rows, AMX_ROWS)
     if buffer in recording.with_values:
         # A row of slack: a head that is not a multiple of 16 wide is read a little past its end.
         parts["values"] = arena.empty((rows + 1, buffer.stride), np.float32)

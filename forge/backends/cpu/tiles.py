@@ -144,7 +144,7 @@ def pairs_tiles(isa: InstructionSet, layout: TileLayout) -> bool:
 
 TILE_ARGUMENTS = (
     "weights", "scales", "minimums", "x", "x_scales", "x_sums", "out",
-    "num_groups", "x_stride", "out_stride", "add", "ahead_low", "ahead_high", "rows",
+    "num_groups", "x_stride", "out_stride", "add", "ahead_low", "ahead_high", "rows", "tiles",
 )  # fmt: skip
 """Addresses and numbers, all int64, that a tile function takes.
 
@@ -152,8 +152,9 @@ weights, scales, minimums: this tile's. x: int8 `[rows, x_stride]`. x_scales: fl
 group's scale and minus its scale times the sum of its quants. x_sums: int32 `[rows, x_stride / 16]`, sums of 16
 consecutive quants. out: float32 `[rows, out_stride]`, of which 16 columns are written; or added to, where `add` is 1.
 ahead_low, ahead_high: where a tile's weights lie, the first or the second half of each group of which is to be fetched
-meanwhile, or 0; by AMX, `ahead_low` alone says where all of it lies. A pair takes the addresses of its first tile.
-rows: by AMX, a multiple of `AMX_ROWS`; the other codes have a number of their own.
+meanwhile, or 0; by AMX, `ahead_low` alone says what is fetched with the last tile, and 0 that no tile fetches the next.
+A pair takes the addresses of its first tile.
+rows, tiles: by AMX, a multiple of `AMX_ROWS`, and how many tiles lie side by side; the other codes have their own.
 """
 
 
@@ -256,11 +257,15 @@ class TileCode:
         """Emit `scaled` for one row. factors: the part's scale and minimum."""
         b, (scale, minimum) = self.b, factors
         x_scale = self.x_scale(row, index)
-        total = fused_multiply_add(b, b.sitofp(integer, V_F32), b.fmul(scale, splat(b, x_scale)), total)
+        total = fused_multiply_add(b, self.to_float(integer), b.fmul(scale, splat(b, x_scale)), total)
         if minimum is None:
             return total
         offset = self.minimum_factor(row, index, part, x_scale)
         return fused_multiply_add(b, minimum, splat(b, offset), total)
+
+    def to_float(self, integer: ir.Value) -> ir.Value:
+        """Emit a row's integer sums as float32."""
+        return self.b.sitofp(integer, V_F32)
 
     def minimum_factor(self, row: int, index: ir.Value, part: int, x_scale: ir.Value) -> ir.Value:
         """Emit -(activation scale * activation sum): stored for a part of 32, multiplied here for one of 16."""

@@ -314,6 +314,6 @@ def exp_f32(builder, x):
     return builder.extract_element(exp_code(builder, splat(builder, x)), I32(0))
 
 
-call_tile = emits(types.void, *[types.int64] * 15)(call_address)
+call_tile = emits(types.void, *[types.int64] * 16)(call_address)
 """Call a compiled tile by its address, with the arguments of `tiles.py`."""
 prefetch = emits(types.void, types.int64)(prefetch_line)

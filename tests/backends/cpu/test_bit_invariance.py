@@ -10,6 +10,8 @@ import pytest
 from forge.backends.cpu.attention import ITEMS_PER_THREAD
 from forge.backends.cpu.backend import CpuBackend
 from forge.backends.cpu.op_layout import ROWS_PER_BLOCK
+from forge.backends.cpu.program import allocate
+from forge.backends.cpu.tiles import AMX_ROWS
 from forge.cache.kv_storage import KV_DTYPES
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
@@ -143,7 +145,7 @@ def test_the_items_of_a_thread_that_does_not_come_are_done_by_others(models):
         pool._memory.num_threads = there
 
 
-@pytest.mark.parametrize("count", range(1, 21))
+@pytest.mark.parametrize("count", [*range(1, 21), 25, 33, 42, 64, 80])
 def test_a_row_is_the_same_among_any_number_of_rows(models, count):
     """Every size of tile, and every split of rows over tiles."""
     loaded, kv_dtype = models
@@ -184,6 +186,31 @@ def test_which_rows_ask_for_logits_cannot_be_seen(models):
         batch = flat_batch([Part(tokens, 0, 40, [0])], 40, logit_rows=logit_rows)
         got = loaded[4].forward(batch, new_storage(loaded[4], 1, 40, kv_dtype))
         assert np.array_equal(got, every[logit_rows])
+
+
+def test_what_lies_behind_a_batchs_rows_is_never_read():
+    """Rows that are multiplied because sixteen are multiplied together."""
+    model = model_of(SHAPES[0], 2)
+    parts = [Part([token], 0, 1, [token]) for token in range(13)]
+    expected = model.forward(flat_batch(parts, 1), new_storage(model, 13, 1))
+    for program in model.backend._programs.values():
+        for array in program.keep:
+            if array.dtype == np.float32 and len(array) in (16, 17):  # the scales of buffers, and the values
+                array[13:] = np.nan
+    assert np.array_equal(model.forward(flat_batch(parts, 1), new_storage(model, 13, 1)), expected)
+    model.backend._pool.close()
+
+
+@pytest.mark.parametrize("most", [(1, 1), (9, 2), (40, 17)])
+def test_buffers_have_rows_for_sixteen_at_a_time(most):
+    """Of a batch that fills them, and of its logits."""
+    model = model_of(SHAPES[0], 1)
+    alone(model, [1], "float32")
+    (program,) = model.backend._programs.values()
+    arrays = [array for array in allocate(program.recording, *most).keep if array.dtype == np.int8]
+    assert arrays and all(len(array) % AMX_ROWS == 0 for array in arrays)
+    assert len(allocate(program.recording, *most).logits) >= -(-most[1] // AMX_ROWS) * AMX_ROWS
+    model.backend._pool.close()
 
 
 def test_a_result_is_the_callers_to_keep():
