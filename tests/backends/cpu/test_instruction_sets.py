@@ -98,10 +98,11 @@ def test_what_a_forced_path_ran_is_its_own_instructions(forced_runs, path, tmp_p
     if path != "portable":
         for text in tiles.values():
             assert INSTRUCTION_SETS[path].instruction in text
-    if path.startswith("avx512"):
+    if path.startswith(("avx512", "amx")):
         assert all(re.search(r"vpdpbusd .*zmm", text) for text in tiles.values())
         assert "%zmm" in code["attention"]
-        assert ("vdpbf16ps" in everything) == (path == "avx512-bf16")
+        assert ("vdpbf16ps" in everything) == (path != "avx512-vnni")
+        assert all(("tdpb" in text) == path.startswith("amx") for text in [*tiles.values(), code["attention"]])
         return
     assert "%zmm" not in everything
     assert not re.search(r"%k[0-7]\b", everything)
