@@ -367,7 +367,8 @@ def multiply_pair(matrix, tile, x, first, last, out, out_stride, adds, ahead):
     """Multiply rows `first` to `last` - 1 of x by the 32 weight rows of two tiles: `[last - first, 32]`, `out_stride`
     apart.
 
-    The first passes fetch the two tiles at `ahead`, half a tile each, unless that is 0.
+    The first passes fetch the two tiles at `ahead`, half a tile each, unless that is 0; fewer rows fetch as
+    `multiply_rows` does.
     """
     row, step = first, 4 * out_stride
     if takes_pairs(matrix, last - first):
