@@ -5,7 +5,7 @@ pages. Two ways of walking it (one stream per thread, or four), because machines
 one counts.
 
 Multiplying there: forge's own tile of eight rows, its pair of tiles for four, and its tiles by AMX, over weights and
-activations that never leave the first-level cache. It is what multiplying integers gives in this form when memory costs
+activations that fit in the first-level cache. It is what multiplying integers gives in this form when memory costs
 nothing, so it is the limit of forge's kernels and a close one of the processor's. Weights of 8 and of 4 bits are tried,
 and the fastest counts: a processor without a dot-product instruction adds products of 4 bits in sums of 16 bits, with
 fewer instructions.
@@ -33,7 +33,7 @@ from forge.bench.worker import Missing, Worker, timed
 
 TILE_COLUMNS = 512
 """Inputs of the tile: 8 kB of weights (a pair 16) and 4 kB of activations, far less than any first-level data cache. By
-AMX 32 and 16 kB, what such a processor's has."""
+AMX 32 and 16 kB, which the cache of such a processor just holds."""
 _ROWS = {MAX_ROWS: MAX_ROWS, PAIR: PAIR_ROWS, AMX: 2 * AMX_ROWS}
 """Rows of each code that is tried."""
 _TILES = {MAX_ROWS: 1, PAIR: 2, AMX: 4}
@@ -62,8 +62,9 @@ def _sum_four_streams(values):
 
 
 @numba.njit(nogil=True)
-def _repeat_tile(times, tile, weights, scales, x, x_scales, x_sums, out, groups, x_stride, out_stride, rows, tiles):
+def _repeat_tile(times, tile, weights, scales, x, x_scales, x_sums, out, groups, x_stride, rows, tiles):
     for _ in range(times):
+        out_stride = LANES * tiles
         call_tile(
             tile, weights, scales, 0, x, x_scales, x_sums, out, groups, x_stride, out_stride, 0, 0, 0, rows, tiles
         )
@@ -131,15 +132,7 @@ def _tile(layout: TileLayout, code: int) -> Callable[[int], None]:
     )
 
     def repeat(times: int) -> None:
-        arguments = [
-            address,
-            *(array.ctypes.data for array in arrays),
-            groups,
-            TILE_COLUMNS,
-            tiles * LANES,
-            rows,
-            tiles,
-        ]
+        arguments = [address, *(array.ctypes.data for array in arrays), groups, TILE_COLUMNS, rows, tiles]
         _repeat_tile(times, *arguments)
 
     return repeat

@@ -5,10 +5,10 @@ A tile's lines of a group lie in memory as AMX wants them (`tiles.py`). So one i
 same scales, in the same order. So the bits are the same.
 
 Weights of eight bits are taken as they lie in memory, w + bias, and a second product, of the same activations with
-minus the bias, leaves that with w. Others are unpacked first, once for all rows, to signed bytes w. While a group's
-sums are scaled, those of the next are on their way to memory, and the products of the one after it are computed, from
-16 rows to the next 16, too: a store whose register is not ready yet, or a load of what has not reached the cache, holds
-up everything behind it. So this code is for two groups and more.
+minus the bias, leaves the product with w. Others are unpacked first, once for all rows, to signed bytes w. While a
+group's sums are scaled, those of the next are on their way to memory, and the products of the one after it are
+computed, from 16 rows to the next 16, too: a store whose register is not ready yet, or a load of what has not reached
+the cache, holds up everything behind it. So this code is for two groups and more.
 
 Memory is asked for the next tile's weights line by line between the rows, and for this tile's again shortly before they
 are used. Ledger, a stream of 512 bytes for 16 rows of 16 products with 32 inputs, on both cores: 45 ns as a burst at
@@ -17,7 +17,7 @@ the beginning of a group, 41 between the rows, 32 with the second request; memor
 Ledger, a core with AMX, Q8_0, 16 rows of 16 products with 32 inputs: 19 ns; a pair of tiles takes 36. The products
 alone take 4, their way to memory 4. Scaling takes 12, with no AMX beside it 7: within some 500 cycles of an instruction
 on tiles, a core multiplies float32 in one of its two units, and there each sum is converted, its scale multiplied, and
-the product of both added. Q4_K, which adds its minimums there too: 28 ns, and 24 with `_POWER`.
+the product of both added. Q4_K, which adds its minimums there too: 28 ns, and 24 with `INTEGER_BASE`.
 """
 
 from copy import copy
@@ -31,6 +31,7 @@ from forge.backends.cpu.llvm_code import (
     I8,
     I32,
     I64,
+    INTEGER_BASE,
     LANES,
     V_F32,
     V_I32,
@@ -47,9 +48,10 @@ from forge.backends.cpu.llvm_code import (
 from forge.backends.cpu.tiles import AMX_ROWS, GROUP, LINE, TileCode
 
 _SUMS, _X, _WEIGHTS, _BIAS = range(4)
-"""Tile registers of a group's first part; those of the second are the next three. `_BIAS` of bytes, a single part."""
+"""Tile registers of a group's first part; those of the second are the next three. `_BIAS` holds
+minus the bias where weights are bytes, which have a single part."""
 _SUMS_BYTES = 4 * AMX_ROWS * AMX_ROWS
-_BYTES = GROUP // 4 * LINE
+_GROUP_BYTES = GROUP // 4 * LINE
 """Of a group's weights as AMX takes them."""
 _VECTOR = 4 * LANES
 _SCALES_AT_ONCE = LANES // 2
@@ -57,10 +59,8 @@ _SCALES_AT_ONCE = LANES // 2
 _IN_ORDER = 2
 """Rows that are scaled before the next ones: LLVM would convert all 16 first, and have no registers for the totals."""
 _STEPS = AMX_ROWS // _IN_ORDER
-_NEAR = 8 * _BYTES
+_NEAR = 8 * _GROUP_BYTES
 """How far ahead a tile's weights are fetched into the first-level cache."""
-_POWER = 1.5 * 2.0**23
-"""A sum that begins with the bits of this float32 is, read as one, this plus the sum, if that is below 2^22."""
 _LINE = ir.VectorType(I8, LINE)
 
 
@@ -77,8 +77,8 @@ class AmxTileCode(TileCode):
     """Bytes of them for each group of 16 rows."""
     sums: ir.Value
     """Where the sums of two groups lie."""
-    power: ir.Value
-    """Where `_POWER` lies, 16 times."""
+    base: ir.Value
+    """Where `INTEGER_BASE` lies, 16 times."""
     scales: ir.Value
     """Where the rows' scales lie (`copy_scales`)."""
 
@@ -92,9 +92,9 @@ class AmxTileCode(TileCode):
         return self.layout.bits == 8
 
     @property
-    def begins_with_power(self) -> bool:
-        """Whether sums begin with `_POWER`, so that a subtraction converts them, which either unit does. Where there is
-        one scale for 32 inputs and no minimum, the loads that it takes cost more than the conversions."""
+    def begins_at_base(self) -> bool:
+        """Whether sums begin with `INTEGER_BASE`, so that a subtraction converts them, which either unit does. Where
+        there is one scale for 32 inputs and no minimum, the loads that it takes cost more than the conversions."""
         return self.layout.has_minimum or self.parts > 1
 
     def emit(self) -> None:
@@ -107,10 +107,10 @@ class AmxTileCode(TileCode):
             store(b, line, constant(_LINE, -self.layout.bias))
             amx.load_register(b, _BIAS, line, I64(0))  # the same line 8 times
         else:
-            self.weights = amx.on_stack(b, arg["num_groups"], _BYTES)
-        if self.begins_with_power:
-            self.power = amx.on_stack(b, I64(1), LINE)
-            store(b, self.power, constant(V_F32, _POWER))
+            self.weights = amx.on_stack(b, arg["num_groups"], _GROUP_BYTES)
+        if self.begins_at_base:
+            self.base = amx.on_stack(b, I64(1), LINE)
+            store(b, self.base, constant(V_F32, INTEGER_BASE))
         self.sums = amx.on_stack(b, I64(2), self.parts * _SUMS_BYTES)
         self.scales = amx.on_stack(b, b.mul(arg["rows"], self.scales_step()), 1)
         self.share = b.udiv(I64(AMX_ROWS * self.layout.bytes_per_group), arg["rows"])
@@ -154,18 +154,18 @@ class AmxTileCode(TileCode):
 
     def unpack(self, index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         """Emit the unpacking of a group's weights, unsigned w + bias, to signed bytes w."""
-        b, bias, to = self.b, constant(_LINE, self.layout.bias), self.place(self.weights, index, _BYTES)
+        b, bias, to = self.b, constant(_LINE, self.layout.bias), self.place(self.weights, index, _GROUP_BYTES)
         for number, line in enumerate(self.weight_lines(index)):
             store(b, b.add(to, I64(LINE * number)), b.sub(b.bitcast(line(), _LINE), bias))
         return []
 
     def begin(self) -> list[ir.Value]:
-        """Emit the products of two groups with the first 16 rows, and the way of the first to memory. Returns what
+        """Emit the products of two groups with the first 16 rows, and the store of the first group's sums. Returns what
         `sixteen` begins with."""
         b, x, weights = self.b, self.arg["x"], self.weights
         self.multiply(x, weights)
         self.store_sums(self.sums)
-        x, weights = b.add(x, I64(GROUP)), b.add(weights, I64(_BYTES))
+        x, weights = b.add(x, I64(GROUP)), b.add(weights, I64(_GROUP_BYTES))
         self.multiply(x, weights)
         return [x, weights, self.sums, b.add(self.sums, I64(self.parts * _SUMS_BYTES))]
 
@@ -192,7 +192,7 @@ class AmxTileCode(TileCode):
             self.store_sums(next_sums)
             wraps = b.icmp_signed("==", b.add(index, I64(2)), groups)
             x = b.select(wraps, next_rows.arg["x"], b.add(x, I64(GROUP)))
-            weights = b.select(wraps, next_weights, b.add(weights, I64(_BYTES)))
+            weights = b.select(wraps, next_weights, b.add(weights, I64(_GROUP_BYTES)))
             self.multiply(x, weights)
             for part in range(self.parts):
                 totals = rows.scaled_from(sums, index, part, totals)
@@ -220,8 +220,8 @@ class AmxTileCode(TileCode):
         b, inputs = self.b, self.layout.group
         for part in range(self.parts):
             sums, of_x, of_weights = (3 * part + register for register in (_SUMS, _X, _WEIGHTS))
-            if self.begins_with_power:
-                amx.load_register(b, sums, self.power, I64(0))
+            if self.begins_at_base:
+                amx.load_register(b, sums, self.base, I64(0))
             else:
                 amx.clear(b, sums)
             amx.load_register(b, of_x, b.add(x, I64(part * inputs)), self.arg["x_stride"])
@@ -250,17 +250,18 @@ class AmxTileCode(TileCode):
         return results
 
     def to_float(self, integer: ir.Value) -> ir.Value:
-        if not self.begins_with_power:
+        if not self.begins_at_base:
             return super().to_float(integer)
         b = self.b  # the difference in this order, whose second number comes from memory
-        return b.fneg(b.fsub(constant(V_F32, _POWER), b.bitcast(integer, V_F32)))
+        return b.fneg(b.fsub(constant(V_F32, INTEGER_BASE), b.bitcast(integer, V_F32)))
 
     def fetch(self, index: ir.Value, step: int) -> None:
         """Prefetch some of a group's lines: of the tile ahead into the second-level cache; and of bytes, from this tile
         into the first.
 
-        step: which of the `_STEPS` for each part. With each 16 rows an equal share of the tile ahead begins, and as
-        many lines as a group has: those behind the share have been, or will be, fetched again, which costs little.
+        step: which of the `_STEPS` for each part. All passes of 16 rows share the tile ahead equally. A pass prefetches
+        as many lines as a group has, from where its share begins, though its share may be fewer: to prefetch a line
+        twice costs little.
         """
         b, bits = self.b, self.layout.bits
         ahead = self.place(self.ahead, index, self.share)

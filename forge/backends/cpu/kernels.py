@@ -52,7 +52,7 @@ PAIRS_FROM = 48
 AMX_TILES = 8
 """Adjacent tiles that are multiplied by one call of AMX's code."""
 PADDED_FROM = 9
-"""Rows that AMX multiplies as 16 are: two tiles, of eight rows and the rest, take longer."""
+"""From so many rows on AMX multiplies 16: the tiles for eight rows and for the rest take longer."""
 _PIECES = 8
 """In which a thread does its own stretch of a matrix, as far as a word has bits for all threads' pieces."""
 
@@ -344,14 +344,14 @@ def rows_near(columns):
 
 @numba.njit
 def takes_amx(matrix, rows):
-    """Return whether AMX multiplies so many rows, but for the last up to 15."""
+    """Return whether AMX multiplies so many rows, all but the last 15 at most."""
     return rows >= AMX_ROWS and matrix.num_groups > 1 and get_i64(matrix.tiles + 8 * AMX) != 0
 
 
 @numba.njit
 def rows_multiplied(matrix, rows):
-    """Return how many rows are multiplied for so many: by AMX 16 for `PADDED_FROM` or more of them. Behind a batch's
-    rows, buffers have some that nothing reads."""
+    """Return how many rows are multiplied: where AMX does it, `PADDED_FROM` or more of the last 16 are rounded up to
+    16. Buffers have so many (`program.py`); the results behind the batch's rows are never read."""
     padded = (rows + AMX_ROWS - 1) // AMX_ROWS * AMX_ROWS
     return padded if padded - rows <= AMX_ROWS - PADDED_FROM and takes_amx(matrix, padded) else rows
 

@@ -37,6 +37,8 @@ def constant(type_: ir.VectorType, number: float) -> ir.Constant:
     return ir.Constant(type_, [number] * type_.count)
 
 
+INTEGER_BASE = 1.5 * 2.0**23
+"""Around this float32 numbers lie 1 apart: its bits plus an integer within ±2^22 are those of this plus the integer."""
 TOP_BITS = constant(V_I32, 0x80808080 - (1 << 32))
 """128 in every byte: xor turns signed bytes w into unsigned w + 128, and back."""
 

@@ -145,10 +145,9 @@ def experts_quantized(op, ctx, thread, threads):
     near, item = rows_near(op.x.columns), next_item(op, 1)
     while item < _QUARTERS * op.num_experts:
         begin, last, first_tile, last_tile = _share(op, ctx, item)
-        for tile in range(first_tile, last_tile):
-            weights = item // _QUARTERS * op.tiles_each + tile
-            for first in range(begin, last, near):
-                out = values_of(op.out, first) + 64 * tile
+        for first in range(begin, last, near):
+            for tile in range(first_tile, last_tile):
+                weights, out = item // _QUARTERS * op.tiles_each + tile, values_of(op.out, first) + 64 * tile
                 multiply_rows(op.matrix, weights, 1, op.x, first, min(first + near, last), out, op.out.stride, 0, 0)
         item = next_item(op, 1)
 

@@ -232,7 +232,7 @@ def _buffer_memory(recording: Recording, max_rows: int, max_logit_rows: int) -> 
 
 
 def _new_parts(recording: Recording, buffer: Buffer, rows: int, arena: Arena) -> Parts:
-    parts, rows = {}, padded(rows, AMX_ROWS)
+    parts, rows = {}, padded(rows, AMX_ROWS)  # `kernels.rows_multiplied`
     if buffer in recording.with_values:
         # A row of slack: a head that is not a multiple of 16 wide is read a little past its end.
         parts["values"] = arena.empty((rows + 1, buffer.stride), np.float32)

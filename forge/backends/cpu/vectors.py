@@ -25,6 +25,7 @@ from forge.backends.cpu.llvm_code import (
     I16,
     I32,
     I64,
+    INTEGER_BASE,
     LANES,
     STORED,
     V_F32,
@@ -137,10 +138,10 @@ without_tiny = emits(f32x16, f32x16)(without_tiny_code)
 
 def rounded_code(builder, a):
     """Round each lane to the nearest integer, ties to even, as i32x16. Lanes must lie within ±2^22."""
-    # Adding 1.5 * 2^23 pushes the fraction out of the mantissa, rounding it to nearest even on the way.
-    magic = constant(V_F32, 12582912.0)
-    bits = builder.bitcast(builder.fadd(a, magic), V_I32)
-    return builder.sub(bits, constant(V_I32, 0x4B400000))
+    # The addition pushes the fraction out of the mantissa, rounding it to nearest even on the way.
+    base = constant(V_F32, INTEGER_BASE)
+    bits = builder.bitcast(builder.fadd(a, base), V_I32)
+    return builder.sub(bits, builder.bitcast(base, V_I32))
 
 
 round_to_int = emits(i32x16, f32x16)(rounded_code)
