@@ -13,11 +13,10 @@ from llvmlite import ir
 from numba import types
 
 from forge.backends.cpu import amx
-from forge.backends.cpu.attention_code import HIGH_BYTES, LOW_BYTES, fetch, in_columns, padded_64, row_at
+from forge.backends.cpu.attention_code import HIGH_BYTES, LOW_BYTES, fetch, in_columns, row_at
 from forge.backends.cpu.compilation import instruction_set
 from forge.backends.cpu.llvm_code import (
     F32,
-    I8,
     I64,
     LANES,
     V_F32,
@@ -72,15 +71,16 @@ def _each_16(b: ir.IRBuilder, first: ir.Value, last: ir.Value, emit) -> None:
     loop(b, b.sub(last, first), amx.ROWS, [], sixteen)
 
 
-@emits(types.void, *[types.int64] * 6)
-def dot_keys_by_amx(b, first, last, queries, width, keys, scores):
+@emits(types.void, *[types.int64] * 7)
+def dot_keys_by_amx(b, first, last, queries, width, keys, groups, scores):
     """Do what `dot_packed_keys` does, for the queries from `first` on, a multiple of 16, and all keys of a chunk.
 
-    keys: as `pack_keys` writes them; behind a chunk's last key lies anything, whose scores are not used.
+    Behind a chunk's last key lies anything, whose scores are not used. Bytes behind a key's end, as far as 64, are
+    multiplied by zeros.
     """
     if not instruction_set().has_amx:
         return
-    size = padded_64(b, width)
+    of_groups = [row_at(b, keys, groups, I64(LANES * number)) for number in range(CHUNK // LANES)]
 
     def dots(query: ir.Value) -> None:
         row = b.add(queries, b.mul(b.mul(query, width), I64(4)))
@@ -89,13 +89,12 @@ def dot_keys_by_amx(b, first, last, queries, width, keys, scores):
 
         def dimensions(index: ir.Value, _: Values) -> Values:
             amx.load_register(b, _QUERIES, b.add(row, index), b.mul(width, I64(4)))
-            for register in range(CHUNK // LANES):
-                line = b.add(b.mul(size, I64(LANES * register)), b.mul(index, I64(LANES)))
-                amx.load_register(b, _KEYS, b.add(keys, line), I64(amx.ROW_BYTES))
-                amx.multiply(b, register, _QUERIES, _KEYS, "su")
+            for register, group in enumerate(of_groups):
+                amx.load_register(b, _KEYS, b.add(group, b.mul(index, I64(LANES))), I64(amx.ROW_BYTES))
+                amx.multiply(b, register, _QUERIES, _KEYS, "ss")
             return []
 
-        loop(b, size, amx.ROW_BYTES, [], dimensions)
+        loop(b, width, amx.ROW_BYTES, [], dimensions)
         to = b.add(scores, b.mul(query, I64(_SCORES_BYTES)))
         for register in range(CHUNK // LANES):
             amx.store_register(b, register, b.add(to, I64(4 * LANES * register)), I64(_SCORES_BYTES))
@@ -103,41 +102,34 @@ def dot_keys_by_amx(b, first, last, queries, width, keys, scores):
     _each_16(b, first, last, dots)
 
 
-@emits(types.void, *[types.int64] * 7)
-def pack_value_quads(b, values, rows, count, width, packed, ahead, ahead_rows):
-    """Write the first `count` values of a chunk to `packed`: int8 `[CHUNK / 4, width, 4 positions]`.
+@emits(types.void, *[types.int64] * 8)
+def copy_values(b, values, rows, count, width, copied, ahead_keys, ahead_values, ahead_rows):
+    """Copy the first `count` values of a chunk, four together, to where they lie evenly apart. Fetches the next chunk's
+    keys and values meanwhile: what, added to the offsets `ahead_rows`, lies as these do."""
 
-    An incomplete four is filled up with any other values. values, rows, ahead, ahead_rows: as of `add_values`.
-    """
-
-    def positions(index: ir.Value, _: Values) -> Values:
-        numbers = [b.add(index, I64(number)) for number in range(4)]
-        four, upcoming = (
-            [row_at(b, base, of, n) for n in numbers] for base, of in ((values, rows), (ahead, ahead_rows))
-        )
-        target = b.add(packed, b.mul(index, width))
+    def quad(index: ir.Value, _: Values) -> Values:
+        row, to = row_at(b, values, rows, index), b.add(copied, b.mul(index, width))
+        upcoming = [row_at(b, ahead, ahead_rows, index) for ahead in (ahead_keys, ahead_values)]
 
         def columns(column: ir.Value, vectors: int) -> None:
-            for row in upcoming:
-                fetch(b, b.add(row, column), LANES * vectors)
-            for at in (b.add(column, I64(LANES * n)) for n in range(vectors)):
-                lanes = [b.zext(load(b, b.add(row, at), ir.VectorType(I8, LANES)), V_I32) for row in four]
-                quad = lanes[0]
-                for number in (1, 2, 3):
-                    quad = b.or_(quad, b.shl(lanes[number], constant(V_I32, 8 * number)))
-                store(b, b.add(target, b.mul(at, I64(4))), quad)
+            at = b.mul(column, I64(4))
+            for ahead in upcoming:
+                fetch(b, b.add(ahead, at), 4 * LANES * vectors)
+            for place in (b.add(at, I64(4 * LANES * n)) for n in range(vectors)):
+                store(b, b.add(to, place), load(b, b.add(row, place), V_I32))
 
         in_columns(b, width, _COLUMNS, columns)
         return []
 
-    loop(b, count, 4, [], positions)
+    loop(b, count, 4, [], quad)
 
 
 @emits(types.void, *[types.int64] * 10)
 def add_values_by_amx(b, first, begin, last, weights, values, width, outs, states, room, sums):
     """Do what `add_values` does, for the queries from `begin` to `last` - 1, 16 at a time from `first` on.
 
-    first: a multiple of 16. weights: the bytes that `softmax_chunk` wrote. values: as `pack_value_quads` writes them.
+    first: a multiple of 16. weights: the bytes that `softmax_chunk` wrote. values: int8 `[CHUNK / 4, width, 4
+    positions]`.
     sums: room for int32 `[2, width / 16, 16 queries, 16]`, of low bytes and of high bytes.
     """
     if not instruction_set().has_amx:

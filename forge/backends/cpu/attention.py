@@ -11,10 +11,10 @@ import numpy as np
 from forge.backends.cpu.amx_attention import (
     add_values_by_amx,
     begin_amx,
+    copy_values,
     dot_keys_by_amx,
     end_amx,
     multiplies_by_amx,
-    pack_value_quads,
 )
 from forge.backends.cpu.attention_code import (
     BY_AMX,
@@ -25,6 +25,7 @@ from forge.backends.cpu.attention_code import (
     key_offset,
     pack_keys,
     pack_values,
+    running_maximum,
     softmax_chunk,
 )
 from forge.backends.cpu.kernels import ONE, VECTOR, ZERO, quantize_group, values_of
@@ -38,6 +39,7 @@ from forge.backends.cpu.vectors import (
     get_i32,
     get_i64,
     interleave_bf16,
+    interleave_i8,
     load_f32,
     mask_lanes,
     max16,
@@ -48,6 +50,7 @@ from forge.backends.cpu.vectors import (
     put_i64,
     round_to_int,
     scatter_bf16,
+    scatter_i8,
     splat_f32,
     store_bf16,
     store_f16,
@@ -61,9 +64,14 @@ ITEMS_PER_THREAD = 32
 """Items that each thread has at least where an item has more than `ROWS_PER_BLOCK` rows: with few, one thread waits
 long for the last. Ledger, one layer at 2,048 tokens on one thread, 16 and 32 rows: int8 95 and 90 ms, bfloat16 111 and
 107. With AMX, 28 layers on 2 cores, 32, 64 and 128 rows of two queries each: 715, 655 and 620 ms."""
-PACKED_FROM = 8
-"""Queries for which rearranging a chunk's int8 keys takes less than adding up their products across lanes, and its
-values than pairing them for each few queries."""
+AMX_FROM = 8
+"""Queries for which AMX takes less than products of up to four at a time."""
+
+
+@numba.njit
+def _number_bytes(cache):
+    """Return the bytes of a key's or value's numbers, without the scale of int8."""
+    return cache.row_bytes - 4 if cache.kind == INT8 else cache.row_bytes
 
 
 @numba.njit
@@ -108,36 +116,53 @@ def _norm_rope_head(x, width, weight, eps, cos, sin):
 @numba.njit
 def _are_packed(cache):
     """Return whether the storage keeps its keys as `pack_keys` writes them, 16 slots together, and its values as
-    `pack_values` does, two slots together."""
-    return cache.kind == BFLOAT16 and cache.block_size % 16 == 0
+    `pack_values` does, two or four slots together."""
+    return cache.kind in (BFLOAT16, INT8) and cache.block_size % 16 == 0
 
 
 @numba.njit
-def _store_head(ctx, address, layer, row, head, source, width):
-    """Write a head's key or value into the row's slot, in the storage's kind; nothing for slot -1."""
+def _store_head(ctx, address, layer, row, head, source, width, scratch):
+    """Write a head's key or value into the row's slot, in the storage's kind; nothing for slot -1.
+
+    scratch: room for its int8 numbers.
+    """
     slot = np.int64(get_i32(ctx.slot_mapping + 4 * row))
     if slot < 0:
         return
-    block_size = ctx.cache.block_size
-    place = address + layer * ctx.cache.layer_bytes + slot // block_size * ctx.cache.block_bytes
-    place += head * ctx.cache.head_bytes
-    if _are_packed(ctx.cache):
-        together = 16 if address == ctx.cache.keys else 2
-        place += slot % block_size // together * together * ctx.cache.row_bytes
-        for offset in range(0, width, 16):
-            vector = without_tiny(mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO))
-            if address == ctx.cache.keys:
-                scatter_bf16(place + slot % 16 * 4 + 32 * offset, vector)
-            else:
-                interleave_bf16(place + slot % 2 * 2 + 4 * offset, vector)
+    cache = ctx.cache
+    place = address + layer * cache.layer_bytes + slot // cache.block_size * cache.block_bytes + head * cache.head_bytes
+    inside = slot % cache.block_size
+    if _are_packed(cache):
+        place += inside // 16 * 16 * cache.row_bytes
+        _store_packed(cache, place, inside % 16, address == cache.keys, source, width, scratch)
         return
-    place += slot % block_size * ctx.cache.row_bytes
-    if ctx.cache.kind == INT8:
-        _store_int8(place, source, width, place + ctx.cache.row_bytes - 4)
+    place += inside * cache.row_bytes
+    if cache.kind == INT8:
+        _store_int8(place, source, width, place + _number_bytes(cache))
         return
     for offset in range(0, width, 16):
         vector = mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO)
-        _store_kind(place, offset, vector, ctx.cache.kind)
+        _store_kind(place, offset, vector, cache.kind)
+
+
+@numba.njit
+def _store_packed(cache, place, inside, is_key, source, width, scratch):
+    """Write a head's key or value into slot number `inside` of the 16 that lie together at `place`."""
+    size = _number_bytes(cache)
+    if cache.kind == INT8:
+        _store_int8(scratch, source, width, place + 16 * size + 4 * inside)
+        for offset in range(0, size, 16):
+            if is_key:
+                scatter_i8(place + 4 * inside + 16 * offset, scratch + offset)
+            else:
+                interleave_i8(place + inside // 4 * 4 * size + inside % 4 + 4 * offset, scratch + offset)
+        return
+    for offset in range(0, width, 16):
+        vector = without_tiny(mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO))
+        if is_key:
+            scatter_bf16(place + 4 * inside + 32 * offset, vector)
+        else:
+            interleave_bf16(place + inside // 2 * 2 * size + inside % 2 * 2 + 4 * offset, vector)
 
 
 @numba.njit
@@ -178,7 +203,7 @@ def norm_rope_store(op, ctx, thread, threads):
     """
     heads, kv_heads, width = op.heads, op.kv_heads, op.head_dim
     per_row, layer, eps = heads + 2 * kv_heads, op.layer, op.eps
-    rows = ctx.num_rows
+    rows, scratch = ctx.num_rows, ctx.scratch + thread * ctx.scratch_bytes
     while True:
         first = next_item(op, 4)
         if first >= (rows + ROWS_PER_BLOCK - 1) // ROWS_PER_BLOCK * per_row:
@@ -200,58 +225,66 @@ def norm_rope_store(op, ctx, thread, threads):
             if head < kv_heads:
                 k = op.k.values + 4 * (of_row + head * width)
                 _norm_rope_head(k, width, op.k_norm, eps, cos, sin)
-                _store_head(ctx, ctx.cache.keys, layer, row, head, k, width)
+                _store_head(ctx, ctx.cache.keys, layer, row, head, k, width, scratch)
             else:
                 head -= kv_heads
                 v = op.v.values + 4 * (of_row + head * width)
-                _store_head(ctx, ctx.cache.values, layer, row, head, v, width)
+                _store_head(ctx, ctx.cache.values, layer, row, head, v, width, scratch)
 
 
 @numba.njit
 def _find_rows(ctx, table, start, count, rows):
     """Write to `rows` where `count` positions from `start` on lie in a head: int64 offsets from the head's first block.
 
-    The last is repeated until there are `CHUNK`, because keys are read up to 16 at a time, and asked for 64 ahead.
+    Of packed ones, numbers 0, 16, … are where 16 keys lie, and 0, 4, … (bfloat16: 0, 2, …) where four or two values do.
+    The last, or last 16, are repeated until there are `CHUNK`, because keys are read up to 16 at a time, and asked for
+    64 ahead.
     """
-    block_size, row_bytes = ctx.cache.block_size, ctx.cache.row_bytes
-    number, end = np.int64(0), start + count
-    offset = np.int64(0)
-    while start < end:
-        inside = start % block_size
-        run = min(block_size - inside, end - start)
-        offset = np.int64(get_i32(table + 4 * (start // block_size))) * ctx.cache.block_bytes + inside * row_bytes
-        for _ in range(run):
-            put_i64(rows + 8 * number, offset)
-            offset += row_bytes
-            number += 1
-        start += run
+    block_size, row_bytes, packed = ctx.cache.block_size, ctx.cache.row_bytes, _are_packed(ctx.cache)
+    step, repeated = (_number_bytes(ctx.cache), 16) if packed else (row_bytes, 1)
+    number, inside, block = np.int64(0), start % block_size, table + 4 * (start // block_size)
+    while number < count:
+        offset = np.int64(get_i32(block)) * ctx.cache.block_bytes + inside * row_bytes
+        for _ in range(0, min(block_size - inside, count - number), repeated):
+            for within in range(repeated):
+                put_i64(rows + 8 * (number + within), offset + within * step)
+            number += repeated
+            offset += repeated * row_bytes
+        block, inside = block + 4, 0
     while number < CHUNK:
-        put_i64(rows + 8 * number, offset - row_bytes)
+        put_i64(rows + 8 * number, get_i64(rows + 8 * (number - repeated)) if count > 0 else 0)
         number += 1
 
 
 @numba.njit
-def _gather_scales(keys, values, rows, row_bytes, scales):
-    """Collect the scales of a chunk's keys, of its values, and the largest of a value's up to each position."""
-    largest = ZERO
-    for number in range(CHUNK):
-        place = get_i64(rows + 8 * number) + row_bytes - 4  # behind the row
-        of_value = get_f32(values + place)
-        largest = max(largest, of_value)
-        put_f32(scales + 4 * number, get_f32(keys + place))
-        put_f32(scales + 4 * (CHUNK + number), of_value)
-        put_f32(scales + 4 * (2 * CHUNK + number), largest)
+def _gather_scales(cache, keys, values, rows, scales, ahead_keys, ahead_values, ahead_rows):
+    """Collect the scales of a chunk's keys, of its values, and the largest of a value's up to each position.
+
+    Packed ones lie behind their 16 rows; the next chunk's are fetched meanwhile, with nothing else fetching that line.
+    """
+    of_keys, of_values = scales, scales + 4 * CHUNK
+    if _are_packed(cache):
+        behind = 16 * _number_bytes(cache)
+        for number in range(0, CHUNK, 16):
+            place, upcoming = get_i64(rows + 8 * number) + behind, get_i64(ahead_rows + 8 * number) + behind
+            store_f32(of_keys + 4 * number, load_f32(keys + place))
+            store_f32(of_values + 4 * number, load_f32(values + place))
+            prefetch(ahead_keys + upcoming)
+            prefetch(ahead_values + upcoming)
+    else:
+        for number in range(CHUNK):
+            place = get_i64(rows + 8 * number) + cache.row_bytes - 4  # behind the row
+            put_f32(of_keys + 4 * number, get_f32(keys + place))
+            put_f32(of_values + 4 * number, get_f32(values + place))
+    running_maximum(of_values, of_values + 4 * CHUNK)
 
 
 @numba.njit
-def _fetch(ctx, head, rows, first, last):
-    """Prefetch a head's keys or values at the offsets number `first` to `last` - 1 of `rows`.
-
-    A block of a head is a page of its own, at whose end the processor stops fetching ahead by itself.
-    """
+def _fetch(cache, head, rows, first, last):
+    """Prefetch a head's keys or values at the offsets number `first` to `last` - 1 of `rows`."""
     for number in range(first, last):
         row = head + get_i64(rows + 8 * number)
-        for line in range(0, ctx.cache.row_bytes, 64):
+        for line in range(0, _number_bytes(cache), 64):
             prefetch(row + line)
 
 
@@ -274,17 +307,19 @@ def _together(kind, seen, group, query, num_queries):
 
 
 @numba.njit
-def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next_keys, next_table, next_end):
+def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next_head, next_table, next_end):
     """Attention of rows `first_row` to `last_row` - 1 of one sequence, all query heads that read one key/value head.
 
     Keys come in chunks of 64 absolute positions. A chunk is reduced alone (its own maximum, sum and weighted values)
     and then merged into what came before it, in ascending order; so a row's result depends on its own keys only,
     whatever the batch, the prefill's chunks or the blocks of the cache.
 
-    While a chunk's keys are read its values are asked for, row by row, and with its values the next chunk's keys, or
-    the next item's first. They are asked into the second-level cache, and evenly: a prefetch into the first level, or
-    a burst, holds up the reads of what is there already. Ledger, 0.6B shape in float16, 1 sequence at context 8,192 on
-    2 cores: 17 GB/s without, and with bursts; 26 as it is; reading alone, in this pattern, 32.
+    While a chunk's keys are read the next chunk's are asked for, or the next item's first, and the same of its values.
+    They are asked into the second-level cache, and evenly: a prefetch into the first level, or a burst, holds up the
+    reads of what is there already. Ledger, 0.6B shape in float16, 1 sequence at context 8,192 on 2 cores: 17 GB/s
+    without, and with bursts; 26 evenly; reading alone, in this pattern, 32. In int8, 16 sequences at 1,056 tokens on 2
+    cores of a Xeon: 70 ms where a chunk's own values were asked for with its keys, and rows lay one behind the other;
+    52 as it is; 48 is what 16 line buffers allow.
     """
     head_dim, kv_heads, kind = op.head_dim, op.kv_heads, ctx.cache.kind
     width = (head_dim + 15) // 16 * 16
@@ -298,8 +333,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     chunk_scales = packed_values + 2 * CHUNK * width
     scales = chunk_scales if kind == INT8 else 0
     packed_groups = chunk_scales + 12 * CHUNK
-    packed_pairs = packed_groups + 8 * CHUNK
-    factors = packed_pairs + 8 * CHUNK
+    packed_rows = packed_groups + 8 * CHUNK
+    factors = packed_rows + 8 * CHUNK
     offsets, seen = factors + 4 * room, factors + 8 * room
     queries = factors + 12 * room
     all_weights = queries + 4 * width * room
@@ -322,58 +357,64 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
         put_i32(seen + 4 * i, first_position + 1 + i // group)
         put_f32(states + 4 * i, np.float32(LOWEST))
         put_f32(states + 4 * (room + i), ZERO)
-    for number in range(0, CHUNK, 2):
-        put_i64(packed_groups + 8 * number, number * ((size + 63) // 64 * 64))
-        put_i64(packed_pairs + 8 * number, number * 2 * width)
-    are_packed = _are_packed(ctx.cache)
+    packs = kind in (INT8, BFLOAT16) and not _are_packed(ctx.cache)
+    if packs:
+        for number in range(0, CHUNK, 2):
+            put_i64(packed_groups + 8 * number, number * ((size + 63) // 64 * 64))
+            put_i64(packed_rows + 8 * number, number * size)
     head = _head_offset(op, ctx, kv_head)
     keys, values = ctx.cache.keys + head, ctx.cache.values + head
+    next_keys, next_values = ctx.cache.keys + next_head, ctx.cache.values + next_head
     table = _table_address(ctx, sequence)
     end = first_position + last_row - first_row
     _find_rows(ctx, table, 0, min(CHUNK, end), rows)
     for start in range(0, end, CHUNK):
-        following = start + CHUNK
-        ahead, ahead_table, upcoming = keys, table, following
+        following, count = start + CHUNK, min(CHUNK, end - start)
+        ahead_keys, ahead_values, ahead_table, upcoming = keys, values, table, following
         if following >= end:
-            ahead, ahead_table, upcoming = next_keys, next_table, np.int64(0)
+            ahead_keys, ahead_values, ahead_table, upcoming = next_keys, next_values, next_table, np.int64(0)
         _find_rows(ctx, ahead_table, upcoming, min(CHUNK, (end if following < end else next_end) - upcoming), next_rows)
         visible, first_query = first_position + 1 - start, max(0, start - first_position) * group
-        packs = (kind == INT8 and num_queries - first_query >= PACKED_FROM) or (kind == BFLOAT16 and not are_packed)
-        by_amx, first_of_16 = packs and kind == INT8 and multiplies_by_amx() != 0, first_query // AMX_ROWS * AMX_ROWS
+        by_amx = kind == INT8 and num_queries - first_query >= AMX_FROM and multiplies_by_amx() != 0
+        first_of_16 = first_query // AMX_ROWS * AMX_ROWS
+        of_keys, key_rows, of_values, value_rows = keys, rows, values, rows
         if packs:
-            pack_keys(kind, keys, rows, min(CHUNK, end - start), size, packed_keys, values)
+            of_keys, key_rows, of_values, value_rows = packed_keys, packed_groups, packed_values, packed_rows
+            pack_keys(keys, rows, count, size, packed_keys, ahead_keys, next_rows)
+        fetched = 0 if packs or by_amx else ahead_keys
         if by_amx:
-            dot_keys_by_amx(first_of_16, num_queries, queries, width, packed_keys, all_weights)
+            dot_keys_by_amx(first_of_16, num_queries, queries, width, of_keys, key_rows, all_weights)
         query = first_query
         while query < num_queries:
             least = _seen(visible, group, query)
             together = _together(kind, least, group, query, num_queries)
             most = least if least == CHUNK else _seen(visible, group, query + together - 1)
-            weights, numbers, offset = all_weights + 4 * CHUNK * query, queries + 4 * width * query, offsets + 4 * query
+            weights, numbers = all_weights + 4 * CHUNK * query, queries + 4 * width * query
             if by_amx:
                 pass
-            elif are_packed:
-                fetched = values if query == first_query else 0
-                dot_packed_keys(kind, together, numbers, offset, width, keys, rows, most, weights, fetched)
-            elif packs:
-                dot_packed_keys(kind, together, numbers, offset, width, packed_keys, packed_groups, most, weights, 0)
+            elif kind in (INT8, BFLOAT16):
+                offset = offsets + 4 * query
+                dot_packed_keys(
+                    kind, together, numbers, offset, width, of_keys, key_rows, most, weights, fetched, next_rows
+                )
+                fetched = 0
             else:
-                dot_keys(kind, together, numbers, offset, width, keys, rows, most, weights, values)
+                dot_keys(kind, together, numbers, width, keys, rows, most, weights, ahead_keys, next_rows)
             if kind == INT8 and query == first_query:
-                _gather_scales(keys, values, rows, ctx.cache.row_bytes, scales)
+                _gather_scales(ctx.cache, keys, values, rows, scales, ahead_keys, ahead_values, next_rows)
             state, counts, factor = states + 4 * query, seen + 4 * query, factors + 4 * query
             scored = BY_AMX if by_amx else kind
-            softmax_chunk(scored, together, weights, start, counts, factor, offset, scales, state, room)
+            softmax_chunk(scored, together, weights, start, counts, factor, scales, state, room)
             query += together
+        if packs:
+            pack_values(kind, values, rows, count, width, packed_values, ahead_values, next_rows)
+        elif by_amx:
+            copy_values(values, rows, count, width, packed_values, ahead_keys, ahead_values, next_rows)
         if by_amx:
-            pack_value_quads(values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
             add_values_by_amx(
                 first_of_16, first_query, num_queries, all_weights, packed_values, width, outs, states, room, sums
             )
-        elif packs:
-            pack_values(kind, values, rows, min(CHUNK, end - start), width, packed_values, ahead, next_rows)
-        added, added_rows = (packed_values, packed_pairs) if packs else (values, rows)
-        in_pairs, fetched = (1 if packs or are_packed else 0), 0 if packs else ahead
+        fetched = 0 if packs else ahead_values
         query = num_queries if by_amx else first_query
         while query < num_queries:
             least = _seen(visible, group, query)
@@ -382,12 +423,13 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             weights, out = all_weights + 4 * CHUNK * query, outs + 4 * width * query
             state = states + 4 * query
             add_values(
-                kind, together, weights, most, in_pairs, added, added_rows, width, out, state, room, fetched, next_rows
+                kind, together, weights, most, of_values, value_rows, width, out, state, room, fetched, next_rows
             )
-            fetched = 0 if in_pairs else ahead
+            fetched = 0
             query += together
-        if following >= end:
-            _fetch(ctx, next_keys, next_rows, end - start, min(CHUNK, next_end))  # what a short chunk left out
+        if following >= end:  # what a short chunk left out
+            _fetch(ctx.cache, next_keys, next_rows, count, min(CHUNK, next_end))
+            _fetch(ctx.cache, next_values, next_rows, count, min(CHUNK, next_end))
         rows, next_rows = next_rows, rows
     for i in range(num_queries):
         inverse, source = ONE / get_f32(states + 4 * (room + i)), outs + 4 * i * width
@@ -448,16 +490,17 @@ def attention(op, ctx, thread, threads):
     group, rows = op.heads // kv_heads, ROWS_PER_BLOCK
     while 2 * rows * group <= QUERIES_PER_BLOCK and ctx.num_rows * kv_heads >= 2 * rows * ITEMS_PER_THREAD * threads:
         rows *= 2
-    may_pack = ctx.num_rows * group >= PACKED_FROM
-    if may_pack:
+    may_use_amx = ctx.num_rows * group >= AMX_FROM
+    if may_use_amx:
         begin_amx()
     item = next_item(op, together)
     sequence, before, first, last, head = _find_item(ctx, kv_heads, rows, item, np.int64(0), np.int64(0))
     if sequence < sequences:
         end = np.int64(get_i32(positions + 4 * (last - 1))) + 1
-        keys, count = ctx.cache.keys + _head_offset(op, ctx, head), min(CHUNK, end)
+        count = min(CHUNK, end)
         _find_rows(ctx, _table_address(ctx, sequence), 0, count, scratch)
-        _fetch(ctx, keys, scratch, 0, count)
+        for start in (ctx.cache.keys, ctx.cache.values):
+            _fetch(ctx.cache, start + _head_offset(op, ctx, head), scratch, 0, count)
     while sequence < sequences:
         item = item + 1 if (item + 1) % together != 0 else next_item(op, together)
         next_sequence, before, next_first, next_last, next_head = _find_item(
@@ -466,9 +509,8 @@ def attention(op, ctx, thread, threads):
         next_end = np.int64(0)
         if next_sequence < sequences:
             next_end = np.int64(get_i32(positions + 4 * (next_last - 1))) + 1
-        next_keys = ctx.cache.keys + _head_offset(op, ctx, next_head)
-        next_table = _table_address(ctx, next_sequence)
-        _attend_block(op, ctx, sequence, head, first, last, scratch, next_keys, next_table, next_end)
+        next_offset, next_table = _head_offset(op, ctx, next_head), _table_address(ctx, next_sequence)
+        _attend_block(op, ctx, sequence, head, first, last, scratch, next_offset, next_table, next_end)
         sequence, first, last, head = next_sequence, next_first, next_last, next_head
-    if may_pack:
+    if may_use_amx:
         end_amx()

@@ -1,6 +1,6 @@
 """The inner loops of attention: a few queries against the keys of a chunk, and their weights against its values.
 
-A key is fetched and widened to float32 once for up to four queries, which a loop of Numba's could not keep in
+A key in float32 or float16 is widened once for up to four queries, which a loop of Numba's could not keep in
 registers. Sixteen sums are reduced together: four queries times four keys, two times eight or one times sixteen. As
 many of them run at a time as the instruction set has registers for (`sums_at_once`): with AVX-512 all, else four,
 because a sum that is kept in memory costs a load and a store each time that something is added. Of values four queries
@@ -8,10 +8,11 @@ run with 64 elements there, else with 16. How many go together cannot be seen in
 key has its own sum (16 lanes, dimensions ascending, then the tree of `sum16`), and each element of an output has its
 own (positions ascending).
 
-In int8 both are sums of integers, which have no order. Keys meet queries in int8 by the instruction set's own product
-(`processor.py`), 64 dimensions where float32 has 16; values meet weights in int16 by its product of pairs, two
-positions of 16 elements. Where many queries pass over a chunk, its keys and values are first rearranged for that, once
-for all (`pack_keys`, `pack_values`).
+Keys and values in bfloat16 and int8 lie as they are multiplied: a vector holds two or four dimensions of 16 keys, or
+16 elements of two or four values, so nothing is added across lanes. Blocks of a multiple of 16 tokens are stored that
+way; a chunk of others is rearranged first (`pack_keys`, `pack_values`). In int8 both are sums of integers, which have
+no order. Keys meet queries in int8 by the instruction set's own product (`processor.py`), values meet weights in int16
+by its product of pairs.
 
 Rows of keys are given by a list of their offsets, int64, because two neighbours may lie in different blocks.
 """
@@ -51,15 +52,20 @@ from forge.backends.cpu.llvm_code import (
 from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8
 from forge.backends.cpu.vectors import emits, exp_code, maximum_code, rounded_code, without_tiny_code
 
-_KINDS = {FLOAT32: "f32", FLOAT16: "f16", BFLOAT16: "bf16", INT8: "int8"}
-_PAIRED = {BFLOAT16: "bf16", INT8: "int8"}
-"""Kinds of which the instruction set multiplies several numbers of a lane of 32 bits at once."""
+_PLAIN = {FLOAT32: "f32", FLOAT16: "f16"}
+_TOGETHER = {BFLOAT16: "bf16", INT8: "int8"}
+"""Kinds of which the instruction set multiplies the two or four numbers of a lane of 32 bits at once."""
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
+_POSITIONS = {"f32": 1, "f16": 1, "bf16": 2, "int8": 4}
+"""Positions whose values lie together."""
+_V_I16 = ir.VectorType(I16, 2 * LANES)
 LOWEST, MOST_WEIGHT = -3.0e38, 32767.0
 BY_AMX = INT8 + 1
 """Kind of scores in int32 that `dot_keys_by_amx` left, and of weights as `add_values_by_amx` takes them."""
 LOW_BYTES, HIGH_BYTES = 0, CHUNK
 """Where the two bytes of a query's weights lie, for AMX (`amx_attention.py`)."""
+_IN_QUAD = (0, 2, 1, 3)
+"""The order of a quad's weights in int16: even positions are multiplied together, then odd ones (`add_values`)."""
 _ONES, _ZEROS, _INTEGER_ZEROS = constant(V_F32, 1.0), constant(V_F32, 0.0), constant(V_I32, 0)
 
 
@@ -98,22 +104,17 @@ def fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
 
 
 @emits(types.void, *[types.int64] * 10)
-def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scores, ahead):
-    """Dot products of `together` queries (1, 2 or 4) with the first `count` keys of a chunk, to `scores`.
+def dot_keys(b, kind, together, queries, width, keys, rows, count, scores, ahead, ahead_rows):
+    """Dot products of `together` queries (1, 2 or 4) with the first `count` keys of a chunk, in float32 or float16, to
+    `scores`.
 
-    queries: float32 `[together, width]`; for keys in int8 each row begins with its int8 numbers instead, zeros up to
-    a multiple of 64. offsets: of int8, what each query's sums begin with (`key_offset`). keys: what is added to the
-    offsets `rows` (int64) to find a key, stored as `kind` says. scores: float32 `[together, CHUNK]`, written up to a
-    multiple of 16 / together; of int8 without the scales of either side. ahead: what, added to the same offsets, is to
-    be fetched meanwhile.
+    queries: float32 `[together, width]`. keys: what is added to the offsets `rows` (int64) to find a key, stored as
+    `kind` says. scores: float32 `[together, CHUNK]`, written up to a multiple of 16 / together. ahead: what, added to
+    the offsets `ahead_rows`, is to be fetched meanwhile.
     """
+    at_most = instruction_set().sums_at_once
 
-    isa = instruction_set()
-
-    def query_at(query: int, offset: ir.Value) -> ir.Value:
-        return b.add(queries, b.add(b.mul(b.mul(I64(query), width), I64(4)), offset))
-
-    def sums_of(addresses: Values, upcoming: Values, together: int, kind: str) -> Values:
+    def sums_of(kind: str, together: int, addresses: Values, upcoming: Values) -> Values:
         """Emit, for each query with each key, 16 lanes whose sum is their dot product."""
         step, item = len(addresses), I64(_ITEM_BYTES[kind])
 
@@ -125,71 +126,49 @@ def dot_keys(b, kind, together, queries, offsets, width, keys, rows, count, scor
             key = [widen(b, load(b, b.add(address, offset), STORED[kind]), kind) for address in addresses]
             results = []
             for query in range(together):
-                q = load(b, query_at(query, b.mul(index, I64(4))), V_F32)
+                q = load(b, b.add(queries, b.mul(b.add(b.mul(I64(query), width), index), I64(4))), V_F32)
                 mine = sums[query * step : (query + 1) * step]
                 results += [fused_multiply_add(b, q, k, total) for k, total in zip(key, mine, strict=True)]
             return results
 
         return loop(b, width, LANES, [_ZEROS] * (step * together), dimensions)
 
-    def integer_sums_of(addresses: Values, upcoming: Values, together: int, start: Values) -> Values:
-        """Emit the same for int8. Bytes behind the end of a key are multiplied by zeros."""
-        step = len(addresses)
-
-        def dimensions(index: ir.Value, sums: Values) -> Values:
-            for row in upcoming:
-                fetch(b, b.add(row, index), 64)
-            key = [load(b, b.add(address, index), V_I32) for address in addresses]
-            key = key if isa.signed_weights else [b.xor(part, TOP_BITS) for part in key]
-            results = []
-            for query in range(together):
-                q = load(b, query_at(query, index), V_I32)
-                mine = sums[query * step : (query + 1) * step]
-                results += [isa.dot(b, total, k, q) for k, total in zip(key, mine, strict=True)]
-            return results
-
-        return loop(b, width, 4 * LANES, [initial for initial in start for _ in range(step)], dimensions)
-
-    def start_of(together: int) -> Values:
-        """Emit the initial integer sums, whose lanes are added in the end: each query's offset in the first."""
-        return [
-            b.insert_element(_INTEGER_ZEROS, load(b, b.add(offsets, I64(4 * query)), I32), I32(0))
-            for query in range(together)
-        ]
-
-    def some_keys(kind: str, together: int, first: ir.Value, start: Values) -> None:
-        """Emit the scores of 16 / together keys from number `first` on."""
-        step = LANES // together
-        addresses, upcoming = (
-            [row_at(b, base, rows, b.add(first, I64(number))) for number in range(step)] for base in (keys, ahead)
-        )
-        at_once, by_query = max(1, isa.sums_at_once // together), [Values() for _ in range(together)]
-        for part in (slice(key, key + at_once) for key in range(0, step, at_once)):
-            some, next_keys = addresses[part], upcoming[part]
-            if kind == "int8":
-                sums = integer_sums_of(some, next_keys, together, start)
-            else:
-                sums = sums_of(some, next_keys, together, kind)
-            for query, totals in enumerate(by_query):
-                totals += sums[query * len(some) : (query + 1) * len(some)]
-        every = [total for totals in by_query for total in totals]
-        result = reduce_each(b, every, b.add if kind == "int8" else b.fadd)
-        result = b.sitofp(result, V_F32) if kind == "int8" else result
-        for query in range(together):
-            part = shuffle(b, result, range(query * step, (query + 1) * step))
-            store(b, b.add(scores, b.add(I64(4 * CHUNK * query), b.mul(first, I64(4)))), part)
-
     def emit(kind: str, together: int) -> None:
-        start = start_of(together) if kind == "int8" else []
+        step = LANES // together
+        at_once = max(1, at_most // together)
 
-        def block(first: ir.Value, _: Values) -> Values:
-            some_keys(kind, together, first, start)
+        def some_keys(first: ir.Value, _: Values) -> Values:
+            numbers = [b.add(first, I64(number)) for number in range(step)]
+            by_query = [Values() for _ in range(together)]
+            for part in (numbers[key : key + at_once] for key in range(0, step, at_once)):
+                addresses, upcoming = (
+                    [row_at(b, base, of, number) for number in part] for base, of in ((keys, rows), (ahead, ahead_rows))
+                )
+                sums = sums_of(kind, together, addresses, upcoming)
+                for query, totals in enumerate(by_query):
+                    totals += sums[query * len(part) : (query + 1) * len(part)]
+            result = reduce_each(b, [total for totals in by_query for total in totals], b.fadd)
+            for query in range(together):
+                part = shuffle(b, result, range(query * step, (query + 1) * step))
+                store(b, b.add(scores, b.add(I64(4 * CHUNK * query), b.mul(first, I64(4)))), part)
             return []
 
-        loop(b, count, LANES // together, [], block)
+        loop(b, count, step, [], some_keys)
 
-    kinds = {number: name for number, name in _KINDS.items() if name != "bf16"}
-    _for_each_kind(b, kinds, kind, together, emit)
+    _for_each_kind(b, _PLAIN, kind, together, emit)
+
+
+@emits(types.void, *[types.int64] * 2)
+def running_maximum(b, numbers, results):
+    """Write the largest of the first 1, 2, … `CHUNK` float32 numbers, none of them below zero, to `results`."""
+    largest = _ZEROS
+    for block in range(0, CHUNK, LANES):
+        vector = load(b, b.add(numbers, I64(4 * block)), V_F32)
+        for step in (1, 2, 4, 8):
+            vector = maximum_code(b, shuffle(b, vector, [max(0, lane - step) for lane in range(LANES)]), vector)
+        vector = maximum_code(b, largest, vector)
+        store(b, b.add(results, I64(4 * block)), vector)
+        largest = shuffle(b, vector, [LANES - 1] * LANES)
 
 
 def _weight_units(
@@ -200,11 +179,12 @@ def _weight_units(
         largest = splat(b, load(b, b.add(scales, I64(4 * (3 * CHUNK - 1))), F32))
     else:
         largest = _ZEROS
-        for lane in range(LANES):
-            count = b.extract_element(counts, I32(lane % together))
+        for query in range(together):
+            count = b.extract_element(counts, I32(query))
             last = b.sub(b.select(b.icmp_signed("<", count, I32(CHUNK)), count, I32(CHUNK)), I32(1))
             value = load(b, b.add(scales, b.mul(b.add(b.zext(last, I64), I64(2 * CHUNK)), I64(4))), F32)
-            largest = b.insert_element(largest, value, I32(lane))
+            largest = b.insert_element(largest, value, I32(query))
+        largest = shuffle(b, largest, [lane % together for lane in range(LANES)])
     units = b.fdiv(largest, constant(V_F32, MOST_WEIGHT))
     return units, b.select(b.fcmp_ordered(">", units, _ZEROS), b.fdiv(_ONES, units), _ZEROS)
 
@@ -216,8 +196,8 @@ def _bytes_of(b: ir.IRBuilder, vectors: Values, byte: int) -> ir.Value:
     return shuffle(b, shuffle(b, first, numbers, second), range(4 * LANES), shuffle(b, third, numbers, fourth))
 
 
-@emits(types.void, *[types.int64] * 10)
-def softmax_chunk(b, kind, together, weights, start, seen, factors, offsets, scales, states, room):
+@emits(types.void, *[types.int64] * 9)
+def softmax_chunk(b, kind, together, weights, start, seen, factors, scales, states, room):
     """Turn products of `together` queries with the keys from `start` on into softmax numerators, in place, and update
     the queries' states.
 
@@ -229,8 +209,8 @@ def softmax_chunk(b, kind, together, weights, start, seen, factors, offsets, sca
 
     scales: of int8 what `_gather_scales` wrote. Products are multiplied by the keys', and numerators become int16:
     times their value's scale, in units of the largest scale that the query sees / 32,767. Of bfloat16, numerators are
-    rounded to it, and their sum is that of the rounded ones. `BY_AMX` is int8 with products that are int32 still, which
-    `offsets`, int32 `[together]`, are added to; and with the numerators' bytes apart.
+    rounded to it, and their sum is that of the rounded ones. `BY_AMX` is int8 with products that are int32 still, and
+    with the numerators' bytes apart.
 
     Four queries that see the whole chunk have code of their own, in which nothing asks what a query sees. Ledger, a
     prefill of 2,048 tokens on 2 cores with AMX: attention takes 6 % less.
@@ -280,8 +260,7 @@ def softmax_chunk(b, kind, together, weights, start, seen, factors, offsets, sca
             for block in range(0, CHUNK, LANES):
                 product = number(weights, CHUNK * query + block)
                 if kind == "amx":
-                    offset = splat(b, load(b, b.add(offsets, I64(4 * query)), I32))
-                    product = b.sitofp(b.add(b.bitcast(product, V_I32), offset), V_F32)
+                    product = b.sitofp(b.bitcast(product, V_I32), V_F32)
                 if kind in of_integers:
                     product = b.fmul(product, number(scales, block))
                 is_seen = b.icmp_signed("<", ir.Constant(V_I32, list(range(block, block + LANES))), count)
@@ -316,7 +295,9 @@ def softmax_chunk(b, kind, together, weights, start, seen, factors, offsets, sca
                     weight = rounded_code(b, weight if sees_all else b.select(is_seen, weight, _ZEROS))
                     of_row.append(weight)
                 if kind == "int8":
-                    store(b, b.add(row, I64(2 * block)), b.trunc(weight, ir.VectorType(I16, LANES)))
+                    numbers = b.trunc(weight, ir.VectorType(I16, LANES))
+                    by_quad = [lane - lane % 4 + _IN_QUAD[lane % 4] for lane in range(LANES)]
+                    store(b, b.add(row, I64(2 * block)), shuffle(b, numbers, by_quad))
                 elif kind == "f32":
                     store(b, b.add(row, I64(4 * block)), value)
                 total = b.fadd(total, value)
@@ -354,99 +335,74 @@ def in_columns(b: ir.IRBuilder, width: ir.Value, most: int, emit: Callable[[ir.V
         loop(b, b.sub(width, whole), LANES, [], narrow)
 
 
-@emits(types.void, *[types.int64] * 13)
-def add_values(b, kind, together, weights, count, in_pairs, values, rows, width, outs, states, room, ahead, ahead_rows):
+@emits(types.void, *[types.int64] * 12)
+def add_values(b, kind, together, weights, count, values, rows, width, outs, states, room, ahead, ahead_rows):
     """out = out * keep + gain * (sum of weight[j] * value[j], j ascending) for `together` queries (1, 2 or 4).
 
-    weights: float32 `[together, CHUNK]`, of which `count` are used; for values in int8 or bfloat16 each row begins with
-    int16 or bfloat16 numbers instead, of which an even number is used. values: what is added to the offsets `rows` to
-    find a value. in_pairs: whether two values lie together as `pack_values` writes them, at the offset of the first; of
-    bfloat16 they always do. outs: float32 `[together, width]`. states: as of `softmax_chunk`, which left keep and gain
-    there. ahead, ahead_rows: what is to be fetched meanwhile; of pairs 0 for nothing. Sums of int8 are exact: 64
-    products of 15 and 7 bits.
+    weights: float32 `[together, CHUNK]`, of which `count` are used; of bfloat16 and int8 what `softmax_chunk` wrote,
+    zeros behind those that are used. values: what is added to the offsets `rows` to find a value; in bfloat16 two
+    together and in int8 four, at the offset of the first (`CpuKvStorage`). outs: float32 `[together, width]`. states:
+    as of `softmax_chunk`, which left keep and gain there. ahead: what, added to the offsets `ahead_rows`, is to be
+    fetched meanwhile; 0 for nothing. Sums of int8 are exact: 64 products of 15 and 7 bits.
     """
 
     isa = instruction_set()
 
-    def fetched(kind: str, index: ir.Value, column: ir.Value, vectors: int, used: ir.Value | None = None) -> ir.Value:
-        """Prefetch what is ahead of a position. Return where its value lies, or that of `used`, from `column` on."""
-        item = _ITEM_BYTES[kind]
-        at = b.mul(column, I64(item))
-        fetch(b, b.add(row_at(b, ahead, ahead_rows, index), at), LANES * item * vectors)
-        return b.add(row_at(b, values, rows, index if used is None else used), at)
-
-    def float_sums(kind: str, together: int, column: ir.Value, vectors: int) -> Values:
-        def position(index: ir.Value, sums: Values) -> Values:
-            row = fetched(kind, index, column, vectors)
-            size = LANES * _ITEM_BYTES[kind]
-            value = [widen(b, load(b, b.add(row, I64(size * n)), STORED[kind]), kind) for n in range(vectors)]
-            results = []
-            for query in range(together):
-                at = b.add(weights, b.add(I64(4 * CHUNK * query), b.mul(index, I64(4))))
-                weight, mine = splat(b, load(b, at, F32)), sums[query * vectors : (query + 1) * vectors]
-                results += [fused_multiply_add(b, weight, v, total) for v, total in zip(value, mine, strict=True)]
-            return results
-
-        return loop(b, count, 1, [_ZEROS] * (together * vectors), position)
-
-    def pair_sums(kind: str, lie_together: bool, together: int, column: ir.Value, vectors: int) -> Values:
-        dot, zeros = isa.dot_pairs, _INTEGER_ZEROS
+    def terms(kind: str, index: ir.Value, places: Values) -> list[Values]:
+        """Emit the vectors of values at some places, each to be multiplied by a weight of its own."""
+        if kind in _PLAIN.values():
+            return [[widen(b, load(b, place, STORED[kind]), kind) for place in places]]
+        lines = [load(b, place, V_I32) for place in places]
         if kind == "bf16":
-            dot, zeros = isa.dot_bfloat_pairs, _ZEROS
-
-        def pair(index: ir.Value, sums: Values) -> Values:
             # The last of an odd number meets a weight of zero: it must not be a number that no query sees.
-            second = b.add(index, I64(1))
-            both_used = b.icmp_signed("<", second, count)
-            if lie_together:
-                at = b.mul(column, I64(4))
-                with b.if_then(b.icmp_signed("!=", ahead, I64(0))):
-                    fetch(b, b.add(row_at(b, ahead, ahead_rows, index), at), 4 * LANES * vectors)
-                line = b.add(row_at(b, values, rows, index), at)
-                value = [load(b, b.add(line, I64(4 * LANES * n)), V_I32) for n in range(vectors)]
-                if kind == "bf16":
-                    used = splat(b, b.select(both_used, I32(-1), I32(0xFFFF)))
-                    value = [b.and_(v, used) for v in value]
-            else:
-                used = b.select(both_used, second, index)
-                both = [fetched(kind, index, column, vectors), fetched(kind, second, column, vectors, used)]
-                value = [_value_pairs(b, kind, both, I64(LANES * n)) for n in range(vectors)]
-            results = []
-            for query in range(together):
-                at = b.add(weights, b.add(I64(4 * CHUNK * query), b.mul(index, I64(2))))
-                weight, mine = splat(b, load(b, at, I32)), sums[query * vectors : (query + 1) * vectors]
-                results += [dot(b, total, v, weight) for v, total in zip(value, mine, strict=True)]
-            return results
+            both_used = b.icmp_signed("<", b.add(index, I64(1)), count)
+            used = splat(b, b.select(both_used, I32(-1), I32(0xFFFF)))
+            return [[b.and_(line, used) for line in lines]]
+        odd = [b.bitcast(line, _V_I16) for line in lines]
+        eight = constant(_V_I16, 8)
+        even = [b.shl(line, eight) for line in odd]
+        return [[b.bitcast(b.ashr(line, eight), V_I32) for line in half] for half in (even, odd)]
 
-        sums = loop(b, count, 2, [zeros] * (together * vectors), pair)
-        return sums if kind == "bf16" else [b.sitofp(total, V_F32) for total in sums]
-
-    def columns(sums_of: Callable[[int, ir.Value, int], Values], together: int, column: ir.Value, vectors: int) -> None:
+    def columns(kind: str, together: int, column: ir.Value, vectors: int) -> None:
         """Emit the sums of `16 * vectors` columns from `column` on, and store them in the outputs."""
-        sums = sums_of(together, column, vectors)
+        positions, is_plain = _POSITIONS[kind], kind in _PLAIN.values()
+        size = LANES * _ITEM_BYTES[kind] * positions
+        multiply_add = {"bf16": isa.dot_bfloat_pairs, "int8": isa.dot_pairs}.get(kind, _multiply_add)
+
+        def some_positions(index: ir.Value, sums: Values) -> Values:
+            at = b.mul(column, I64(_ITEM_BYTES[kind] * positions))
+            with b.if_then(b.icmp_signed("!=", ahead, I64(0))):
+                fetch(b, b.add(row_at(b, ahead, ahead_rows, index), at), size * vectors)
+            line = b.add(row_at(b, values, rows, index), at)
+            sums, numbers = list(sums), b.add(weights, b.mul(index, I64(4 if is_plain else 2)))
+            for term, of_term in enumerate(terms(kind, index, [b.add(line, I64(size * n)) for n in range(vectors)])):
+                for query in range(together):
+                    number = b.add(numbers, I64(4 * (CHUNK * query + term)))
+                    weight = splat(b, load(b, number, F32 if is_plain else I32))
+                    for n, value in enumerate(of_term, query * vectors):
+                        sums[n] = multiply_add(b, sums[n], value, weight)
+            return sums
+
+        start = [_INTEGER_ZEROS if kind == "int8" else _ZEROS] * (together * vectors)
+        sums = loop(b, count, positions, start, some_positions)
         for query in range(together):
             of_query = [b.add(states, b.add(b.mul(I64(4 * part), room), I64(4 * query))) for part in (2, 3)]
             kept, gained = (splat(b, load(b, address, F32)) for address in of_query)
-            for n in range(vectors):
+            for n, total in enumerate(sums[query * vectors : (query + 1) * vectors]):
+                total = b.sitofp(total, V_F32) if kind == "int8" else total
                 at = b.add(b.add(b.mul(I64(query), width), column), I64(LANES * n))
                 out = b.add(outs, b.mul(at, I64(4)))
-                old = b.fmul(load(b, out, V_F32), kept)
-                store(b, out, fused_multiply_add(b, gained, sums[query * vectors + n], old))
+                store(b, out, fused_multiply_add(b, gained, total, b.fmul(load(b, out, V_F32), kept)))
 
     def emit(kind: str, together: int) -> None:
         most = min(4 if together == 4 else 8, max(1, isa.sums_at_once // together))
-        if kind not in _PAIRED.values():
-            in_columns(b, width, most, partial(columns, partial(float_sums, kind), together))
-            return
-        if kind == "bf16":
-            in_columns(b, width, most, partial(columns, partial(pair_sums, kind, True), together))
-            return
-        with b.if_else(b.icmp_signed("!=", in_pairs, I64(0))) as branches:
-            for branch, lie_together in zip(branches, (True, False), strict=True):
-                with branch:
-                    in_columns(b, width, most, partial(columns, partial(pair_sums, kind, lie_together), together))
+        in_columns(b, width, most, partial(columns, kind, together))
 
-    _for_each_kind(b, _KINDS, kind, together, emit)
+    _for_each_kind(b, _PLAIN | _TOGETHER, kind, together, emit)
+
+
+def _multiply_add(b: ir.IRBuilder, total: ir.Value, value: ir.Value, weight: ir.Value) -> ir.Value:
+    return fused_multiply_add(b, weight, value, total)
 
 
 # Keys and values rearranged once for many queries.
@@ -472,26 +428,25 @@ def key_offset(b, query, width):
 
 
 @emits(types.void, *[types.int64] * 7)
-def pack_keys(b, kind, keys, rows, count, size, packed, ahead):
+def pack_keys(b, keys, rows, count, size, packed, ahead, ahead_rows):
     """Write the first `count` keys of a chunk, in int8 or bfloat16, to `packed`: bytes `[CHUNK / 16, padded size / 4,
     16 keys, 4]`.
 
     So a vector holds four dimensions of 16 keys, or two, and their sums need not be added up across lanes. size: bytes
-    of a key's numbers. Bytes behind its end come along, as far as 64. keys, rows, ahead: as of `dot_keys`.
+    of a key's numbers. Bytes behind its end come along, as far as 64. keys, rows, ahead, ahead_rows: as of `dot_keys`.
     """
-    is_unsigned = b.icmp_signed("==", kind, I64(-1 if instruction_set().signed_weights else INT8))
-    top_bits = b.select(is_unsigned, TOP_BITS, _INTEGER_ZEROS)
 
     def block(first: ir.Value, _: Values) -> Values:
         addresses, upcoming = (
-            [row_at(b, base, rows, b.add(first, I64(number))) for number in range(LANES)] for base in (keys, ahead)
+            [row_at(b, base, of, b.add(first, I64(number))) for number in range(LANES)]
+            for base, of in ((keys, rows), (ahead, ahead_rows))
         )
         target = b.add(packed, b.mul(first, padded_64(b, size)))
 
         def dimensions(index: ir.Value, _: Values) -> Values:
             for row in upcoming:
                 fetch(b, b.add(row, index), 64)
-            lines = [b.xor(load(b, b.add(address, index), V_I32), top_bits) for address in addresses]
+            lines = [load(b, b.add(address, index), V_I32) for address in addresses]
             for number, line in enumerate(transpose(b, lines)):
                 store(b, b.add(target, b.add(b.mul(index, I64(LANES)), I64(4 * LANES * number))), line)
             return []
@@ -502,14 +457,15 @@ def pack_keys(b, kind, keys, rows, count, size, packed, ahead):
     loop(b, count, LANES, [], block)
 
 
-@emits(types.void, *[types.int64] * 10)
-def dot_packed_keys(b, kind, together, queries, offsets, width, keys, groups, count, scores, ahead):
+@emits(types.void, *[types.int64] * 11)
+def dot_packed_keys(b, kind, together, queries, offsets, width, keys, groups, count, scores, ahead, ahead_groups):
     """Do what `dot_keys` does, for int8 and bfloat16, with keys packed by 16.
 
-    Each row of queries begins with its numbers in the kind of the keys. keys: what is added to the offsets `groups`
-    (int64, of which number 0, 16, … are used) to find 16 keys as `pack_keys` writes them. ahead: what, added to the
-    same offsets, is to be fetched meanwhile; 0 for nothing. Sums of bfloat16 have one lane each: of pairs of dimensions
-    in ascending order, the second of a pair first (`InstructionSet.dot_bfloat_pairs`).
+    Each row of queries begins with its numbers in the kind of the keys. offsets: of int8, what each query's sums begin
+    with (`key_offset`). keys: what is added to the offsets `groups` (int64, of which number 0, 16, … are used) to find
+    16 keys as `pack_keys` writes them. scores: of int8 without the scales of either side. ahead: what, added to the
+    offsets `ahead_groups`, is to be fetched meanwhile; 0 for nothing. Sums of bfloat16 have one lane each: of pairs of
+    dimensions in ascending order, the second of a pair first (`InstructionSet.dot_bfloat_pairs`).
     """
     isa = instruction_set()
 
@@ -524,7 +480,9 @@ def dot_packed_keys(b, kind, together, queries, offsets, width, keys, groups, co
 
         def keys_from(first: ir.Value, _: Values) -> Values:
             numbers = [b.add(first, I64(LANES * n)) for n in range(blocks)]
-            starts, upcoming = ([row_at(b, base, groups, n) for n in numbers] for base in (keys, ahead))
+            starts, upcoming = (
+                [row_at(b, base, of, n) for n in numbers] for base, of in ((keys, groups), (ahead, ahead_groups))
+            )
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
                 at = b.mul(index, I64(LANES))
@@ -532,6 +490,8 @@ def dot_packed_keys(b, kind, together, queries, offsets, width, keys, groups, co
                     for group in upcoming:
                         fetch(b, b.add(group, at), 4 * LANES)
                 lines = [load(b, b.add(group, at), V_I32) for group in starts]
+                if kind == "int8" and not isa.signed_weights:
+                    lines = [b.xor(line, TOP_BITS) for line in lines]
                 results = []
                 for query in range(together):
                     row = b.add(queries, b.add(b.mul(I64(4 * query), width), index))
@@ -547,47 +507,41 @@ def dot_packed_keys(b, kind, together, queries, offsets, width, keys, groups, co
 
         loop(b, count, LANES * blocks, [], keys_from)
 
-    _for_each_kind(b, _PAIRED, kind, together, emit)
-
-
-def _value_pairs(b: ir.IRBuilder, kind: str, rows: Values, column: ir.Value) -> ir.Value:
-    """Emit 16 elements of the values at two addresses, from `column` on, those of both in one lane: int8 as int16, or
-    bfloat16."""
-    at = b.mul(column, I64(_ITEM_BYTES[kind]))
-    if kind == "bf16":
-        first, second = (b.zext(load(b, b.add(row, at), STORED["bf16"]), V_I32) for row in rows)
-    else:
-        first, second = (b.sext(load(b, b.add(row, at), ir.VectorType(I8, LANES)), V_I32) for row in rows)
-        first = b.and_(first, constant(V_I32, 0xFFFF))
-    return b.or_(first, b.shl(second, constant(V_I32, 16)))
+    _for_each_kind(b, _TOGETHER, kind, together, emit)
 
 
 @emits(types.void, *[types.int64] * 8)
 def pack_values(b, kind, values, rows, count, width, packed, ahead, ahead_rows):
-    """Write the first `count` values of a chunk, in int8 or bfloat16, to `packed`: int16 or bfloat16 `[CHUNK / 2,
-    width, 2 positions]`.
+    """Write the first `count` values of a chunk, in int8 or bfloat16, to `packed` as blocks of a multiple of 16 tokens
+    have them: int8 `[CHUNK / 4, width, 4 positions]` or bfloat16 `[CHUNK / 2, width, 2 positions]`.
 
-    An odd last one has any other beside it. values, rows, ahead, ahead_rows: as of `add_values`.
+    What is incomplete is filled up with any other values. values, rows, ahead, ahead_rows: as of `add_values`, but a
+    value lies by itself.
     """
 
     def emit(kind: str) -> None:
-        loop(b, count, 2, [], partial(positions, kind))
+        positions, item = _POSITIONS[kind], _ITEM_BYTES[kind]
+        stored = ir.VectorType(ir.IntType(8 * item), LANES)
 
-    def positions(kind: str, index: ir.Value, _: Values) -> Values:
-        numbers = index, b.add(index, I64(1))
-        pair, upcoming = (
-            [row_at(b, base, of, n) for n in numbers] for base, of in ((values, rows), (ahead, ahead_rows))
-        )
-        target = b.add(packed, b.mul(b.mul(index, I64(2)), width))
+        def together(index: ir.Value, _: Values) -> Values:
+            numbers = [b.add(index, I64(number)) for number in range(positions)]
+            some, upcoming = (
+                [row_at(b, base, of, n) for n in numbers] for base, of in ((values, rows), (ahead, ahead_rows))
+            )
+            target = b.add(packed, b.mul(index, b.mul(width, I64(item))))
 
-        def columns(column: ir.Value, vectors: int) -> None:
-            item = _ITEM_BYTES[kind]
-            for row in upcoming:
-                fetch(b, b.add(row, b.mul(column, I64(item))), LANES * item * vectors)
-            for at in (b.add(column, I64(LANES * n)) for n in range(vectors)):
-                store(b, b.add(target, b.mul(at, I64(4))), _value_pairs(b, kind, pair, at))
+            def columns(column: ir.Value, vectors: int) -> None:
+                for row in upcoming:
+                    fetch(b, b.add(row, b.mul(column, I64(item))), LANES * item * vectors)
+                for at in (b.add(column, I64(LANES * n)) for n in range(vectors)):
+                    place = b.mul(at, I64(item))
+                    lanes = [b.zext(load(b, b.add(row, place), stored), V_I32) for row in some]
+                    shifted = [b.shl(lane, constant(V_I32, 8 * item * n)) for n, lane in enumerate(lanes)]
+                    store(b, b.add(target, b.mul(at, I64(4))), reduce(b.or_, shifted))
 
-        in_columns(b, width, 4, columns)
-        return []
+            in_columns(b, width, 4, columns)
+            return []
 
-    _each(b, kind, {number: partial(emit, name) for number, name in _PAIRED.items()})
+        loop(b, count, positions, [], together)
+
+    _each(b, kind, {number: partial(emit, name) for number, name in _TOGETHER.items()})

@@ -53,6 +53,8 @@ PRODUCTS_PER_SECOND = 250e9
 """What one thread does about, for deciding whether several are worth their barriers."""
 LEAST_POSITIONS = 1024
 """Positions that the rotation tables are first computed for; doubled likewise."""
+_TOGETHER = {"bfloat16": 2, "int8": 4}
+"""Numbers that are multiplied together: of a key dimensions, of values tokens."""
 _BATCH_ARRAYS = ("token_ids", "positions", "cu_seqlens", "slot_mapping", "block_tables", "logit_rows")
 """Those of a `ForwardBatch` that kernels read, which have the same names in the context."""
 
@@ -63,9 +65,12 @@ class CpuKvStorage(KvStorage):
     In a block the tokens of one head lie side by side, because that is how attention reads them: 4 KB in a row where
     tokens-first would be 256 bytes here and there. All layers of a block lie together too: memory is taken as blocks
     are written, however many are reserved, and copying a block is one copy. int8 has its scale behind it, in the row's
-    last four bytes. bfloat16 is kept as the uint16 that holds its bits and, in blocks of a multiple of 16 tokens, in
-    the order in which attention multiplies it: keys as `[block_size / 16, width / 2, 16 tokens, 2]`, values as
-    `[block_size / 2, width, 2 tokens]`. What is padding stays zero, so it adds nothing to a product.
+    last four bytes; bfloat16 is kept as the uint16 that holds its bits. What is padding stays zero, so it adds nothing
+    to a product.
+
+    In blocks of a multiple of 16 tokens both lie in the order in which attention multiplies them: of every 16 tokens,
+    bfloat16 keys as `[width / 2, 16 tokens, 2]` and values as `[8, width, 2 tokens]`; int8 keys as `[width / 4, 16
+    tokens, 4]` and values as `[4, width, 4 tokens]`, and behind them the 16 scales.
     """
 
     def __init__(self, layout: KvLayout):
@@ -99,12 +104,21 @@ class CpuKvStorage(KvStorage):
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]
         keys, values = self.keys[blocks, layer], self.values[blocks, layer]
-        if self.layout.kv_dtype == "bfloat16" and self.layout.block_size % LANES == 0:
-            by_sixteen = keys.reshape(*keys.shape[:2], -1, self.width // 2, LANES, 2)
-            keys = by_sixteen.transpose(0, 1, 2, 4, 3, 5).reshape(keys.shape)
-            by_two = values.reshape(*values.shape[:2], -1, self.width, 2)
-            values = by_two.swapaxes(-1, -2).reshape(values.shape)
+        if self.layout.kv_dtype in _TOGETHER and self.layout.block_size % LANES == 0:
+            keys, values = self._by_token(keys, True), self._by_token(values, False)
         return self._floats(keys, length), self._floats(values, length)
+
+    def _by_token(self, stored: np.ndarray, are_keys: bool) -> np.ndarray:
+        """Arrange `[blocks, kv_heads, block_size, row]` as blocks of another size have it: token behind token."""
+        blocks, heads, size, row = stored.shape
+        by_sixteen = stored.reshape(blocks, heads, size // LANES, LANES * row)
+        numbers, scales = np.split(by_sixteen, [LANES * self.width], axis=-1)
+        together = _TOGETHER[self.layout.kv_dtype]
+        if are_keys:
+            by_token = numbers.reshape(blocks, heads, -1, self.width // together, LANES, together).swapaxes(-3, -2)
+        else:
+            by_token = numbers.reshape(blocks, heads, -1, self.width, together).swapaxes(-2, -1)
+        return np.concatenate([part.reshape(blocks, heads, size, -1) for part in (by_token, scales)], axis=-1)
 
     def _floats(self, stored: np.ndarray, length: int) -> np.ndarray:
         """Convert `[blocks, kv_heads, block_size, row]` as stored to float32 `[length, kv_heads, head_dim]`."""
@@ -324,7 +338,7 @@ class CpuBackend(Backend):
 def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     try:
-        return huge_pages(size + 64)[:size].view(dtype).reshape(shape)  # a key in int8 is read 64 bytes at a time
+        return huge_pages(size + 1024)[:size].view(dtype).reshape(shape)  # AMX reads 16 lines at a time
     except (OSError, OverflowError) as error:
         raise MemoryError(str(error)) from None
 

@@ -169,6 +169,22 @@ def interleave_bf16(builder, address, a):
         store(builder, builder.add(address, I64(4 * number)), builder.extract_element(numbers, I32(number)))
 
 
+@emits(types.void, types.int64, types.int64)
+def scatter_i8(builder, address, source):
+    """Copy 16 bytes, four at a time, to places 64 bytes apart."""
+    for number in range(4):
+        four = load(builder, builder.add(source, I64(4 * number)), I32)
+        store(builder, builder.add(address, I64(64 * number)), four)
+
+
+@emits(types.void, types.int64, types.int64)
+def interleave_i8(builder, address, source):
+    """Copy 16 bytes to places 4 bytes apart."""
+    numbers = load(builder, source, ir.VectorType(I8, LANES))
+    for number in range(LANES):
+        store(builder, builder.add(address, I64(4 * number)), builder.extract_element(numbers, I32(number)))
+
+
 @emits(types.void, *[types.int64] * 8)
 def quantize_16_groups(b, x, x_step, quants, quants_step, scales, scales_step, sums, sums_step):
     """Do what `kernels._quantize_32` does for 16 groups at once, each array's groups so many bytes apart.
