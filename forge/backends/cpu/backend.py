@@ -239,7 +239,7 @@ class CpuBackend(Backend):
                 pool.run(program.address, len(program.table), self._context_address, single_threaded=single)
             else:
                 self._run_timed(program, pool, batch, self._clock)
-            return program.logits[: len(batch.logit_rows), : program.recording.logits.width].copy()
+            return program.take_logits(len(batch.logit_rows))
 
     def _runs_single_threaded(self, program: Program, batch: ForwardBatch) -> bool:
         """True if one thread finishes before several would have waited for each other.
