@@ -241,5 +241,5 @@ def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:
     """Return each row's argmax (the lowest id of equals, or the first NaN) and its logit."""
     if not isinstance(logits, np.ndarray):
         return logits.argmax_rows()
-    token_ids = [int(row.argmax()) for row in logits]  # one call for all copies them where rows lie apart
+    token_ids = [int(row.argmax()) for row in logits]  # argmax(axis=1) would copy rows that lie apart
     return token_ids, [float(row[token_id]) for row, token_id in zip(logits, token_ids, strict=True)]

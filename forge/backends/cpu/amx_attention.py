@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 
 from forge.backends.cpu import amx
-from forge.backends.cpu.attention_code import HIGH_BYTES, LOW_BYTES, fetch, in_columns, row_at
+from forge.backends.cpu.attention_code import HIGH_BYTES, LOW_BYTES, in_columns, row_at
 from forge.backends.cpu.compilation import instruction_set
 from forge.backends.cpu.llvm_code import (
     F32,
@@ -102,35 +102,12 @@ def dot_keys_by_amx(b, first, last, queries, width, keys, groups, scores):
     _each_16(b, first, last, dots)
 
 
-@emits(types.void, *[types.int64] * 8)
-def copy_values(b, values, rows, count, width, copied, ahead_keys, ahead_values, ahead_rows):
-    """Copy the first `count` values of a chunk, four together, to where they lie evenly apart. Fetches the next chunk's
-    keys and values meanwhile: what, added to the offsets `ahead_rows`, lies as these do."""
-
-    def quad(index: ir.Value, _: Values) -> Values:
-        row, to = row_at(b, values, rows, index), b.add(copied, b.mul(index, width))
-        upcoming = [row_at(b, ahead, ahead_rows, index) for ahead in (ahead_keys, ahead_values)]
-
-        def columns(column: ir.Value, vectors: int) -> None:
-            at = b.mul(column, I64(4))
-            for ahead in upcoming:
-                fetch(b, b.add(ahead, at), 4 * LANES * vectors)
-            for place in (b.add(at, I64(4 * LANES * n)) for n in range(vectors)):
-                store(b, b.add(to, place), load(b, b.add(row, place), V_I32))
-
-        in_columns(b, width, _COLUMNS, columns)
-        return []
-
-    loop(b, count, 4, [], quad)
-
-
 @emits(types.void, *[types.int64] * 10)
 def add_values_by_amx(b, first, begin, last, weights, values, width, outs, states, room, sums):
     """Do what `add_values` does, for the queries from `begin` to `last` - 1, 16 at a time from `first` on.
 
     first: a multiple of 16. weights: the bytes that `softmax_chunk` wrote. values: int8 `[CHUNK / 4, width, 4
-    positions]`.
-    sums: room for int32 `[2, width / 16, 16 queries, 16]`, of low bytes and of high bytes.
+    positions]`. sums: room for int32 `[2, width / 16, 16 queries, 16]`, of low bytes and of high bytes.
     """
     if not instruction_set().has_amx:
         return

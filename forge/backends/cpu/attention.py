@@ -11,7 +11,6 @@ import numpy as np
 from forge.backends.cpu.amx_attention import (
     add_values_by_amx,
     begin_amx,
-    copy_values,
     dot_keys_by_amx,
     end_amx,
     multiplies_by_amx,
@@ -19,12 +18,14 @@ from forge.backends.cpu.amx_attention import (
 from forge.backends.cpu.attention_code import (
     BY_AMX,
     LOWEST,
+    WIDENED,
     add_values,
     dot_keys,
     dot_packed_keys,
     key_offset,
     pack_keys,
     pack_values,
+    prepare_values,
     running_maximum,
     softmax_chunk,
 )
@@ -64,8 +65,8 @@ ITEMS_PER_THREAD = 32
 """Items that each thread has at least where an item has more than `ROWS_PER_BLOCK` rows: with few, one thread waits
 long for the last. Ledger, one layer at 2,048 tokens on one thread, 16 and 32 rows: int8 95 and 90 ms, bfloat16 111 and
 107. With AMX, 28 layers on 2 cores, 32, 64 and 128 rows of two queries each: 715, 655 and 620 ms."""
-AMX_FROM = 8
-"""Queries for which AMX takes less than products of up to four at a time."""
+MANY_QUERIES = 8
+"""Queries for which AMX takes less than products of up to four at a time, or widening int8 values once for all."""
 
 
 @numba.njit
@@ -115,8 +116,8 @@ def _norm_rope_head(x, width, weight, eps, cos, sin):
 
 @numba.njit
 def _are_packed(cache):
-    """Return whether the storage keeps its keys as `pack_keys` writes them, 16 slots together, and its values as
-    `pack_values` does, two or four slots together."""
+    """Return whether the storage keeps keys and values packed (`CpuKvStorage`): as `pack_keys` and `pack_values` write
+    them, with the scales of 16 slots behind these."""
     return cache.kind in (BFLOAT16, INT8) and cache.block_size % 16 == 0
 
 
@@ -147,7 +148,7 @@ def _store_head(ctx, address, layer, row, head, source, width, scratch):
 
 @numba.njit
 def _store_packed(cache, place, inside, is_key, source, width, scratch):
-    """Write a head's key or value into slot number `inside` of the 16 that lie together at `place`."""
+    """Write a head's key or value into slot number `inside` of the 16 that are packed together at `place`."""
     size = _number_bytes(cache)
     if cache.kind == INT8:
         _store_int8(scratch, source, width, place + 16 * size + 4 * inside)
@@ -237,8 +238,8 @@ def _find_rows(ctx, table, start, count, rows):
     """Write to `rows` where `count` positions from `start` on lie in a head: int64 offsets from the head's first block.
 
     Of packed ones, numbers 0, 16, … are where 16 keys lie, and 0, 4, … (bfloat16: 0, 2, …) where four or two values do.
-    The last, or last 16, are repeated until there are `CHUNK`, because keys are read up to 16 at a time, and asked for
-    64 ahead.
+    The last offset, of packed ones the last 16, is repeated until there are `CHUNK`: keys are read up to 16 at a time,
+    and a whole chunk is fetched ahead.
     """
     block_size, row_bytes, packed = ctx.cache.block_size, ctx.cache.row_bytes, _are_packed(ctx.cache)
     step, repeated = (_number_bytes(ctx.cache), 16) if packed else (row_bytes, 1)
@@ -260,7 +261,7 @@ def _find_rows(ctx, table, start, count, rows):
 def _gather_scales(cache, keys, values, rows, scales, ahead_keys, ahead_values, ahead_rows):
     """Collect the scales of a chunk's keys, of its values, and the largest of a value's up to each position.
 
-    Packed ones lie behind their 16 rows; the next chunk's are fetched meanwhile, with nothing else fetching that line.
+    Of packed ones 16 lie behind their rows. The next chunk's are fetched meanwhile; the other loops fetch its rows.
     """
     of_keys, of_values = scales, scales + 4 * CHUNK
     if _are_packed(cache):
@@ -358,10 +359,10 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
         put_f32(states + 4 * i, np.float32(LOWEST))
         put_f32(states + 4 * (room + i), ZERO)
     packs = kind in (INT8, BFLOAT16) and not _are_packed(ctx.cache)
-    if packs:
+    if packs or num_queries >= MANY_QUERIES:
         for number in range(0, CHUNK, 2):
             put_i64(packed_groups + 8 * number, number * ((size + 63) // 64 * 64))
-            put_i64(packed_rows + 8 * number, number * size)
+            put_i64(packed_rows + 8 * number, number * (size if packs else 2 * width))
     head = _head_offset(op, ctx, kv_head)
     keys, values = ctx.cache.keys + head, ctx.cache.values + head
     next_keys, next_values = ctx.cache.keys + next_head, ctx.cache.values + next_head
@@ -375,7 +376,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             ahead_keys, ahead_values, ahead_table, upcoming = next_keys, next_values, next_table, np.int64(0)
         _find_rows(ctx, ahead_table, upcoming, min(CHUNK, (end if following < end else next_end) - upcoming), next_rows)
         visible, first_query = first_position + 1 - start, max(0, start - first_position) * group
-        by_amx = kind == INT8 and num_queries - first_query >= AMX_FROM and multiplies_by_amx() != 0
+        prepares = kind == INT8 and num_queries - first_query >= MANY_QUERIES
+        by_amx = prepares and multiplies_by_amx() != 0
         first_of_16 = first_query // AMX_ROWS * AMX_ROWS
         of_keys, key_rows, of_values, value_rows = keys, rows, values, rows
         if packs:
@@ -408,13 +410,14 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             query += together
         if packs:
             pack_values(kind, values, rows, count, width, packed_values, ahead_values, next_rows)
-        elif by_amx:
-            copy_values(values, rows, count, width, packed_values, ahead_keys, ahead_values, next_rows)
+        elif prepares:
+            of_values, value_rows = packed_values, packed_rows
+            prepare_values(values, rows, count, width, packed_values, ahead_keys, ahead_values, next_rows)
         if by_amx:
             add_values_by_amx(
                 first_of_16, first_query, num_queries, all_weights, packed_values, width, outs, states, room, sums
             )
-        fetched = 0 if packs else ahead_values
+        fetched, added = 0 if packs or prepares else ahead_values, WIDENED if prepares and not packs else kind
         query = num_queries if by_amx else first_query
         while query < num_queries:
             least = _seen(visible, group, query)
@@ -423,7 +426,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             weights, out = all_weights + 4 * CHUNK * query, outs + 4 * width * query
             state = states + 4 * query
             add_values(
-                kind, together, weights, most, of_values, value_rows, width, out, state, room, fetched, next_rows
+                added, together, weights, most, of_values, value_rows, width, out, state, room, fetched, next_rows
             )
             fetched = 0
             query += together
@@ -490,7 +493,7 @@ def attention(op, ctx, thread, threads):
     group, rows = op.heads // kv_heads, ROWS_PER_BLOCK
     while 2 * rows * group <= QUERIES_PER_BLOCK and ctx.num_rows * kv_heads >= 2 * rows * ITEMS_PER_THREAD * threads:
         rows *= 2
-    may_use_amx = ctx.num_rows * group >= AMX_FROM
+    may_use_amx = ctx.num_rows * group >= MANY_QUERIES
     if may_use_amx:
         begin_amx()
     item = next_item(op, together)

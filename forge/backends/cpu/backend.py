@@ -53,8 +53,8 @@ PRODUCTS_PER_SECOND = 250e9
 """What one thread does about, for deciding whether several are worth their barriers."""
 LEAST_POSITIONS = 1024
 """Positions that the rotation tables are first computed for; doubled likewise."""
-_TOGETHER = {"bfloat16": 2, "int8": 4}
-"""Numbers that are multiplied together: of a key dimensions, of values tokens."""
+_PACKED = {"bfloat16": 2, "int8": 4}
+"""Of packed keys and values, how many numbers lie together: dimensions of a key, tokens of values."""
 _BATCH_ARRAYS = ("token_ids", "positions", "cu_seqlens", "slot_mapping", "block_tables", "logit_rows")
 """Those of a `ForwardBatch` that kernels read, which have the same names in the context."""
 
@@ -68,9 +68,9 @@ class CpuKvStorage(KvStorage):
     last four bytes; bfloat16 is kept as the uint16 that holds its bits. What is padding stays zero, so it adds nothing
     to a product.
 
-    In blocks of a multiple of 16 tokens both lie in the order in which attention multiplies them: of every 16 tokens,
-    bfloat16 keys as `[width / 2, 16 tokens, 2]` and values as `[8, width, 2 tokens]`; int8 keys as `[width / 4, 16
-    tokens, 4]` and values as `[4, width, 4 tokens]`, and behind them the 16 scales.
+    In blocks of a multiple of 16 tokens both are *packed*, in the order in which attention multiplies them: of every 16
+    tokens, bfloat16 keys as `[width / 2, 16 tokens, 2]` and values as `[8, width, 2 tokens]`; int8 keys as `[width / 4,
+    16 tokens, 4]` and values as `[4, width, 4 tokens]`, and behind them the 16 scales.
     """
 
     def __init__(self, layout: KvLayout):
@@ -104,16 +104,16 @@ class CpuKvStorage(KvStorage):
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]
         keys, values = self.keys[blocks, layer], self.values[blocks, layer]
-        if self.layout.kv_dtype in _TOGETHER and self.layout.block_size % LANES == 0:
+        if self.layout.kv_dtype in _PACKED and self.layout.block_size % LANES == 0:
             keys, values = self._by_token(keys, True), self._by_token(values, False)
         return self._floats(keys, length), self._floats(values, length)
 
     def _by_token(self, stored: np.ndarray, are_keys: bool) -> np.ndarray:
-        """Arrange `[blocks, kv_heads, block_size, row]` as blocks of another size have it: token behind token."""
+        """Return packed `[blocks, kv_heads, block_size, row]` with the rows of the tokens one behind the other."""
         blocks, heads, size, row = stored.shape
         by_sixteen = stored.reshape(blocks, heads, size // LANES, LANES * row)
         numbers, scales = np.split(by_sixteen, [LANES * self.width], axis=-1)
-        together = _TOGETHER[self.layout.kv_dtype]
+        together = _PACKED[self.layout.kv_dtype]
         if are_keys:
             by_token = numbers.reshape(blocks, heads, -1, self.width // together, LANES, together).swapaxes(-3, -2)
         else:
@@ -232,6 +232,7 @@ class CpuBackend(Backend):
             assert pool is not None, "recording a pass starts the threads"
             pool.finish()
             program = self._programs[forward_pass] = self._fitting(self._programs[forward_pass], batch)
+            program.place_logits()
             self._fill(batch, storage)
             self._context.num_expert_rows = batch.num_rows * program.recording.experts_per_row
             if self._clock is None:
