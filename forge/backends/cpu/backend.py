@@ -221,7 +221,7 @@ class CpuBackend(Backend):
         with self._lock:
             if forward_pass not in self._programs:
                 recording = self._record(forward_pass, layout)
-                self._programs[forward_pass] = allocate(recording, SMALLEST_PROGRAM, 1)
+                self._programs[forward_pass] = allocate(recording, self.threads, SMALLEST_PROGRAM, 1)
                 if not len(self._cos) and recording.rope is not None:
                     self._rotations(recording.rope, LEAST_POSITIONS)
 
@@ -286,7 +286,8 @@ class CpuBackend(Backend):
             self._rotations(recording.rope, _doubled(len(self._cos), last))
         if rows <= program.max_rows and logit_rows <= program.max_logit_rows:
             return program
-        return allocate(recording, _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows))
+        most = _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows)
+        return allocate(recording, self.threads, *most)
 
     def _rotations(self, rope: Rope, positions: int) -> None:
         """Compute cos and sin of every position and frequency in float64: float32 `[positions, head_dim / 2]`."""

@@ -13,14 +13,13 @@ import numba
 import numpy as np
 
 from forge.backends.cpu.op_layout import FLOAT16, FLOAT32, NEAR_BYTES, ROWS_NEAR
-from forge.backends.cpu.thread_pool_code import atomic_load, claim, next_item
+from forge.backends.cpu.thread_pool_code import next_item, next_of_stretch
 from forge.backends.cpu.tiles import AMX, AMX_ROWS, PAIR, PAIR_ROWS
 from forge.backends.cpu.vectors import (
     absolute,
     address,
     call_tile,
     exp16,
-    field_address,
     fma,
     get_bf16,
     get_f16,
@@ -33,6 +32,7 @@ from forge.backends.cpu.vectors import (
     load_f32,
     max16,
     maximum,
+    prefetch,
     put_f32,
     put_i32,
     quantize_16_groups,
@@ -49,12 +49,8 @@ VECTOR = 64
 ONE, ZERO = np.float32(1.0), np.float32(0.0)
 PAIRS_FROM = 48
 """Rows that take tiles in pairs. Fewer wait for memory, which is read less well where two tiles take turns."""
-AMX_TILES = 8
-"""Adjacent tiles that are multiplied by one call of AMX's code."""
 PADDED_FROM = 9
 """From so many rows on AMX multiplies 16: the tiles for eight rows and for the rest take longer."""
-_PIECES = 8
-"""In which a thread does its own stretch of a matrix, as far as a word has bits for all threads' pieces."""
 
 
 @numba.njit(inline="always")
@@ -214,24 +210,29 @@ def _quantize_row(x, rows, row):
 
 
 def rms_norm(op, ctx, thread, threads):
-    """x / sqrt(mean(x²) + eps) * weight, quantized where a quantized product follows. One item per row.
+    """x / sqrt(mean(x²) + eps) * weight, quantized where a quantized product follows. One item per row, and four at a
+    time of a large batch, where each row fetches the next.
 
     The rows are those of the batch, or for the last norm those that need logits; a negative one, which only an engine
     with a bug in it asks for, stands for the first.
     """
-    width, weight = op.width, op.weight
-    scratch = ctx.scratch + thread * ctx.scratch_bytes
+    width, weight, rows = op.width, op.weight, num_rows(ctx, op.out)
+    scratch, step = ctx.scratch + thread * ctx.scratch_bytes, 4 if rows >= 64 else 1
     while True:
-        row = next_item(op, 1)
-        if row >= num_rows(ctx, op.out):
+        first = next_item(op, step)
+        if first >= rows:
             break
-        source = max(np.int64(get_i32(ctx.logit_rows + 4 * row)), 0) if op.logit_rows_only != 0 else row
-        x, out = values_of(op.x, source), values_of(op.out, row) if op.out.values != 0 else scratch
-        factor = splat_f32(ONE / np.sqrt(_mean_square(x, width) + op.eps))
-        for offset in range(0, 4 * op.out.columns, VECTOR):
-            store_f32(out + offset, load_f32(x + offset) * factor * load_f32(weight + offset))
-        if op.out.quants != 0:
-            _quantize_row(out, op.out, row)
+        last = min(first + step, rows)
+        for row in range(first, last):
+            source = max(np.int64(get_i32(ctx.logit_rows + 4 * row)), 0) if op.logit_rows_only != 0 else row
+            x, out = values_of(op.x, source), values_of(op.out, row) if op.out.values != 0 else scratch
+            ahead = values_of(op.x, source + 1) if row + 1 < last else x
+            factor = splat_f32(ONE / np.sqrt(_mean_square(x, width) + op.eps))
+            for offset in range(0, 4 * op.out.columns, VECTOR):
+                prefetch(ahead + offset)
+                store_f32(out + offset, load_f32(x + offset) * factor * load_f32(weight + offset))
+            if op.out.quants != 0:
+                _quantize_row(out, op.out, row)
 
 
 def quantize(op, ctx, thread, threads):
@@ -247,41 +248,26 @@ def quantize(op, ctx, thread, threads):
 
 
 @numba.njit
-def own_share(count, threads):
-    """Return how many of an operation's `count` items each thread owns before it takes from the rest: three quarters,
-    evenly.
+def next_range(op, thread, threads, chunk, count, turn):
+    """Return a thread's next items (the first, and one past the last), the item to fetch meanwhile, and the turn to go
+    on with (0 at the beginning). The first is `count` if none are left.
 
-    A thread's own items lie side by side. Threads that read turn by turn from one place get 50 GB/s out of a memory
-    that gives 75 to threads that each read a stretch of their own.
+    Each thread has a stretch of its own, items that lie side by side, and then takes what is left of the others': of
+    one that has not come, perhaps, because the system has given its core to another program. The item to fetch is the
+    next of the stretch; at its end the first once more, which is near already.
+
+    Threads that read turn by turn from one place get 50 GB/s out of a memory that gives 75 to threads that each read a
+    stretch of their own.
     """
-    return 3 * count // 4 // threads
-
-
-@numba.njit
-def next_range(op, thread, threads, chunk, count, piece):
-    """Return a thread's next items (the first, and one past the last) and the next piece of its own to look at (0 at
-    the beginning). The first is `count` or more if none are left.
-
-    A thread does its own stretch in pieces, each claimed when its turn comes; then items that belong to no thread; then
-    pieces of threads that have not come so far (the system may have given their core to another program).
-    """
-    share, pieces = own_share(count, threads), min(_PIECES, 63 // threads)
-    while piece < pieces:
-        first, last = thread * share + share * piece // pieces, thread * share + share * (piece + 1) // pieces
-        piece += 1
-        if first < last and claim(op, thread * pieces + piece - 1):
-            return first, last, piece
-    first = threads * share + next_item(op, chunk)
-    if first < count:
-        return first, min(first + chunk, count), piece
-    claimed = atomic_load(field_address(op, "claimed"))
-    for step in range(threads * pieces):
-        which = (thread * pieces + step) % (threads * pieces)
-        owner, part = which // pieces, which % pieces
-        first, last = owner * share + share * part // pieces, owner * share + share * (part + 1) // pieces
-        if claimed >> which & 1 == 0 and first < last and claim(op, which):
-            return first, last, piece
-    return count, count, piece
+    while turn < threads:
+        owner = (thread + turn) % threads
+        begin, end = count * owner // threads, count * (owner + 1) // threads
+        first = begin + next_of_stretch(op, owner, chunk)
+        last = min(first + chunk, end)
+        if first < end:
+            return first, last, last if last < end else first, turn
+        turn += 1
+    return count, count, count, turn
 
 
 @numba.njit
@@ -382,30 +368,37 @@ def multiply_pair(matrix, tile, x, first, last, out, out_stride, adds, ahead):
     multiply_rows(matrix, tile, 2, x, row, last, out + (row - first) * step, out_stride, adds, upcoming)
 
 
+@numba.njit
+def multiply_range(matrix, first, last, x, begin, end, out, out_stride, adds, ahead):
+    """Multiply rows `begin` to `end` - 1 of x by tiles `first` to `last` - 1: `[end - begin, 16 (last - first)]`,
+    `out_stride` apart. Each tile fetches the next, and the last one that at `ahead`; unless that is 0."""
+    if takes_amx(matrix, end - begin):
+        multiply_rows(matrix, first, last - first, x, begin, end, out, out_stride, adds, ahead)
+        return
+    step = 2 if takes_pairs(matrix, end - begin) else 1
+    for tile in range(first, last, step):
+        following, place = tile + step, out + 64 * (tile - first)
+        upcoming = matrix.weights + following * matrix.tile_bytes if ahead != 0 and following < last else ahead
+        if step == 2 and tile + 1 < last:
+            multiply_pair(matrix, tile, x, begin, end, place, out_stride, adds, upcoming)
+        else:
+            multiply_rows(matrix, tile, 1, x, begin, end, place, out_stride, adds, upcoming)
+
+
 def matmul_quantized(op, ctx, thread, threads):
     """out (+)= x · weightsᵀ for quantized weights. One item per tile of 16 weight rows.
 
-    A thread takes the next items before it has done the last of those it has, so that it knows which tile to fetch
-    ahead. Of a large batch, some rows at a time (`rows_near`) pass over all the tiles that the thread has.
+    Of a large batch, some rows at a time (`rows_near`) pass over the tiles that a thread has taken.
     """
-    num_tiles, near, matrix, tile_bytes = op.num_tiles, rows_near(op.x.columns), op.matrix, op.matrix.tile_bytes
+    num_tiles, near, matrix = op.num_tiles, rows_near(op.x.columns), op.matrix
     rows = rows_multiplied(matrix, num_rows(ctx, op.x))
-    step = AMX_TILES if takes_amx(matrix, rows) else 2 if takes_pairs(matrix, rows) else 1
-    first, last, piece = next_range(op, thread, threads, op.chunk, num_tiles, 0)
+    first, last, following, turn = next_range(op, thread, threads, op.chunk, num_tiles, 0)
     while first < num_tiles:
-        upcoming, its_last, piece = next_range(op, thread, threads, op.chunk, num_tiles, piece)
         for begin in range(0, rows, near):
-            end = min(begin + near, rows)
-            for tile in range(first, last, step):
-                following = tile + step if tile + step < last else upcoming
-                ahead = matrix.weights + following * tile_bytes if begin == 0 and following < num_tiles else 0
-                out = values_of(op.out, begin) + 64 * tile
-                if step == 2 and tile + 1 < last:
-                    multiply_pair(matrix, tile, op.x, begin, end, out, op.out.stride, op.adds, ahead)
-                else:
-                    tiles = min(step, last - tile)
-                    multiply_rows(matrix, tile, tiles, op.x, begin, end, out, op.out.stride, op.adds, ahead)
-        first, last = upcoming, its_last
+            ahead = matrix.weights + following * matrix.tile_bytes if begin == 0 else 0
+            end, out = min(begin + near, rows), values_of(op.out, begin) + 64 * first
+            multiply_range(matrix, first, last, op.x, begin, end, out, op.out.stride, op.adds, ahead)
+        first, last, following, turn = next_range(op, thread, threads, op.chunk, num_tiles, turn)
 
 
 @numba.njit
@@ -483,16 +476,16 @@ def swiglu(op, ctx, thread, threads):
 
 
 @numba.njit
-def _quantize_column(x, rows, first, last, group):
-    """Quantize floats `[last - first, 32]` into group `group` of rows `first` to `last` - 1."""
+def _quantize_column(x, x_step, rows, first, last, group):
+    """Quantize floats `[last - first, 32]`, `x_step` bytes apart, into group `group` of rows `first` to `last` - 1."""
     together = (last - first) // 16 * 16
     for row in range(first, first + together, 16):
         quants, scales, sums = quants_of(rows, row), scales_of(rows, row) + 8 * group, sums_of(rows, row) + 8 * group
         step = rows.stride // 4
-        from_ = x + 128 * (row - first)
-        quantize_16_groups(from_, 128, quants + 32 * group, rows.stride, scales, step, sums, step)
+        from_ = x + x_step * (row - first)
+        quantize_16_groups(from_, x_step, quants + 32 * group, rows.stride, scales, step, sums, step)
     for row in range(first + together, last):
-        quantize_group(x + 128 * (row - first), rows, row, group)
+        quantize_group(x + x_step * (row - first), rows, row, group)
 
 
 def gate_up_swiglu(op, ctx, thread, threads):
@@ -501,22 +494,20 @@ def gate_up_swiglu(op, ctx, thread, threads):
     The two products never reach memory: some rows at a time they wait in the thread's scratch. For a prefill of 512
     tokens that saves a third of a gigabyte of traffic.
     """
-    pairs, near, rows = op.num_pairs, rows_near(op.x.columns), rows_multiplied(op.gate, num_rows(ctx, op.x))
+    groups, near, rows = op.num_groups, rows_near(op.x.columns), rows_multiplied(op.gate, num_rows(ctx, op.x))
     gates = ctx.scratch + thread * ctx.scratch_bytes
-    ups = gates + 128 * ROWS_NEAR
-    first, last, piece = next_range(op, thread, threads, op.chunk, pairs, 0)
-    while first < pairs:
-        upcoming, its_last, piece = next_range(op, thread, threads, op.chunk, pairs, piece)
+    first, last, following, turn = next_range(op, thread, threads, op.chunk, groups, 0)
+    while first < groups:
+        tile, end_tile, width = 2 * first, 2 * last, 32 * (last - first)
+        ups = gates + 4 * ROWS_NEAR * width
         for begin in range(0, rows, near):
             end = min(begin + near, rows)
-            for pair in range(first, last):
-                following = pair + 1 if pair + 1 < last else upcoming
-                ahead = op.up.weights + 2 * pair * op.up.tile_bytes if begin == 0 else 0
-                multiply_pair(op.gate, 2 * pair, op.x, begin, end, gates, 32, 0, ahead)
-                fetches = begin == 0 and following < pairs
-                ahead = op.gate.weights + 2 * following * op.gate.tile_bytes if fetches else 0
-                multiply_pair(op.up, 2 * pair, op.x, begin, end, ups, 32, 0, ahead)
-                for offset in range(0, 128 * (end - begin), VECTOR):
-                    store_f32(gates + offset, _silu(load_f32(gates + offset)) * load_f32(ups + offset))
-                _quantize_column(gates, op.out, begin, end, pair)
-        first, last = upcoming, its_last
+            ahead = op.up.weights + tile * op.up.tile_bytes if begin == 0 else 0
+            multiply_range(op.gate, tile, end_tile, op.x, begin, end, gates, width, 0, ahead)
+            ahead = op.gate.weights + 2 * following * op.gate.tile_bytes if begin == 0 else 0
+            multiply_range(op.up, tile, end_tile, op.x, begin, end, ups, width, 0, ahead)
+            for offset in range(0, 4 * width * (end - begin), VECTOR):
+                store_f32(gates + offset, _silu(load_f32(gates + offset)) * load_f32(ups + offset))
+            for group in range(first, last):
+                _quantize_column(gates + 128 * (group - first), 4 * width, op.out, begin, end, group)
+        first, last, following, turn = next_range(op, thread, threads, op.chunk, groups, turn)

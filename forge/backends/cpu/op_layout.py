@@ -110,7 +110,7 @@ HEADER = fields(
     "kernel",  # address of its machine code
     "waits",  # 1 if all threads must wait after it
     "next_item",  # the next item of work that no thread has taken: threads take them in turn
-    "claimed",  # a bit for each part of the work that is one thread's first, once it or another has claimed it
+    "stretches",  # int64 [threads, 8]: how many items of each thread's own stretch are taken, a cache line for each
 )
 """The first cache line of every operation belongs to the thread pool."""
 
@@ -146,7 +146,7 @@ QUANTIZE = operation(("x", ROWS))
 
 MATMUL = operation(("matrix", MATRIX), ("x", ROWS), ("out", ROWS), "num_tiles", "chunk", "adds")
 
-GATE_UP_SWIGLU = operation(("gate", MATRIX), ("up", MATRIX), ("x", ROWS), ("out", ROWS), "num_pairs", "chunk")
+GATE_UP_SWIGLU = operation(("gate", MATRIX), ("up", MATRIX), ("x", ROWS), ("out", ROWS), "num_groups", "chunk")
 
 SWIGLU = operation(("gate", ROWS), ("up", ROWS), ("out", ROWS))
 
@@ -201,8 +201,10 @@ all threads need."""
 ROWS_NEAR, NEAR_BYTES = 256, 512 << 10
 """Rows of a large batch that pass over weights together, at most; and bytes of their quants, which stay in the
 second-level cache meanwhile."""
-GLU_SCRATCH_FLOATS = ROWS_NEAR * 2 * 32
-"""Scratch of a thread for `gate_up_swiglu`: 32 gates and 32 ups of each of those rows."""
+GLU_GROUPS = 2
+"""Groups of 32 results that `gate_up_swiglu` computes together, at most."""
+GLU_SCRATCH_FLOATS = ROWS_NEAR * 2 * 32 * GLU_GROUPS
+"""Scratch of a thread for them: the gates and the ups of each of those rows."""
 DRAW_COUNTERS = 256
 """Philox counters whose words a draw computes together."""
 DRAW_SCRATCH_BYTES = 16 * DRAW_COUNTERS

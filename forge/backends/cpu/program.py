@@ -20,8 +20,8 @@ import numpy as np
 from forge.backends.cpu import kernel_table as k
 from forge.backends.cpu.compilation import Kernel, TileSet, tile_set
 from forge.backends.cpu.kernel_table import OperationKernel
-from forge.backends.cpu.op_layout import CONTEXT, OPERATION_BYTES, structure
-from forge.backends.cpu.packing import Arena, FloatMatrix, PackedMatrix, QuantizedMatrix, padded
+from forge.backends.cpu.op_layout import CONTEXT, LINE_BYTES, OPERATION_BYTES, structure
+from forge.backends.cpu.packing import Arena, FloatMatrix, PackedMatrix, QuantizedMatrix, aligned_empty, padded
 from forge.backends.cpu.tiles import AMX_ROWS, GROUP
 from forge.model.operation_time import Operand
 from forge.model.rope import Rope
@@ -201,7 +201,7 @@ def _give_back(memory: np.ndarray, spare: list[np.ndarray]) -> None:
         spare.append(memory)
 
 
-def allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> Program:
+def allocate(recording: Recording, num_threads: int, max_rows: int, max_logit_rows: int) -> Program:
     """Give every buffer memory and every operation its addresses.
 
     Buffers of the same shape that are not needed at the same time share memory: each is used from the operation that
@@ -212,9 +212,12 @@ def allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> Progra
     logits_places = []
     table = np.zeros((len(recording.operations), OPERATION_BYTES), np.uint8)
     keep = [array for parts in memory.values() for array in parts.values()]
-    for entry, operation in zip(table, recording.operations, strict=True):
+    stretches = aligned_empty((len(table), num_threads, LINE_BYTES // 8), np.int64)
+    keep.append(stretches)
+    for entry, taken, operation in zip(table, stretches, recording.operations, strict=True):
         written = structure(operation.kernel.layout).from_buffer(entry)
         written.kernel, written.waits = operation.kernel.address, operation.waits
+        written.stretches = taken.ctypes.data
         for name, argument in operation.arguments.items():
             if isinstance(argument, Buffer):
                 _write_rows(getattr(written, name), argument, memory[argument])

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from forge.backends.cpu import kernel_table as k
-from forge.backends.cpu.op_layout import BFLOAT16, FLOAT16, FLOAT32
+from forge.backends.cpu.op_layout import BFLOAT16, FLOAT16, FLOAT32, GLU_GROUPS
 from forge.backends.cpu.packing import FloatMatrix, QuantizedMatrix
 from forge.backends.cpu.program import Buffer, ExpertMatrices, Matrix, Operation, Recording, quantizes_heads
 from forge.backends.cpu.tiles import GROUP
@@ -100,10 +100,10 @@ class Recorder(FusedOperations):
         self._need_quantized(x)
         out = Buffer(gate.packed.rows)
         self.recording.quantized.add(out)
-        pairs = out.width // GROUP
+        groups = out.width // GROUP
         arguments = {"gate": gate.packed, "up": up.packed, "x": x, "out": out}
-        chunk = max(1, min(2, pairs // 8))
-        self._step(k.gate_up_swiglu, "ffn_gate, ffn_up, swiglu", num_pairs=pairs, chunk=chunk, **arguments)
+        chunk = max(1, min(GLU_GROUPS, groups // 8))
+        self._step(k.gate_up_swiglu, "ffn_gate, ffn_up, swiglu", num_groups=groups, chunk=chunk, **arguments)
         return out
 
     def add_product(self, x: Buffer, source: Source, matrix: Matrix) -> Buffer:

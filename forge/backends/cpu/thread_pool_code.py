@@ -4,14 +4,13 @@ Compiled to machine code like a kernel. `pool` is the memory that the threads sh
 """
 
 import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from forge.backends.cpu.llvm_code import I64, call_address, call_intrinsic
-from forge.backends.cpu.op_layout import INSIDE_SLOTS, OPERATION, OPERATION_BYTES
-from forge.backends.cpu.vectors import address, emits, field_address
+from forge.backends.cpu.op_layout import INSIDE_SLOTS, LINE_BYTES, OPERATION, OPERATION_BYTES
+from forge.backends.cpu.vectors import address, emits, field_address, put_i64
 
 _SPINS_BEFORE_YIELD = 4000
 _SPINS_BEFORE_SLEEP = 20_000
@@ -27,7 +26,7 @@ def _atomic(operation: str):
     )
 
 
-atomic_add, atomic_swap, atomic_max, atomic_or = map(_atomic, ("add", "xchg", "max", "or"))
+atomic_add, atomic_swap, atomic_max = map(_atomic, ("add", "xchg", "max"))
 
 
 @emits(types.int64, types.int64)
@@ -74,10 +73,9 @@ def next_item(operation, count):
 
 
 @numba.njit(inline="always")
-def claim(operation, stretch):
-    """Claim a stretch of an operation's work. Returns whether the caller was first."""
-    bit = np.int64(1) << stretch
-    return atomic_or(field_address(operation, "claimed"), bit) & bit == 0
+def next_of_stretch(operation, thread, count):
+    """Reserve the next `count` items of a thread's own stretch for the caller. Returns how many were taken before."""
+    return atomic_add(operation.stretches + LINE_BYTES * thread, count)
 
 
 @numba.njit
@@ -156,7 +154,8 @@ def start(pool, program, num_operations, context):
     for number in range(num_operations):
         operation = operation_at(program, number)
         operation.next_item = 0
-        operation.claimed = 0
+        for thread in range(pool.num_threads):
+            put_i64(operation.stretches + LINE_BYTES * thread, 0)
     generation = pool.generation + 1
     atomic_max(field_address(pool, "closed"), generation << _PLACE_BITS)
     atomic_max(field_address(pool, "done"), generation << _PLACE_BITS)

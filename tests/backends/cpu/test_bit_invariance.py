@@ -136,13 +136,17 @@ def test_the_items_of_a_thread_that_does_not_come_are_done_by_others(models):
     model = loaded[2]
     tokens = np.random.default_rng(5).integers(0, 288, 37).tolist()
     expected = alone(model, tokens, kv_dtype)
-    pool = model.backend._pool
-    there = pool._memory.num_threads
+    backend, pool = model.backend, model.backend._pool
+    there, programs = pool._memory.num_threads, backend._programs
+    backend._programs = {
+        forward_pass: allocate(program.recording, 5, program.max_rows, program.max_logit_rows)
+        for forward_pass, program in programs.items()
+    }
     pool._memory.num_threads = 5  # and so each thread's own items are others than before
     try:
         assert np.array_equal(alone(model, tokens, kv_dtype), expected)
     finally:
-        pool._memory.num_threads = there
+        pool._memory.num_threads, backend._programs = there, programs
 
 
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 33, 42, 64, 80])
@@ -207,9 +211,9 @@ def test_buffers_have_rows_for_sixteen_at_a_time(most):
     model = model_of(SHAPES[0], 1)
     alone(model, [1], "float32")
     (program,) = model.backend._programs.values()
-    arrays = [array for array in allocate(program.recording, *most).keep if array.dtype == np.int8]
+    arrays = [array for array in allocate(program.recording, 1, *most).keep if array.dtype == np.int8]
     assert arrays and all(len(array) % AMX_ROWS == 0 for array in arrays)
-    assert len(allocate(program.recording, *most).logits) >= -(-most[1] // AMX_ROWS) * AMX_ROWS
+    assert len(allocate(program.recording, 1, *most).logits) >= -(-most[1] // AMX_ROWS) * AMX_ROWS
     model.backend._pool.close()
 
 

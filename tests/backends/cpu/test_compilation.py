@@ -101,11 +101,11 @@ def quantizes(kernel: Kernel) -> bool:
 
     x = np.linspace(-1, 1, 32, dtype=np.float32)
     rows = Buffer(32)
-    program = allocate(Recording([Operation(kernel, {"x": rows}, -1, "", waits=True)], {rows}, output=rows), 1, 1)
+    program = allocate(Recording([Operation(kernel, {"x": rows}, -1, "", waits=True)], {rows}, output=rows), 1, 1, 1)
     context = structure(CONTEXT)(num_rows=1)
     program.logits[0, :32] = x
     ThreadPool(1).run(program.address, 1, ctypes.addressof(context))
-    _values, quants, _scales, _sums = program.keep
+    _values, quants, _scales, _sums, _stretches = program.keep
     return quants[0, :32].tolist() == np.rint(x * np.float32(127)).tolist()
 
 

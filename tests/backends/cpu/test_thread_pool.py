@@ -7,7 +7,8 @@ import numba
 import numpy as np
 import pytest
 
-from forge.backends.cpu.op_layout import CONTEXT, OPERATION_BYTES, operation, structure
+from forge.backends.cpu.kernels import next_range
+from forge.backends.cpu.op_layout import CONTEXT, LINE_BYTES, OPERATION_BYTES, operation, structure
 from forge.backends.cpu.thread_pool import ThreadPool
 from forge.backends.cpu.thread_pool_code import atomic_add, next_item
 from forge.backends.cpu.vectors import get_i64, put_i64
@@ -32,6 +33,18 @@ def count_items(op, ctx, thread, threads):
             atomic_add(op.target + 8 * index, 1)
 
 
+def count_ranges(op, ctx, thread, threads):
+    """Each item is in one thread's range. A source keeps the ranges of one thread alone, and what each would fetch."""
+    first, last, following, turn = next_range(op, thread, threads, 3, op.count, 0)
+    while first < op.count:
+        for index in range(first, last):
+            atomic_add(op.target + 8 * index, 1)
+        if op.source != 0:
+            for number, value in enumerate((first, last, following)):
+                put_i64(op.source + 8 * (3 * (first // 3) + number), value)
+        first, last, following, turn = next_range(op, thread, threads, 3, op.count, turn)
+
+
 def reverse_and_add_one(op, ctx, thread, threads):
     """target[i] = source[count - 1 - i] + 1: wrong unless all of source is there."""
     count = op.count
@@ -44,12 +57,13 @@ def reverse_and_add_one(op, ctx, thread, threads):
 
 
 class Code:
-    """The three kernels, compiled here and kept nowhere."""
+    """The kernels, compiled here and kept nowhere."""
 
     def __init__(self):
         signature = numba.void(*map(numba.from_dtype, (LAYOUT, CONTEXT)), numba.int64, numba.int64)
-        self.kept = [numba.cfunc(signature)(each) for each in (count_threads, count_items, reverse_and_add_one)]
-        self.threads, self.items, self.reverse = (function.address for function in self.kept)
+        kernels = count_threads, count_items, count_ranges, reverse_and_add_one
+        self.kept = [numba.cfunc(signature)(each) for each in kernels]
+        self.threads, self.items, self.ranges, self.reverse = (function.address for function in self.kept)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +84,10 @@ def make_pool():
         pool.close()
 
 
-def entry(kernel: int, *, waits: bool = True, **arguments: int) -> np.ndarray:
+def entry(kernel: int, stretches: np.ndarray, *, waits: bool = True, **arguments: int) -> np.ndarray:
     """An operation, with what a run before left in it."""
     entry = np.zeros(OPERATION_BYTES, np.uint8)
-    fields = {"kernel": kernel, "waits": waits, "next_item": 10**6, "claimed": -1}
+    fields = {"kernel": kernel, "waits": waits, "next_item": 10**6, "stretches": stretches.ctypes.data}
     for name, value in (fields | arguments).items():
         setattr(structure(LAYOUT).from_buffer(entry), name, value)
     return entry
@@ -86,16 +100,17 @@ class Work:
 
     def __init__(self, code: Code, threads: int):
         self.by_thread = np.zeros(threads, np.int64)
-        self.by_item = np.zeros(self.ITEMS, np.int64)
+        self.by_item, self.in_ranges = np.zeros((2, self.ITEMS), np.int64)
+        self.stretches = np.full((3 + 20, threads, LINE_BYTES // 8), 10**6)
         self.arrays = np.zeros((21, self.ITEMS), np.int64)
         self.arrays[0] = np.arange(self.ITEMS)
-        operations = [
-            entry(code.threads, target=self.by_thread.ctypes.data, waits=False),
-            entry(code.items, target=self.by_item.ctypes.data, count=self.ITEMS, waits=False),
-        ]
-        for source, target in zip(self.arrays, self.arrays[1:], strict=False):
+        counted = (code.items, self.by_item), (code.ranges, self.in_ranges)
+        operations = [entry(code.threads, self.stretches[0], target=self.by_thread.ctypes.data, waits=False)]
+        for stretches, (kernel, target) in zip(self.stretches[1:], counted, strict=False):
+            operations.append(entry(kernel, stretches, target=target.ctypes.data, count=self.ITEMS, waits=False))
+        for stretches, source, target in zip(self.stretches[3:], self.arrays, self.arrays[1:], strict=False):
             arrays = {"source": source.ctypes.data, "target": target.ctypes.data}
-            operations.append(entry(code.reverse, count=self.ITEMS, **arrays))
+            operations.append(entry(code.reverse, stretches, count=self.ITEMS, **arrays))
         self.program = np.stack(operations)
         self.context = np.zeros(1, CONTEXT)
         self.runs = 0
@@ -109,7 +124,7 @@ class Work:
     def check(self) -> None:
         """No thread did its share twice (one that was late may have had none), and every item was done once."""
         assert (self.by_thread <= self.runs).all() and self.by_thread.sum() >= self.runs
-        assert (self.by_item == self.runs).all()
+        assert (self.by_item == self.runs).all() and (self.in_ranges == self.runs).all()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
@@ -128,6 +143,15 @@ def test_the_pool_does_not_wait_for_a_thread_that_never_arrives(code, make_pool)
         work.run(pool)
     work.check()
     assert work.by_thread[2] == 0
+
+
+def test_a_range_is_followed_by_the_one_that_its_thread_fetches_meanwhile(code, make_pool):
+    """And the last one by itself, which is near."""
+    ranges, counts, stretches = np.zeros((3, 3), np.int64), np.zeros(8, np.int64), np.zeros((1, 8), np.int64)
+    arrays = {"source": ranges.ctypes.data, "target": counts.ctypes.data}
+    program = entry(code.ranges, stretches, count=8, **arrays)
+    make_pool(1).run(program.ctypes.data, 1, np.zeros(1, CONTEXT).ctypes.data)
+    assert ranges.tolist() == [[0, 3, 3], [3, 6, 6], [6, 8, 6]]
 
 
 @pytest.mark.parametrize("threads", [2, 4])
