@@ -234,7 +234,7 @@ def norm_rope_store(op, ctx, thread, threads):
             stored = ctx.cache.values if is_value else ctx.cache.keys
             for row in range(first_row, min(first_row + ROWS_PER_BLOCK, rows)):
                 source = values_of(x, row) + 4 * of_x * width
-                for line in range(0, 4 * width, LINE_BYTES):
+                for line in range(0, 4 * width if row + _ROWS_AHEAD < rows else 0, LINE_BYTES):
                     prefetch(source + 4 * _ROWS_AHEAD * x.stride + line)
                 if not is_value:
                     at = 4 * np.int64(get_i32(ctx.positions + 4 * row)) * (width // 2)
