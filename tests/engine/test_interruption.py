@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import CodeType
 
 import numpy as np
 import pytest
@@ -36,13 +37,22 @@ Place = tuple[str, int]
 """A file and a line of it."""
 
 
-def interrupted_at(line: int, call: Callable[[], object]) -> bool:
-    """Whether `call` came as far as that line, where KeyboardInterrupt then ended it."""
+def belongs_to_a_step(code: CodeType) -> bool:
+    return code.co_filename.startswith(PACKAGES)
+
+
+def interrupted_at(
+    line: int, call: Callable[[], object], counts: Callable[[CodeType], bool] = belongs_to_a_step
+) -> bool:
+    """Whether `call` came as far as that line, where KeyboardInterrupt then ended it.
+
+    counts: whose lines are counted.
+    """
     left = line
 
     def trace(frame, event, argument):
         nonlocal left
-        if not frame.f_code.co_filename.startswith(PACKAGES):
+        if not counts(frame.f_code):
             return None
         if event == "line":
             left -= 1
@@ -73,7 +83,7 @@ def places_of(call: Callable[[], object]) -> list[Place]:
     places: list[Place] = []
 
     def trace(frame, event, argument):
-        if not frame.f_code.co_filename.startswith(PACKAGES):
+        if not belongs_to_a_step(frame.f_code):
             return None
         if event == "line":
             places.append((frame.f_code.co_filename, frame.f_lineno))

@@ -75,7 +75,7 @@ ITEMS_PER_THREAD = 32
 long for the last. Ledger, one layer at 2,048 tokens on one thread, 16 and 32 rows: int8 95 and 90 ms, bfloat16 111 and
 107. With AMX, 28 layers on 2 cores, 32, 64 and 128 rows of two queries each: 715, 655 and 620 ms."""
 _ROWS_AHEAD = 2
-"""How far ahead `norm_rope_store` fetches: a head's rows lie too far apart for the hardware to see them coming. Ledger,
+"""How many rows ahead `norm_rope_store` fetches: the processor does not, because a head's rows lie far apart. Ledger,
 0.6B shape, a prefill of 512 tokens on 2 cores of a Xeon: 26 ms without, 20 so."""
 MANY_QUERIES = 8
 """Queries for which AMX takes less than products of up to four at a time, or widening int8 values once for all."""

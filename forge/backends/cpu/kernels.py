@@ -252,9 +252,9 @@ def next_range(op, thread, threads, chunk, count, turn):
     """Return a thread's next items (the first, and one past the last), the item to fetch meanwhile, and the turn to go
     on with (0 at the beginning). The first is `count` if none are left.
 
-    Each thread has a stretch of its own, items that lie side by side, and then takes what is left of the others': of
-    one that has not come, perhaps, because the system has given its core to another program. The item to fetch is the
-    next of the stretch; at its end the first once more, which is near already.
+    Each thread has a stretch of its own, items that lie side by side, and then takes what is left of the others'
+    stretches: a thread may not have come, because the system has given its core to another program. The item to fetch
+    is the next of the stretch; at its end the first of the range, which is in the cache already.
 
     Threads that read turn by turn from one place get 50 GB/s out of a memory that gives 75 to threads that each read a
     stretch of their own.
@@ -353,19 +353,16 @@ def multiply_pair(matrix, tile, x, first, last, out, out_stride, adds, ahead):
     """Multiply rows `first` to `last` - 1 of x by the 32 weight rows of two tiles: `[last - first, 32]`, `out_stride`
     apart.
 
-    The first passes fetch the two tiles at `ahead`, half a tile each, unless that is 0; fewer rows fetch as
-    `multiply_rows` does.
+    The first passes fetch the two tiles at `ahead`, half a tile each, unless that is 0. What is left of the rows is
+    multiplied by one tile after the other.
     """
-    row, step = first, 4 * out_stride
-    if takes_pairs(matrix, last - first):
-        for row in range(first, last - PAIR_ROWS + 1, PAIR_ROWS):
-            number = (row - first) // PAIR_ROWS
-            upcoming = ahead + number // 2 * matrix.tile_bytes if ahead != 0 and number < 4 else 0
-            low, high = upcoming if number % 2 == 0 else 0, upcoming if number % 2 == 1 else 0
-            multiply_tile(matrix, PAIR, tile, x, row, out + (row - first) * step, out_stride, adds, low, high)
-        row = last - (last - first) % PAIR_ROWS
-    upcoming = ahead if row == first else 0
-    multiply_rows(matrix, tile, 2, x, row, last, out + (row - first) * step, out_stride, adds, upcoming)
+    paired, step = last - (last - first) % PAIR_ROWS, 4 * out_stride
+    for row in range(first, paired, PAIR_ROWS):
+        number = (row - first) // PAIR_ROWS
+        upcoming = ahead + number // 2 * matrix.tile_bytes if ahead != 0 and number < 4 else 0
+        low, high = upcoming if number % 2 == 0 else 0, upcoming if number % 2 == 1 else 0
+        multiply_tile(matrix, PAIR, tile, x, row, out + (row - first) * step, out_stride, adds, low, high)
+    multiply_rows(matrix, tile, 2, x, paired, last, out + (paired - first) * step, out_stride, adds, 0)
 
 
 @numba.njit

@@ -1,13 +1,12 @@
 """A pass's logits are its caller's, though large ones are not copied."""
 
-import sys
-
 import numpy as np
 import pytest
 
 from forge.backends.cpu.program import SMALLEST_LENT, Program
 from tests.backends.cpu.models import ThreadedBackend, small_model
 from tests.backends.cpu.test_bit_invariance import alone
+from tests.engine.test_interruption import interrupted_at
 
 MANY, FEW = 250, 20
 
@@ -44,35 +43,10 @@ def test_after_an_interruption_in_any_line_later_passes_are_right(model):
     kept = logits_of(model, 1)
     expected = kept.copy()
     line = 0
-    while interrupted_in(Program.take_logits, line, lambda: logits_of(model, 2)):
+    while interrupted_at(line, lambda: logits_of(model, 2), lambda code: code is Program.take_logits.__code__):
         assert np.array_equal(logits_of(model, 1), expected)
         line += 1
     assert line > 3 and np.array_equal(kept, expected)
-
-
-def interrupted_in(function, line: int, call) -> bool:
-    """Whether `call` came as far as that line of a function, where KeyboardInterrupt then ended it."""
-    left = line
-
-    def trace(frame, event, argument):
-        nonlocal left
-        if frame.f_code is not function.__code__:
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def test_memory_is_used_again_once_no_array_looks_at_it(model):
